@@ -21,14 +21,14 @@ impl Backoff {
         Self { first, longest, last: Duration::ZERO }
     }
 
-    /// The pause after one more failure: twice the last one.
+    /// Notes a failure. Returns the pause after it: twice the last pause, between `first` and `longest`.
     pub fn failed(&mut self) -> Duration {
         self.last = self.last.saturating_mul(2).max(self.first).min(self.longest);
         self.last
     }
 
-    /// The pause after something that worked for `lived` and then failed. If it worked at least as long as the longest
-    /// pause, the failure counts as a new one and the pauses start again.
+    /// Notes the failure of something that had worked for `lived`, and returns the pause after it. If it had worked at
+    /// least as long as the longest pause, the failure counts as a new one and the pauses start again.
     pub fn failed_after(&mut self, lived: Duration) -> Duration {
         if lived >= self.longest {
             self.reset();
@@ -36,7 +36,7 @@ impl Backoff {
         self.failed()
     }
 
-    /// An attempt succeeded: the next pause is the first one again.
+    /// Notes a success: the next pause is the first one again.
     pub fn reset(&mut self) {
         self.last = Duration::ZERO;
     }
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_double_up_to_the_longest_and_begin_anew() {
+    fn pauses_double_to_longest_then_restart() {
         let seconds = Duration::from_secs;
         let mut backoff = Backoff::new(seconds(1), seconds(5));
         assert!(!backoff.is_failing());

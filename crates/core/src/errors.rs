@@ -1,4 +1,4 @@
-//! Errors for people: one line with all causes. Used by adapters that log an error or answer with one.
+//! Error texts for people: one line with all causes. Adapters use it to log an error, or to send it in an answer.
 
 use crate::prelude::*;
 use core::error::Error;

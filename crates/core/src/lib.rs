@@ -1,12 +1,12 @@
 //! linkwise's pure core, in layers: [`topology`] (the graph of a node), [`allocation`] (the best GPUs for a request),
 //! [`state`] (the node's state machine), [`publish`] (labels, slices and injections made from a snapshot), [`claims`]
-//! (DRA claims and what they are prepared with). Each layer uses the layers before it and none after it. [`benchmark`]
-//! (measured bandwidth beside the model) uses the first two. [`backoff`], [`errors`], [`names`], [`reported`], [`quantity`],
-//! [`quote`] and [`mod@words`] are small mechanisms, most of which the adapters use too.
+//! (the hardware that DRA claims are prepared with). Each layer uses only the layers before it. [`benchmark`] compares
+//! measured bandwidth with the model, and uses the first two layers. [`backoff`], [`errors`], [`names`], [`reported`],
+//! [`quantity`], [`quote`] and [`mod@words`] are small helpers, most of which the adapter crates use too.
 //!
-//! Everything here is a function of its arguments. Without `std` there are no files, sockets, threads, environment
-//! variables, clocks or hash maps to call, so the compiler enforces this. `clippy.toml` beside this crate's manifest
-//! refuses floats and panics. Time is an argument ([`state::Timestamp`]).
+//! Everything here is a function of its arguments. The compiler enforces this, because without `std` there are no
+//! files, sockets, threads, environment variables, clocks or hash maps to call. `clippy.toml` beside this crate's
+//! manifest refuses floats and panics. Time is an argument ([`state::Timestamp`]).
 
 #![no_std]
 #![cfg_attr(test, allow(clippy::disallowed_macros, reason = "a test may panic"))]

@@ -1,9 +1,9 @@
-//! Names that must fit a length limit, such as those of sockets and annotations; and words of few characters.
+//! Names that must fit a length limit, such as those of sockets and annotations, and names of restricted characters.
 
 use crate::prelude::*;
 
 /// The length of the suffix of a shortened name: a dash and 16 hexadecimal digits.
-const SUFFIX: usize = 17;
+const SUFFIX_LENGTH: usize = 17;
 
 /// Returns `name` if it has at most `longest` bytes; otherwise its beginning and a hash of the whole name, so that
 /// different names stay different. Every version of linkwise gives the same result, because names outlive the process
@@ -13,7 +13,7 @@ pub fn shortened(name: &str, longest: usize) -> String {
     if name.len() <= longest {
         return name.to_owned();
     }
-    let mut kept = longest.saturating_sub(SUFFIX);
+    let mut kept = longest.saturating_sub(SUFFIX_LENGTH);
     while !name.is_char_boundary(kept) {
         kept = kept.saturating_sub(1);
     }
@@ -21,7 +21,7 @@ pub fn shortened(name: &str, longest: usize) -> String {
     format!("{begin}-{:016x}", fnv1a(name))
 }
 
-/// Returns true for a word of letters, digits and these other characters, with a letter or digit first and last.
+/// Returns true for a word of letters, digits and the characters in `others`, with a letter or digit first and last.
 pub fn is_word(text: &str, others: &[u8]) -> bool {
     let is_end = |byte: Option<&u8>| byte.is_some_and(u8::is_ascii_alphanumeric);
     let bytes = text.as_bytes();

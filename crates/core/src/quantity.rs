@@ -8,7 +8,7 @@ const BINARY: [&str; 6] = ["Ki", "Mi", "Gi", "Ti", "Pi", "Ei"];
 /// The units of 1000 and its powers.
 const DECIMAL: [&str; 6] = ["k", "M", "G", "T", "P", "E"];
 
-/// The units below one: a thousandth, and each a thousandth of the one before.
+/// The units below one: 1/1000 and its powers.
 const PARTS: [&str; 3] = ["m", "u", "n"];
 
 /// Writes mebibytes as Kubernetes does: in the largest binary unit that gives a whole number.
@@ -33,8 +33,8 @@ fn whole(mut number: u64, base: u64, mut units: impl Iterator<Item = &'static st
     if number == 0 { "0".to_owned() } else { format!("{number}{unit}") }
 }
 
-/// Reads a quantity; a fraction is rounded up. Returns `None` for text that is no quantity, for a negative or too large
-/// one, and for one with an exponent (the API server writes none for amounts that were rounded to a step).
+/// Reads a quantity; a fraction is rounded up. Returns `None` if the text is not a quantity, or if the quantity is
+/// negative, too large or has an exponent (the API server writes no exponent for amounts that it rounded to a step).
 pub fn parse(text: &str) -> Option<u64> {
     let end = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
     let (number, unit) = text.split_at_checked(end)?;

@@ -1,18 +1,18 @@
-//! Untrusted text (from files, answers of other programs) made fit for a message: one line, no control characters,
+//! Untrusted text (from files, from answers of other programs) made fit for a message: one line, no control characters,
 //! limited length. Every adapter that repeats such text in an error or a log line uses this.
 
 use crate::prelude::*;
 
 /// The most characters that [`excerpt`] repeats.
-const EXCERPT: usize = 80;
+const MAX_EXCERPT: usize = 80;
 
 /// The most characters of another library's or program's message that [`one_line`] repeats.
-const MESSAGE: usize = 1000;
+const MAX_MESSAGE: usize = 1000;
 
 /// Repeats at most 80 characters of a text. Control characters, line separators, invisible characters and the backslash
 /// are escaped as in Rust (`\n`, `\u{1b}`).
 pub fn excerpt(text: &str) -> String {
-    shown(text, EXCERPT)
+    shown(text, MAX_EXCERPT)
 }
 
 /// [`excerpt`] in single quotes.
@@ -23,10 +23,10 @@ pub fn quoted(text: &str) -> String {
 /// Repeats a whole message of another library or program, up to 1000 characters. Blanks and line ends become one blank;
 /// other characters that cannot be printed are escaped.
 pub fn one_line(text: &str) -> String {
-    shown(&text.split_whitespace().collect::<Vec<_>>().join(" "), MESSAGE)
+    shown(&text.split_whitespace().collect::<Vec<_>>().join(" "), MAX_MESSAGE)
 }
 
-/// Text or JSON in which JSON's escapes stand for the characters that a terminal obeys or does not show.
+/// Replaces the characters that a terminal obeys or does not show by JSON escapes, in text or JSON. Line ends stay.
 pub fn escaped(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
     for char in text.chars() {
@@ -40,7 +40,7 @@ pub fn escaped(text: &str) -> String {
     shown
 }
 
-/// The error for a text that is not what it should be.
+/// The error for a text that cannot be parsed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{} {why}", quoted(text))]
 pub struct ParseError {
@@ -55,9 +55,9 @@ impl ParseError {
     }
 }
 
-/// Shows at most so many characters; an escaped one counts as it is written.
-fn shown(text: &str, most: usize) -> String {
-    let (mut shown, mut left) = (String::new(), most);
+/// Escapes a text, and cuts it after at most `max` characters of the escaped form.
+fn shown(text: &str, max: usize) -> String {
+    let (mut shown, mut left) = (String::new(), max);
     for char in text.chars() {
         let escaped: String = if matches!(char, '\'' | '"') { char.into() } else { char.escape_debug().collect() };
         let Some(rest) = left.checked_sub(escaped.chars().count()) else {

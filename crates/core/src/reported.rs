@@ -8,39 +8,39 @@ use alloc::collections::BTreeMap;
 /// The facts that were reported and still last, each with its number of repetitions.
 #[derive(Clone, Debug)]
 pub struct Reported<K> {
-    standing: BTreeMap<K, u64>,
-    most: usize,
+    facts: BTreeMap<K, u64>,
+    max_facts: usize,
 }
 
 impl<K: Ord> Reported<K> {
     /// The usual bound of [`Self::new`].
     const MAX_KEYS: usize = 1024;
 
-    /// Follows up to 1024 facts, with none reported yet.
+    /// Creates the memory of up to 1024 facts, with none reported yet.
     pub const fn new() -> Self {
         Self::with_bound(Self::MAX_KEYS)
     }
 
-    /// Follows up to `most` facts, with none reported yet. A fact beyond these is never news.
-    pub const fn with_bound(most: usize) -> Self {
-        Self { standing: BTreeMap::new(), most }
+    /// Creates the memory of up to `max_facts` facts, with none reported yet. A fact beyond these is never news.
+    pub const fn with_bound(max_facts: usize) -> Self {
+        Self { facts: BTreeMap::new(), max_facts }
     }
 
     /// Notes a fact. Returns true if it is news and should be reported.
     pub fn is_news(&mut self, key: K) -> bool {
-        if let Some(repeated) = self.standing.get_mut(&key) {
+        if let Some(repeated) = self.facts.get_mut(&key) {
             *repeated = repeated.saturating_add(1);
             return false;
         }
-        self.standing.len() < self.most && self.standing.insert(key, 0).is_none()
+        self.facts.len() < self.max_facts && self.facts.insert(key, 0).is_none()
     }
 
-    /// Forgets the facts that `stands` does not confirm; they are news when they come again. Returns how often these
-    /// had been repeated without a report.
-    pub fn retain(&mut self, mut stands: impl FnMut(&K) -> bool) -> u64 {
+    /// Forgets the facts for which `lasts` returns false; such a fact is news when it begins again. Returns the number
+    /// of unreported repetitions of the forgotten facts.
+    pub fn retain(&mut self, mut lasts: impl FnMut(&K) -> bool) -> u64 {
         let mut unreported: u64 = 0;
-        self.standing.retain(|key, repeated| {
-            let stays = stands(key);
+        self.facts.retain(|key, repeated| {
+            let stays = lasts(key);
             if !stays {
                 unreported = unreported.saturating_add(*repeated);
             }
@@ -49,7 +49,7 @@ impl<K: Ord> Reported<K> {
         unreported
     }
 
-    /// Forgets every fact, as by [`Self::retain`].
+    /// Forgets every fact. Returns the number of unreported repetitions, as [`Self::retain`] does.
     pub fn clear(&mut self) -> u64 {
         self.retain(|_| false)
     }

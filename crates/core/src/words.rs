@@ -1,7 +1,7 @@
-//! The words that name an enum's values in configuration files and on the command line; counted things in words; and the
-//! types whose serialised form is the text that they show.
+//! Values as text: the words for an enum's values in configuration files and on the command line, numbers and lists for
+//! messages, and the types that are serialised as their `Display` text.
 //!
-//! `config` makes its parsers and error texts from the words. A value is serialised as its word.
+//! `config` makes its parsers and error texts from [`Words`]. A value is serialised as its word.
 
 use crate::prelude::*;
 pub use serde::{Serialize, Serializer};
@@ -11,12 +11,12 @@ use crate::publish::placement::Shortfall;
 use crate::state::{Availability, MigStrategy, NumaHints, Pattern, ResourceName, XidClass};
 use crate::topology::{AddressingMode, Guid, MigProfile, NumaNodeId, PackageId, PciAddress, Uuid};
 
-/// `1 GPU`, `4 GPUs`.
-pub fn count(number: usize, one: &str) -> String {
-    format!("{number} {one}{}", if number == 1 { "" } else { "s" })
+/// Writes a number with its noun: `1 GPU`, `4 GPUs`.
+pub fn count(number: usize, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
-/// MB/s as GB/s with one decimal, cut off: `370.8`.
+/// Writes MB/s as GB/s with one decimal, rounded down: `370.8`.
 pub fn gigabytes(megabytes: u64) -> String {
     format!("{}.{}", megabytes / 1000, megabytes % 1000 / 100)
 }
@@ -26,10 +26,10 @@ pub fn list<T: ToString>(things: impl IntoIterator<Item = T>) -> String {
     things.into_iter().map(|thing| thing.to_string()).collect::<Vec<_>>().join(", ")
 }
 
-/// [`list`] of the first `most` things, and the number of further ones.
-pub fn few<T: ToString>(things: &[T], most: usize) -> String {
-    let named = list(things.iter().take(most).map(ToString::to_string));
-    match things.len().saturating_sub(most) {
+/// Writes the first `max` things as [`list`] does, and the number of the others: `a, b and 3 more`.
+pub fn few<T: ToString>(things: &[T], max: usize) -> String {
+    let named = list(things.iter().take(max).map(ToString::to_string));
+    match things.len().saturating_sub(max) {
         0 => named,
         more => format!("{named} and {more} more"),
     }
@@ -56,8 +56,8 @@ pub trait Words: Copy + PartialEq + 'static {
     }
 }
 
-/// Gives an enum its words: `words!(Switch { On = "on", Off = "off" })`. Or makes one with its words: `words! { pub enum
-/// Switch { On = "on", Off = "off" } }`.
+/// Implements [`Words`] for an enum: `words!(Switch { On = "on", Off = "off" })`. With `pub enum` before the name, as
+/// in `words! { pub enum Switch { On = "on", Off = "off" } }`, it also defines the enum.
 #[macro_export]
 macro_rules! words {
     ($(#[$about:meta])* pub enum $type:ident { $($(#[$of_value:meta])* $value:ident = $word:literal),+ $(,)? }) => {
@@ -80,7 +80,7 @@ macro_rules! words {
     };
 }
 
-/// Shows values as they are serialised.
+/// Implements `Display` as the serialised form.
 macro_rules! shown_as_serialised {
     ($($type:ty),+) => { $(
         impl core::fmt::Display for $type {
@@ -94,7 +94,7 @@ macro_rules! shown_as_serialised {
 shown_as_serialised!(Availability, AddressingMode, FallbackReason, Shortfall, Value);
 shown_as_serialised!(DeviceId, NumaNodeId, PackageId, Pattern);
 
-/// Serialises a type as the text that it shows, and reads it back as `FromStr` does.
+/// Serialises a type as its `Display` text, and deserialises it with `FromStr`.
 macro_rules! serialised_as_text {
     ($type:ty $(, $($generics:tt)+)?) => {
         impl$(<$($generics)+>)? serde::Serialize for $type {
