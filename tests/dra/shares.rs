@@ -121,5 +121,5 @@ fn rows_for_sharing_choose_the_gpus_of_dra() {
     }
     let (none, said) = of(some, "mps", "replicas: 2");
     assert_eq!(shared(&none), [""; 0]);
-    assert!(said.contains("nvidia.com/gpu is to be shared by MPS, for which claims ask themselves"), "{said}");
+    assert!(said.contains("is to be shared by MPS, but with DRA each claim asks for MPS itself"), "{said}");
 }

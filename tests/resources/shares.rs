@@ -114,5 +114,5 @@ fn mig_devices_are_not_shared_through_dra() {
     observed.gpus[0].mig = Some(MigObservation { enabled: true, devices: Vec::new(), profiles: Vec::new() });
     let world = World::of([planned(&plan(4)), seen(observed)]);
     let said = &told(&world.effects)[0];
-    assert!(said.contains("through DRA only whole GPUs are: the MIG devices of GPUs 0000:"), "{said}");
+    assert!(said.contains("but DRA shares only whole GPUs; each MIG device of GPUs 0000:"), "{said}");
 }

@@ -146,7 +146,7 @@ async fn nvidia_example_is_offered_once_limits_hold() {
     assert_eq!(lines(&allocation), expected);
     // Two slots of one GPU are not isolated from each other: such a request is refused unless the file allows it.
     let refused = kubelet.admit(&Pod::single("two", GPU, 2), None).await.unwrap_err();
-    let words = "2 devices of nvidia.com/gpu are asked for, which is shared: a container may have 1";
+    let words = "cannot allocate 2 devices of nvidia.com/gpu: it is shared, and a container may have 1; request 1";
     assert!(format!("{refused:?}").contains(words), "{refused:?}");
     assert_eq!(kubelet.violations(), []);
 }

@@ -1,9 +1,9 @@
-//! [`Admissions`]: the GPUs that were free when others were given, so that people can tell a bad choice from a full
-//! node.
+//! [`Admissions`]: the best bandwidth that was free when GPUs were given, so that people can tell a bad choice from a
+//! full node.
 //!
-//! The ledger keeps them. One is noted when the device plugin answers Allocate and when our DRA plugin prepares a
-//! claim, and is kept until the kubelet no longer lists it, over our restarts too. Admissions decide nothing about
-//! devices. Until the kubelet lists a container, its devices count as held.
+//! The ledger keeps admissions. An admission is noted when the device plugin answers Allocate and when our DRA plugin
+//! prepares a claim, and is kept until the kubelet no longer lists it, over our restarts too. Admissions decide nothing
+//! about devices, except that devices count as held until the kubelet lists their container.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -13,12 +13,12 @@ use crate::allocation::DeviceId;
 
 /// The number of lists in a row without an admission after which it has ended. One is not enough: the first list of a
 /// kubelet that starts may lack pods that run, and the first list after an Allocate may be older.
-const MISSED: u8 = 2;
+const MAX_MISSED: u8 = 2;
 
 /// An admission of a container or claim.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Admission {
-    /// The best that was free; `None` for fewer than two GPUs, and if it is unknown.
+    /// The best bandwidth that was free; `None` for fewer than two GPUs, and if it is unknown.
     then: Option<FreeThen>,
     /// True if the kubelet has listed it.
     is_listed: bool,
@@ -27,21 +27,22 @@ struct Admission {
 }
 
 impl Admission {
-    fn seen(&mut self, in_list: bool) {
+    /// Notes a list of the kubelet. `in_list` is true if the list has the admission.
+    fn note_list(&mut self, in_list: bool) {
         self.is_listed |= in_list;
         self.missed = if in_list { 0 } else { self.missed.saturating_add(1) };
     }
 
-    /// Returns true if the next list may be the first with it.
+    /// Returns true if the next list may be the first with the admission.
     fn is_awaited(&self) -> bool {
-        !self.is_listed && self.missed < MISSED
+        !self.is_listed && self.missed < MAX_MISSED
     }
 }
 
 /// The known admissions.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Admissions {
-    /// Devices of a resource that were given together. An id is in at most one of them.
+    /// The admissions of devices of a resource that were given together. An id is in at most one of them.
     given: BTreeMap<(ResourceName, BTreeSet<DeviceId>), Admission>,
     /// The admissions of claims, by the claim's UID.
     claims: BTreeMap<String, Admission>,
@@ -72,33 +73,33 @@ impl Admissions {
     pub fn listed(&mut self, holdings: &Holdings, names: &BTreeMap<String, PreparedClaim>) {
         self.given.retain(|(resource, devices), admission| {
             let mut keys = devices.iter().map(|id| (resource.clone(), id.clone()));
-            admission.seen(keys.all(|key| holdings.has(&key)));
-            admission.missed < MISSED
+            admission.note_list(keys.all(|key| holdings.has(&key)));
+            admission.missed < MAX_MISSED
         });
         for (uid, admission) in &mut self.claims {
             let name = names.get(uid).map(|prepared| prepared.claim.to_string());
-            admission.seen(holdings.claims.iter().any(|claimed| Some(&claimed.claim) == name.as_ref()));
+            admission.note_list(holdings.claims.iter().any(|claimed| Some(&claimed.claim) == name.as_ref()));
         }
     }
 
-    /// Returns true if a list is awaited that may be the first with some admission.
+    /// Returns true if the next list may be the first with some admission.
     pub fn await_list(&self) -> bool {
         self.given.values().chain(self.claims.values()).any(Admission::is_awaited)
     }
 
-    /// The ids that were given and that no list has had yet.
+    /// The ids that were given and that no list has contained yet.
     pub fn unlisted(&self) -> impl Iterator<Item = (&ResourceName, &DeviceId)> {
         let unlisted = self.given.iter().filter(|(_, admission)| !admission.is_listed);
         unlisted.flat_map(|((resource, devices), _)| devices.iter().map(move |id| (resource, id)))
     }
 
-    /// The best that was free when these devices were given together.
-    pub fn then(&self, resource: &ResourceName, devices: &BTreeSet<DeviceId>) -> Option<FreeThen> {
+    /// The best bandwidth that was free when these devices were given together.
+    pub fn free_at_allocate(&self, resource: &ResourceName, devices: &BTreeSet<DeviceId>) -> Option<FreeThen> {
         self.given.get(&(resource.clone(), devices.clone()))?.then
     }
 
-    /// The best that was free when a claim was prepared, by its UID.
-    pub fn then_for_claim(&self, uid: &str) -> Option<FreeThen> {
+    /// The best bandwidth that was free when a claim was prepared, by its UID.
+    pub fn free_at_prepare(&self, uid: &str) -> Option<FreeThen> {
         self.claims.get(uid)?.then
     }
 

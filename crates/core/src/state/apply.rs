@@ -10,8 +10,8 @@ use super::{Effect, Event, NodeState, Offers, Timestamp, UnhealthyReason};
 impl NodeState {
     /// Makes the next state from an event, and the effects that the node's loop has to carry out.
     ///
-    /// `now` may come from any clock. A clock that jumps makes `since` wrong and nothing else; the node's loop's clock does
-    /// not jump.
+    /// `now` may come from any clock. A clock that jumps makes `since` wrong and nothing else; the clock of the node's
+    /// loop does not jump.
     pub fn apply(mut self, event: Event, now: Timestamp) -> (Self, Vec<Effect>) {
         let mut effects = Vec::new();
         // `remake`: the resources have to be made again. `publish`: the lists changed by more than a device's health.
@@ -25,7 +25,7 @@ impl NodeState {
                 remake = true;
             }
             Event::Planned(plan) => {
-                Arc::make_mut(&mut self.offers).want(*plan, hardware);
+                Arc::make_mut(&mut self.offers).set_plan(*plan, hardware);
                 remake = true;
             }
             Event::MpsReady(ready) => {
@@ -48,7 +48,7 @@ impl NodeState {
                     &offered,
                 );
                 Arc::make_mut(&mut self.ledger).admissions.give(resource, devices, given);
-                // An admission that no list has yet changes no device's health.
+                // An admission that no list contains yet does not change the health of a device.
                 effects.extend(given.map(|_| Effect::Keep));
                 if self.note_held() && self.opening.is_open() {
                     effects.push(Effect::Publish);
@@ -100,9 +100,9 @@ impl NodeState {
         if remake {
             effects.extend(Arc::make_mut(&mut self.offers).make(hardware, &self.ledger, now));
         }
-        if let Some(turned) = self.offers.turn_doors(hardware, &self.ledger, is_new_list, now) {
+        if let Some(door_effects) = self.offers.update_doors(hardware, &self.ledger, is_new_list, now) {
             remake = true;
-            effects.extend(turned);
+            effects.extend(door_effects);
             effects.extend(Arc::make_mut(&mut self.offers).make(hardware, &self.ledger, now));
             effects.push(Effect::Keep);
         }

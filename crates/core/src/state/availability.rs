@@ -14,7 +14,8 @@ use crate::topology::{GpuUuid, NodeTopology};
 /// The GPUs of which a pod has any part, through either door; `None` until the kubelet has listed the holders.
 pub(super) type Held = Option<BTreeSet<GpuUuid>>;
 
-/// The use that can be made of a GPU now. Each GPU has one of these. A word of another version is read as unknown.
+/// The use that can be made of a GPU now. Each GPU has one of these values. A value that this version does not know is
+/// read as unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Availability {
@@ -24,8 +25,8 @@ pub enum Availability {
     Free,
     /// No pod holds any part of it, and a request can have MIG devices of it.
     Mig,
-    /// No pod holds any part of it, and no request can get one: the GPU is unhealthy, or offered otherwise. An
-    /// unhealthy GPU also has this value until the kubelet has listed the holders.
+    /// No pod holds any part of it, and no request can get a part: the GPU is unhealthy, or its devices are offered
+    /// under another name. An unhealthy GPU also has this value until the kubelet has listed the holders.
     Unhealthy,
     /// No pod holds any part of it, and an operator keeps it from new work.
     Cordoned,

@@ -4,11 +4,11 @@
 //! A part of [`super::offers`]. The plan says which door the node has. [`Doors`] has the GPUs of DRA:
 //!
 //! - With the door DRA, a pod may still have a GPU through the device plugin. DRA gets the GPU when two lists of the
-//!   kubelet in a row show no such pod, and then keeps it, over our restarts too ([`super::HealthRecord::dra`]). The
-//!   first list may be older than the last pod, and a kubelet that has just started knows fewer pods. A pod that cannot
-//!   ask the kubelet ([`super::NodeState::without_lists`]) waits for nothing.
-//! - With the door of the device plugin, claims that our DRA plugin has prepared keep their GPUs until they end. A claim
-//!   that only the kubelet lists makes the devices of its GPU unhealthy ([`super::ledger`]).
+//!   kubelet in a row show no such pod, and then keeps it, over our restarts too ([`super::HealthRecord::dra`]). One
+//!   list is not enough, because it may be older than the last pod, and a kubelet that has just started knows fewer
+//!   pods. If linkwise cannot ask the kubelet ([`super::NodeState::without_lists`]), DRA gets the GPU at once.
+//! - With the door of the device plugin, claims that our DRA plugin has prepared keep their GPUs until they end. A
+//!   claim that only the kubelet lists makes the devices of its GPU unhealthy ([`super::ledger`]).
 //!
 //! A GPU changes with all its MIG devices.
 
@@ -20,7 +20,7 @@ use super::{Device, Door, GpuShares, Hardware, Health, Ledger, NumaHints, Resour
 use crate::topology::{GpuUuid, NodeTopology};
 
 /// The number of lists in a row without a holder that give a GPU to DRA.
-const LISTS: u8 = 2;
+const REQUIRED_LISTS: u8 = 2;
 
 /// The GPUs of DRA.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -41,18 +41,18 @@ impl Doors {
         self.gpus.contains_key(gpu)
     }
 
-    /// Returns true if a new list of holders could give DRA a GPU, or let one be shared otherwise.
+    /// Returns true if a new list of holders could give DRA a GPU, or change the sharing of a GPU.
     pub fn awaits_holders(&self) -> bool {
         !self.waiting.is_empty() || self.gpus.values().any(|form| form.next.is_some())
     }
 
     /// Returns true if the next lists may let DRA offer a GPU that is not known to be held.
-    pub fn settles(&self, topology: &NodeTopology, ledger: &Ledger) -> bool {
-        self.waiting.keys().any(|gpu| !ledger.is_known() || !ledger.is_held_beside_dra(topology, gpu))
+    pub fn may_gain_gpu(&self, topology: &NodeTopology, ledger: &Ledger) -> bool {
+        self.waiting.keys().any(|gpu| !ledger.is_known() || !ledger.is_held_outside_dra(topology, gpu))
     }
 
-    /// Takes over the GPUs that the last process offered through DRA, and which of them were shared. A claim is not
-    /// prepared with a GPU that the kubelet lists otherwise: another device plugin may have served the node since.
+    /// Takes over the GPUs that the last process offered through DRA, and which of them were shared. Another device
+    /// plugin may have served the node since: a claim does not get a GPU that a pod has through it.
     pub fn restore(&mut self, gpus: &BTreeSet<GpuUuid>, shared: &BTreeMap<GpuUuid, GpuShares>) {
         for gpu in gpus {
             self.gpus.entry(gpu.clone()).or_insert_with(|| Form { now: shared.get(gpu).copied(), next: None });
@@ -82,9 +82,9 @@ impl Doors {
                 gpus.insert(uuid);
             } else if is_offered {
                 let before = self.waiting.get(&uuid).copied().unwrap_or_default();
-                let is_unheld = ledger.is_known() && !ledger.is_held_beside_dra(topology, &uuid);
+                let is_unheld = ledger.is_known() && !ledger.is_held_outside_dra(topology, &uuid);
                 let lists = if is_unheld { before.saturating_add(is_new_list.into()) } else { 0 };
-                if lists >= LISTS || ledger.has_no_lists {
+                if lists >= REQUIRED_LISTS || ledger.has_no_lists {
                     gpus.insert(uuid);
                 } else {
                     waiting.insert(uuid, lists);
@@ -139,25 +139,25 @@ impl Doors {
 
     /// The doors with the devices' health as it is now; `None` if none changed.
     pub fn refreshed(&self, plan: &ResourcePlan, hardware: &Hardware, ledger: &Ledger) -> Option<Self> {
-        let health = |device: &Device, waits| self.health(device, waits, plan, hardware, ledger);
-        let is_same = |devices: &[Device], waits| devices.iter().all(|device| device.health == health(device, waits));
+        let health = |device: &Device, waiting| self.health(device, waiting, plan, hardware, ledger);
+        let is_same = |list: &[Device], waiting| list.iter().all(|device| device.health == health(device, waiting));
         if is_same(&self.devices, false) && is_same(&self.withheld, true) {
             return None;
         }
         let mut now = self.clone();
-        for (devices, waits) in [(&mut now.devices, false), (&mut now.withheld, true)] {
+        for (devices, is_waiting) in [(&mut now.devices, false), (&mut now.withheld, true)] {
             for device in devices {
-                device.health = health(device, waits);
+                device.health = health(device, is_waiting);
             }
         }
         Some(now)
     }
 
-    /// The health of a device of DRA. `waits`: DRA does not offer it yet.
+    /// The health of a device of DRA. `is_waiting` is true if DRA does not offer it yet.
     fn health(
         &self,
         device: &Device,
-        waits: bool,
+        is_waiting: bool,
         plan: &ResourcePlan,
         hardware: &Hardware,
         ledger: &Ledger,
@@ -180,7 +180,7 @@ impl Doors {
         if plan.door == Door::Plugin {
             return unhealthy(by_claim().unwrap_or(UnhealthyReason::Withdrawn));
         }
-        // Unhealthy for new claims only: the claims that have it keep it.
+        // The device is unhealthy for new claims only: the claims that have it keep it.
         if let Some((_, since)) = self.gpus.get(uuid).and_then(|form| form.next) {
             return Health::Unhealthy { reason: UnhealthyReason::Withdrawn, since };
         }
@@ -194,9 +194,9 @@ impl Doors {
         if let Some((resource, id)) = ledger.plugin_holder(topology, uuid) {
             return unhealthy(UnhealthyReason::HeldElsewhere { resource: resource.to_string(), id: id.to_string() });
         }
-        match by_claim().filter(|_| waits) {
+        match by_claim().filter(|_| is_waiting) {
             Some(reason) => unhealthy(reason),
-            None if waits => unhealthy(UnhealthyReason::HoldersUnknown),
+            None if is_waiting => unhealthy(UnhealthyReason::HoldersUnknown),
             None => hardware.for_new_work(device, Health::Healthy),
         }
     }

@@ -33,9 +33,9 @@ pub enum Event {
     DoubleBitEcc(GpuUuid),
     /// The operator wants devices to report other NUMA nodes.
     NumaHints(NumaHints),
-    /// The results of one round of polls. A GPU that is missing was not asked.
+    /// The results of one round of polls. A GPU that is missing was not polled.
     Polled(BTreeMap<GpuUuid, HealthPoll>),
-    /// NVML calls about a GPU hung or crashed agents. For now no agent calls NVML about it.
+    /// NVML calls about a GPU hung or crashed agents, so that no agent calls NVML about it for now.
     Quarantined(GpuUuid, String),
     /// An agent scanned a quarantined GPU and survived.
     ReleasedFromQuarantine(GpuUuid),
@@ -43,14 +43,14 @@ pub enum Event {
     DriverAway(String),
     /// NVML answers again.
     DriverBack,
-    /// The operator declared a GPU well.
+    /// The operator cleared the reasons of a GPU.
     Cleared(GpuUuid),
-    /// The operator wants a GPU to take no new work; or work again, with `None`.
+    /// The operator wants a GPU to take no new work, or with `None` to take work again.
     Cordoned(GpuUuid, Option<Cordon>),
     /// The operator accepts that the node lacks this hardware.
     HardwareAccepted(Vec<Shortfall>),
     /// The devices that pods hold, as the kubelet lists them; `None` if the kubelet cannot be asked. An orphan leaves
-    /// its list when two lists of holders in a row do not have it.
+    /// its resource's list when two lists of holders in a row do not have it.
     Holders(Option<Holdings>),
     /// The device plugin gave devices to a container. The kubelet lists them a little later.
     Allocated {
@@ -88,7 +88,7 @@ pub enum Effect {
         /// The new health.
         health: Health,
     },
-    /// Tell people that an XID changes nothing: it is an application's fault, or ignored.
+    /// Report that an XID changes nothing: it is an application's fault, or ignored.
     XidIgnored {
         /// The GPU.
         gpu: GpuUuid,
@@ -101,9 +101,9 @@ pub enum Effect {
     UnknownRecoveryAction(GpuUuid, RecoveryAction),
     /// Report, once while it lasts, a reason that makes no GPU unhealthy because health checks are disabled.
     NotCounted(GpuUuid, UnhealthyReason),
-    /// Tell people that the record has a form that this version does not know.
+    /// Report that the record has a format version that this linkwise does not know.
     RecordIgnored(u32),
-    /// Tell people that devices of a resource cannot be given out for now: a pod holds the hardware under another name.
+    /// Report that devices of a resource cannot be given out for now: a pod holds the hardware under another name.
     HeldElsewhere {
         /// The GPU.
         gpu: GpuUuid,
@@ -112,15 +112,15 @@ pub enum Effect {
         /// The holder, as the reason.
         reason: UnhealthyReason,
     },
-    /// Tell people that pods hold devices of a resource that are not offered, or are no longer offered. They are on its
-    /// list now.
+    /// Report that pods hold devices of a resource that are not offered, or are no longer offered. The devices are on
+    /// its list now.
     HeldUnoffered(ResourceName, Vec<DeviceId>),
-    /// Tell people that DRA has a GPU from now on (true), or no longer (false).
+    /// Report that DRA has a GPU from now on (true), or no longer (false).
     DoorChanged(GpuUuid, bool),
-    /// Tell people of an oddity of the node, once.
+    /// Report a warning about the node's hardware, once while it lasts.
     Warn(TopologyWarning),
-    /// Tell people that the node lacks hardware that it had (true), or no longer (false).
+    /// Report that the node lacks hardware that it had (true), or no longer (false).
     Shortfall(Shortfall, bool),
-    /// Tell people of a part of the plan that this node cannot offer, once.
+    /// Report a part of the plan that this node cannot offer, once while it lasts.
     PlanProblem(PlanProblem),
 }

@@ -1,5 +1,5 @@
-//! [`Holdings`]: the devices that pods of this node hold, as the kubelet lists them. Plain values. The kubelet adapter
-//! makes them; the ledger finds the hardware behind their names.
+//! [`Holdings`]: the devices that pods of this node hold, as the kubelet lists them, as plain values. The kubelet
+//! adapter makes them; the ledger finds the hardware behind the devices' names.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -23,9 +23,9 @@ pub struct Holdings {
     /// The part of `containers` and `claims` that each running container has. It is shown to people and decides
     /// nothing.
     pub by_container: BTreeMap<ContainerName, ContainerHoldings>,
-    /// True if another process of linkwise may still give devices to pods: such a list lets DRA have no GPU.
+    /// True if another process of linkwise may still give devices to pods: this list gives no GPU to DRA.
     pub is_early: bool,
-    /// True if the kubelet may have started since the list before: its first one lacks pods that run.
+    /// True if the kubelet may have started since the previous list: a kubelet's first list lacks pods that run.
     pub is_first: bool,
 }
 
@@ -40,7 +40,7 @@ pub struct ContainerName {
     pub container: String,
 }
 
-/// The most containers that are noted: no node has as many, and each makes several series of the metrics.
+/// The most containers that are noted: more than any node has, and each adds several series to the metrics.
 const MAX_CONTAINERS: usize = 4096;
 
 /// The devices and claims of one container.
@@ -60,8 +60,8 @@ impl Holdings {
         self.containers.contains(key) || self.init_containers.contains(key)
     }
 
-    /// Adds the holdings of a container to [`Self::by_container`]; it may be there already. Beyond 4096 containers no
-    /// further one is added.
+    /// Adds the holdings of a container to [`Self::by_container`], also if it is there already. After 4096 containers
+    /// it adds no other.
     pub fn add(&mut self, name: ContainerName, holdings: ContainerHoldings) {
         let ContainerHoldings { devices, claims, pod_uid } = holdings;
         if devices.is_empty() && claims.is_empty()

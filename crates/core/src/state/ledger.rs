@@ -26,13 +26,13 @@ pub const DRA_DRIVER: &str = "gpu.nvidia.com";
 pub struct Ledger {
     /// The kubelet's last list.
     holdings: Holdings,
-    /// The claims of the list before that, and of earlier ones where that was a kubelet's first.
+    /// The claims of the previous list. If the last list is a kubelet's first, the claims of the lists before too.
     listed_before: BTreeSet<ClaimedDevice>,
     /// True unless the last list was a kubelet's first.
     is_whole: bool,
-    /// The time since which it lists this; `None` if it could never be asked.
+    /// The time since which the kubelet has listed these holdings; `None` if it has never answered.
     pub(super) known_since: Option<Timestamp>,
-    /// True if it could be asked at the last attempt.
+    /// True if the kubelet answered at the last attempt.
     is_current: bool,
     /// The claims that our DRA plugin has prepared, by UID.
     prepared: BTreeMap<String, PreparedClaim>,
@@ -40,7 +40,7 @@ pub struct Ledger {
     by_container: BTreeMap<ContainerName, ContainerHoldings>,
     /// The time of the kubelet's last answer.
     answered: Option<Timestamp>,
-    /// The GPUs that were free when these were given.
+    /// The admissions, with the best bandwidth that was free at each.
     pub(super) admissions: Admissions,
     /// True once the prepared claims are known.
     has_read_claims: bool,
@@ -52,18 +52,19 @@ pub struct Ledger {
 /// restart, and short enough that no pod is shown for ever. Held devices count as held beyond that.
 pub const NAMES_KEPT: Timestamp = Timestamp::from_secs(300);
 
-/// A GPU by its place, and the MIG device on it; `None` for the GPU, or an unknown part of it.
+/// A GPU by its place in the graph, and the MIG device on it; `None` for the whole GPU, or an unknown part of it.
 type Part<'a> = (usize, Option<&'a MigDevice>);
 
 /// A [`ResourceDevice`] by reference.
 pub(super) type Key<'a> = (&'a ResourceName, &'a DeviceId);
 
-/// A holder of hardware that a device of ours would share.
+/// A holder of a GPU or a part of it, with the reason that it gives to other devices of the GPU.
 struct Holder<'a> {
     /// Its id, if it came through the device plugin API.
     key: Option<Key<'a>>,
-    /// The MIG device, if it is known to hold no more.
+    /// The MIG device, if the holder is known to hold no more of the GPU.
     mig: Option<&'a MigDevice>,
+    /// True if the holder has a slot, which other slots may share.
     is_slot: bool,
     since: Timestamp,
     reason: UnhealthyReason,
@@ -78,7 +79,7 @@ impl Holder<'_> {
 }
 
 impl Ledger {
-    /// Takes over the kubelet's present list; `None` if it cannot be asked. Returns true if anything changed.
+    /// Takes over the kubelet's present list; `None` if the kubelet cannot be asked. Returns true if anything changed.
     pub(super) fn update(&mut self, holdings: Option<Holdings>, now: Timestamp) -> bool {
         let is_current = holdings.is_some();
         let mut changed = is_current != self.is_current;
@@ -127,7 +128,7 @@ impl Ledger {
         let names = self.holdings.claims.iter().flat_map(|claimed| claimed.cdi_names.iter().map(move |n| (claimed, n)));
         let by_name = names.filter_map(|(claimed, name)| {
             let gpu = name.parse().ok()?;
-            (!self.only_looks(claimed, &gpu)).then_some(gpu)
+            (!self.is_for_admin(claimed, &gpu)).then_some(gpu)
         });
         let prepared = self.prepared.values().flat_map(PreparedClaim::gpus).cloned();
         Some(by_id.chain(by_claim).chain(by_name).chain(prepared).collect())
@@ -138,23 +139,23 @@ impl Ledger {
         self.admissions.await_list()
     }
 
-    /// The best that was free when a container was given these devices together; `None` if unknown.
+    /// The best bandwidth that was free when a container was given these devices together; `None` if unknown.
     pub fn free_at_allocate(&self, resource: &ResourceName, devices: &BTreeSet<DeviceId>) -> Option<FreeThen> {
-        self.admissions.then(resource, devices)
+        self.admissions.free_at_allocate(resource, devices)
     }
 
-    /// The best that was free when a listed claim was prepared; `None` if unknown.
+    /// The best bandwidth that was free when a listed claim was prepared; `None` if unknown.
     pub fn free_at_prepare(&self, claimed: &ClaimedDevice) -> Option<FreeThen> {
         let mut prepared = self.prepared_as(claimed);
-        self.admissions.then_for_claim(&prepared.next()?.claim.uid)
+        self.admissions.free_at_prepare(&prepared.next()?.claim.uid)
     }
 
-    /// The GPUs of a listed claim's device, each with whether the claim has the whole GPU. GPUs that it has for an
-    /// administrator only are left out.
+    /// The places of the GPUs of a listed claim's device, each with true if the claim has the whole GPU. GPUs that the
+    /// claim has with admin access are left out.
     pub fn gpus_of_claimed(&self, topology: &NodeTopology, claimed: &ClaimedDevice) -> Vec<(usize, bool)> {
         let hardware = claimed_hardware(topology, claimed).into_iter();
         let taken = hardware
-            .filter(|(place, _)| topology.gpus().get(*place).is_some_and(|gpu| !self.only_looks(claimed, &gpu.uuid)));
+            .filter(|(place, _)| topology.gpus().get(*place).is_some_and(|gpu| !self.is_for_admin(claimed, &gpu.uuid)));
         taken.map(|(place, mig)| (place, mig.is_none())).collect()
     }
 
@@ -165,13 +166,13 @@ impl Ledger {
         core::mem::replace(&mut self.prepared, claims) != self.prepared || is_news
     }
 
-    /// Notes that another process prepares claims from now on. Returns true if this one did.
+    /// Notes that another process prepares claims from now on. Returns true if this process prepared them until now.
     pub(super) fn hand_over_claims(&mut self) -> bool {
         core::mem::take(&mut self.has_read_claims)
     }
 
-    /// Returns true if the ledger has all claims that are prepared here: the checkpoints were read, and no other process
-    /// prepares claims.
+    /// Returns true if the ledger has all claims that are prepared here: the checkpoints were read, and no other
+    /// process prepares claims.
     pub fn has_all_claims(&self) -> bool {
         self.has_read_claims
     }
@@ -182,13 +183,14 @@ impl Ledger {
         of_this_boot.map(|claim| (&claim.claim, &claim.prepared))
     }
 
-    /// All claims that our DRA plugin has prepared, with another entry for one of them; `None`: it is over.
+    /// All claims that our DRA plugin has prepared, with `entry` in place of the claim with this UID. `None` removes
+    /// it.
     pub fn claims_with(&self, uid: &str, entry: Option<PreparedClaim>) -> Vec<PreparedClaim> {
         let others = self.prepared.iter().filter(|(other, _)| *other != uid);
         others.map(|(_, claim)| claim.clone()).chain(entry).collect()
     }
 
-    /// Returns true if it is known which claims have hardware.
+    /// Returns true if all claims with hardware are known.
     pub(super) fn knows_claims(&self) -> bool {
         self.has_read_claims && (self.is_current || self.has_no_lists)
     }
@@ -203,7 +205,7 @@ impl Ledger {
         self.prepared.values().flat_map(PreparedClaim::made)
     }
 
-    /// Whether a claim has this GPU by a device that is a set of GPUs ([`is_set`]).
+    /// Returns true if a claim has this GPU through a device that is a set of GPUs ([`is_set`]).
     pub fn is_in_set(&self, topology: &NodeTopology, gpu: &GpuUuid) -> bool {
         let prepared = |claim: &PreparedClaim| claim.has(gpu) && claim.names().any(is_set);
         self.claimed_on(topology, gpu).any(|claimed| is_set(&claimed.device)) || self.prepared.values().any(prepared)
@@ -211,7 +213,7 @@ impl Ledger {
 
     /// Returns true if a pod is known to have this GPU through the device plugin, or by a listed claim that our DRA
     /// plugin has not prepared.
-    pub(super) fn is_held_beside_dra(&self, topology: &NodeTopology, gpu: &GpuUuid) -> bool {
+    pub(super) fn is_held_outside_dra(&self, topology: &NodeTopology, gpu: &GpuUuid) -> bool {
         let is_foreign = |claimed| self.prepared_as(claimed).next().is_none();
         self.plugin_holder(topology, gpu).is_some() || self.claimed_on(topology, gpu).any(is_foreign)
     }
@@ -248,7 +250,7 @@ impl Ledger {
         listed.chain(prepared.map(|prepared| prepared.claim.to_string())).min()
     }
 
-    /// Returns true if a claim has a device of the pool: a GPU, or one MIG device of it.
+    /// Returns true if a claim has the device of this name in the pool: a GPU, or one MIG device of it.
     pub fn is_claimed(&self, topology: &NodeTopology, name: &str, gpu: &GpuUuid, mig: Option<&MigUuid>) -> bool {
         let place = topology.position(gpu);
         let is_apart = |(at, held): &Part<'_>| {
@@ -265,13 +267,13 @@ impl Ledger {
         self.holdings.claims.iter().filter(move |claimed| {
             let by_name = claimed.cdi_names.iter().any(|name| name == gpu.as_str());
             let is_on = by_name || claimed_hardware(topology, claimed).iter().any(|(at, _)| Some(*at) == place);
-            is_on && !self.only_looks(claimed, gpu)
+            is_on && !self.is_for_admin(claimed, gpu)
         })
     }
 
-    /// Returns true if a listed claim has a GPU for an administrator, while other claims may have it: our DRA plugin
-    /// has prepared the claim without this GPU.
-    fn only_looks(&self, claimed: &ClaimedDevice, gpu: &GpuUuid) -> bool {
+    /// Returns true if a listed claim has a GPU only with admin access, so that other claims may have it: our DRA
+    /// plugin has prepared the claim without this GPU.
+    fn is_for_admin(&self, claimed: &ClaimedDevice, gpu: &GpuUuid) -> bool {
         let mut prepared = self.prepared_as(claimed).peekable();
         prepared.peek().is_some() && prepared.all(|prepared| !prepared.has(gpu))
     }
@@ -297,8 +299,8 @@ impl Ledger {
         self.holdings.claims.union(&self.listed_before)
     }
 
-    /// Returns true if the kubelet could be asked at the last attempt, and not for the first time since it started: a
-    /// claim that [`Self::claimed_lately`] lacks has no container.
+    /// Returns true if the kubelet could be asked at the last attempt, and not for the first time since it started.
+    /// Then a claim that [`Self::claimed_lately`] lacks has no container.
     pub fn lists_all(&self) -> bool {
         self.is_current && self.is_whole
     }
@@ -317,11 +319,11 @@ impl Ledger {
             let hardware = claimed_hardware(topology, claimed).into_iter();
             hardware.filter_map(move |(place, mig)| Some((claimed, topology.gpus().get(place)?, mig)))
         });
-        known.filter(|(claimed, gpu, _)| !self.only_looks(claimed, &gpu.uuid))
+        known.filter(|(claimed, gpu, _)| !self.is_for_admin(claimed, &gpu.uuid))
     }
 
-    /// The number of devices that are held otherwise than as one of `own` (as ids of other resources, ids of earlier
-    /// plans, claims), by the GPU's place in the graph.
+    /// The number of held devices that are not in `own` (ids of other resources, ids of earlier plans, claims), by the
+    /// GPU's place in the graph.
     pub(super) fn used_otherwise(
         &self,
         topology: &NodeTopology,
@@ -338,7 +340,7 @@ impl Ledger {
     }
 
     /// The devices that cannot be given out because their hardware is held under another name, each with the reason.
-    /// `withdrawn` are ids that were offered until lately: a pod may have got one since the kubelet's last answer.
+    /// `withdrawn` are ids that are no longer offered: a pod may have got one since the kubelet's last answer.
     pub(super) fn conflicts<'a>(
         &'a self,
         topology: &'a NodeTopology,
@@ -354,7 +356,7 @@ impl Ledger {
         let mut holders: BTreeMap<&str, Vec<Holder<'_>>> = BTreeMap::new();
         for (key, since) in self.devices().map(|(of, id)| ((of, id), known_since)).chain(withdrawn) {
             let (uuid, slot) = split_slot(key.1.as_str());
-            let known = behind(topology, uuid);
+            let known = find_hardware(topology, uuid);
             let known = known.and_then(|(place, mig)| Some((topology.gpus().get(place)?.uuid.as_str(), mig)));
             let (gpu, mig) = known.unwrap_or((uuid, None));
             let reason = UnhealthyReason::HeldElsewhere { resource: key.0.to_string(), id: key.1.to_string() };
@@ -384,33 +386,32 @@ pub(super) fn split_slot(id: &str) -> (&str, Option<&str>) {
     id.split_once("::").map_or((id, None), |(uuid, slot)| (uuid, Some(slot)))
 }
 
-/// The hardware with a UUID: a GPU, or a MIG device.
-pub(super) fn behind<'a>(topology: &'a NodeTopology, uuid: &str) -> Option<Part<'a>> {
+/// Finds the GPU or MIG device with a UUID.
+pub(super) fn find_hardware<'a>(topology: &'a NodeTopology, uuid: &str) -> Option<Part<'a>> {
     let gpu = topology.gpus().iter().position(|gpu| gpu.uuid.as_str() == uuid);
     let mig = || topology.mig_devices().iter().find(|mig| mig.uuid.as_str() == uuid);
     gpu.map(|place| (place, None)).or_else(|| mig().map(|mig| (mig.parent, Some(mig))))
 }
 
-/// The place of the GPU behind a device id ([`Device::id`]), with whether the id can be the whole GPU: a MIG device's
-/// cannot.
+/// The place of the GPU behind a device id ([`Device::id`]), with true if the id can name the whole GPU. The id of a
+/// MIG device cannot.
 pub fn gpu_of(topology: &NodeTopology, id: &DeviceId) -> Option<(usize, bool)> {
-    behind(topology, split_slot(id.as_str()).0).map(|(place, mig)| (place, mig.is_none()))
+    find_hardware(topology, split_slot(id.as_str()).0).map(|(place, mig)| (place, mig.is_none()))
 }
 
 /// The UUID of the GPU behind a device id, even if the machine has no such GPU now.
 pub fn gpu_behind(topology: &NodeTopology, id: &DeviceId) -> Option<String> {
     let (uuid, _) = split_slot(id.as_str());
-    match behind(topology, uuid) {
+    match find_hardware(topology, uuid) {
         Some((place, Some(_))) => topology.gpus().get(place).map(|gpu| gpu.uuid.to_string()),
         _ => uuid.starts_with("GPU-").then(|| uuid.to_owned()),
     }
 }
 
-/// The hardware behind a claimed device, by the UUIDs among its CDI names, otherwise by its name; the name of a set of
-/// GPUs names each of them. A MIG device that neither shows counts as its whole GPU, which the minor number in its name
-/// gives: it cannot be seen which MIG device it is.
+/// The hardware behind a claimed device, by the UUIDs among its CDI names, otherwise by its name. If these do not show
+/// which MIG device it is, the whole GPU with the minor number in the name counts.
 fn claimed_hardware<'a>(topology: &'a NodeTopology, claimed: &ClaimedDevice) -> Vec<Part<'a>> {
-    let known: Vec<_> = claimed.cdi_names.iter().filter_map(|name| behind(topology, name)).collect();
+    let known: Vec<_> = claimed.cdi_names.iter().filter_map(|name| find_hardware(topology, name)).collect();
     if !known.is_empty() || claimed.driver != DRA_DRIVER {
         return known;
     }

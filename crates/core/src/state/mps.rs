@@ -12,7 +12,7 @@ use crate::allocation::DeviceId;
 use crate::topology::{ComputeCapability, Gpu, GpuUuid};
 
 /// The oldest GPUs that MPS works on (man nvidia-cuda-mps-control, driver 580: "SM 3.5 or higher").
-const FIRST: ComputeCapability = ComputeCapability { major: 3, minor: 5 };
+const MIN_CAPABILITY: ComputeCapability = ComputeCapability { major: 3, minor: 5 };
 
 /// The most clients of an MPS server for each GPU since Volta, and so the most replicas that any node can have.
 pub const MAX_MPS_CLIENTS: u32 = 48;
@@ -37,7 +37,7 @@ pub(super) struct Mps {
 
 impl Mps {
     /// The time since which a slot waits for its resource's daemon; `None` if it does not wait.
-    pub(super) fn waits(&self, resource: &ResourceName, device: &Device) -> Option<Timestamp> {
+    pub(super) fn waiting_since(&self, resource: &ResourceName, device: &Device) -> Option<Timestamp> {
         self.waiting.get(resource).copied().filter(|_| device.slot.is_some())
     }
 
@@ -83,16 +83,16 @@ pub(super) fn refusal<'a>(
         return Some(PlanProblem::MpsOnMig(resource.clone(), in_mig_mode));
     }
     // A GPU of unknown capability counts as new: all of today's drivers report it.
-    let too_old = addresses(|gpu| gpu.facts.compute_capability.is_some_and(|capability| capability < FIRST));
+    let too_old = addresses(|gpu| gpu.facts.compute_capability.is_some_and(|capability| capability < MIN_CAPABILITY));
     if !too_old.is_empty() {
         return Some(PlanProblem::MpsTooOld(resource.clone(), too_old));
     }
-    let most = |gpu: &Gpu| match gpu.facts.compute_capability {
+    let max_clients = |gpu: &Gpu| match gpu.facts.compute_capability {
         Some(capability) if capability < VOLTA => MAX_CLIENTS_BEFORE_VOLTA,
         _ => MAX_MPS_CLIENTS,
     };
-    let (gpu, most) = gpus.map(|gpu| (gpu.pci, most(gpu))).find(|(_, most)| replicas > *most)?;
-    Some(PlanProblem::MpsTooManyClients { resource: resource.clone(), gpu, replicas, most })
+    let (gpu, max_clients) = gpus.map(|gpu| (gpu.pci, max_clients(gpu))).find(|(_, max)| replicas > *max)?;
+    Some(PlanProblem::MpsTooManyClients { resource: resource.clone(), gpu, replicas, max_clients })
 }
 
 /// The GPUs of a resource that is shared by MPS.
@@ -100,7 +100,7 @@ pub(super) fn refusal<'a>(
 pub struct MpsShare {
     /// The number of slots of each GPU, at least 2.
     pub replicas: u32,
-    /// Its GPUs, by index; at least one.
+    /// Its GPUs in the order of index; at least one.
     pub gpus: Vec<MpsGpu>,
     /// True if these are all GPUs of the node.
     pub whole_node: bool,

@@ -1,4 +1,4 @@
-//! [`NodeState`]: one whole state of the node, and its readers.
+//! [`NodeState`]: one whole state of the node, and the methods that read it.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -24,7 +24,7 @@ pub struct NodeState {
     pub(super) ledger: Arc<Ledger>,
     pub(super) offers: Arc<Offers>,
     pub(super) opening: Opening,
-    /// The GPUs that are held, by the ledger and this hardware. A change is published.
+    /// The GPUs that are held, computed from the ledger and the hardware. Each change publishes a snapshot.
     pub(super) held: Arc<Held>,
 }
 
@@ -33,12 +33,12 @@ pub struct NodeState {
 pub struct GpuStatus<'a> {
     /// The GPU.
     pub gpu: &'a Gpu,
-    /// True if any of its devices may be given out: slots and MIG devices make several, and the healthiest counts. A GPU
-    /// without devices is healthy if no reason stands against it.
+    /// True if any of its devices is healthy or only cordoned: a GPU with slots or MIG devices has several. A GPU
+    /// without devices is healthy if it has no standing reason.
     pub is_healthy: bool,
-    /// The standing reasons of the GPU or its MIG devices, in the order in which they began, each with its beginning.
+    /// The standing reasons of the GPU and its MIG devices, each with its beginning, in the order in which they began.
     /// Then the other reasons that keep its devices from being given out, such as a pod that holds them under another
-    /// name, and a cordon last.
+    /// name. A cordon is last.
     pub reasons: Vec<(&'a UnhealthyReason, Timestamp)>,
     /// The use that can be made of it now.
     pub availability: Availability,
@@ -54,7 +54,7 @@ pub enum AllocateError {
     #[error("device '{1}' of {0} is unhealthy: {2}")]
     Unhealthy(ResourceName, DeviceId, UnhealthyReason),
     /// The request has several slots of shared devices, and the plan allows one.
-    #[error("{1} devices of {0} are asked for, which is shared: a container may have 1")]
+    #[error("cannot allocate {1} devices of {0}: it is shared, and a container may have 1; request 1")]
     OneSlot(ResourceName, usize),
     /// The request has one device twice.
     #[error("device '{1}' of {0} is asked for twice")]
@@ -67,7 +67,7 @@ impl NodeState {
         Self { offers: Arc::new(Offers::new(numa_hints)), ..Self::default() }
     }
 
-    /// The state of a machine of which no GPU is held or unhealthy.
+    /// The state of a machine on which no GPU is held or unhealthy.
     pub fn of_machine(observed: NodeObservation, plan: ResourcePlan) -> Self {
         let events = [Event::Planned(Box::new(plan)), Event::Observed(Box::new(observed))];
         events.into_iter().fold(Self::default().without_lists(), |state, event| state.apply(event, Timestamp::ZERO).0)
@@ -87,37 +87,39 @@ impl NodeState {
         self
     }
 
-    /// Sets another first hold time than 60 s. The longest hold time is sixty times the first.
+    /// Sets the first hold time, which is 60 s by default. The longest hold time is sixty times the first.
     #[must_use]
     pub fn with_hold(mut self, hold: Duration) -> Self {
         Arc::make_mut(&mut self.hardware).hold = Some(hold);
         self
     }
 
-    /// Takes the graph and the tables of `other`, and the plan, which decides about the doors of the graph's GPUs. The
-    /// next scan makes graph and tables again only if the graph differs.
+    /// Takes over the graph, the tables and the plan of `other`; the plan decides the door of each GPU in the graph.
+    /// The next scan makes graph and tables again only if the graph differs.
     #[must_use]
     pub fn with_tables_of(mut self, other: &Self) -> Self {
-        Arc::make_mut(&mut self.offers).want(other.offers.plan().clone(), &self.hardware);
+        Arc::make_mut(&mut self.offers).set_plan(other.offers.plan().clone(), &self.hardware);
         Arc::make_mut(&mut self.hardware).tables = Arc::clone(other.tables());
         self
     }
 
-    /// Changes what the first list waits for. [`Self::next_deadline`] ends the wait if it does not come.
+    /// Changes the facts that the first list waits for. After the node's scan, the wait lasts until
+    /// [`Self::next_deadline`] at most.
     #[must_use]
     pub fn awaiting(mut self, change: impl FnOnce(&mut Opening)) -> Self {
         change(&mut self.opening);
         self
     }
 
-    /// Waits for no list of holders: there is no socket on which the kubelet could be asked. Our own claims decide.
+    /// Makes the state wait for no list of holders, because there is no PodResources socket. DRA then gets its GPUs at
+    /// once, and only the claims that our DRA plugin has prepared are known.
     #[must_use]
     pub fn without_lists(mut self) -> Self {
         Arc::make_mut(&mut self.ledger).has_no_lists = true;
         self
     }
 
-    /// Returns true if the state is published: whatever the first list waits for is known, such as the holders.
+    /// Returns true if the state may be published: the first list waits for nothing any more.
     pub fn is_open(&self) -> bool {
         self.opening.is_open()
     }
@@ -132,7 +134,7 @@ impl NodeState {
         &self.ledger
     }
 
-    /// The resources.
+    /// The offers: the resources and the devices of DRA.
     pub fn offers(&self) -> &Offers {
         &self.offers
     }
@@ -171,21 +173,21 @@ impl NodeState {
         self.offers.plan().door == Door::Dra || !self.offers.doors.gpus.is_empty()
     }
 
-    /// The GPUs that are held through the other door, or may be: the node's own door does not offer them until their
-    /// holders end. Each has its first reason.
+    /// The GPUs that are or may be held through the other door, each with the reason of one of its devices. The node's
+    /// own door does not offer them until their holders end.
     pub fn held_through_other_door(&self) -> BTreeMap<&GpuUuid, &UnhealthyReason> {
         let of_claims = self.offers.through_dra().iter().filter(|_| self.offers.plan().door == Door::Plugin);
         let held = self.offers.withheld().iter().chain(of_claims);
         held.filter_map(|device| Some((&device.gpu.uuid, device.health.reason()?))).collect()
     }
 
-    /// Returns true if the next two lists of holders may let DRA offer a GPU. A GPU that a pod has through the device
-    /// plugin may take days.
+    /// Returns true if the next two lists of holders may let DRA offer a GPU. A GPU that a pod is known to hold does
+    /// not count, because the pod may run for days.
     pub fn may_soon_offer_through_dra(&self) -> bool {
-        self.offers.doors.settles(self.topology(), &self.ledger)
+        self.offers.doors.may_gain_gpu(self.topology(), &self.ledger)
     }
 
-    /// Returns true if this process serves any GPU, though pods or claims may hold all of them.
+    /// Returns true if this process serves any GPU, even if pods or claims hold all of them.
     pub fn offers_any(&self) -> bool {
         let Offers { doors, .. } = &*self.offers;
         !self.offers.resources().is_empty() || !doors.gpus.is_empty() || !doors.waiting.is_empty()
@@ -204,13 +206,13 @@ impl NodeState {
         }
     }
 
-    /// The resources that are shared by MPS, offered or not, each with its share of the node.
+    /// The resources that are shared by MPS, offered or not, each with its GPUs.
     pub fn mps_shares(&self) -> &BTreeMap<ResourceName, MpsShare> {
         &self.offers.mps.shares
     }
 
-    /// The GPUs that the plan does not leave out, and those that have devices on the kubelet's lists or for DRA, by PCI
-    /// address and UUID.
+    /// The GPUs that the plan does not leave out, and those that have devices on the kubelet's lists or for DRA, in the
+    /// order of PCI address and UUID.
     pub fn gpus<'a>(&'a self) -> Vec<GpuStatus<'a>> {
         let plan = self.offers.plan();
         let present = self.topology().gpus().iter().filter(|gpu| plan.filter.offers(gpu));
@@ -232,7 +234,7 @@ impl NodeState {
         for device in &devices {
             match &device.health {
                 Health::Healthy => is_healthy = true,
-                // Its own reason is added below.
+                // The cordon itself is added to the reasons below.
                 Health::Unhealthy { .. } if device.is_cordoned() => is_healthy = true,
                 Health::Unhealthy { reason, since } if !reasons.iter().any(|(known, _)| known.is(reason)) => {
                     reasons.push((reason, *since));
@@ -286,7 +288,7 @@ impl NodeState {
     ///
     /// # Errors
     ///
-    /// The first thing that is wrong with the request. No device is given out then.
+    /// The first fault of the request. No device is given out in this case.
     pub fn allocate(&self, resource: &ResourceName, ids: &[DeviceId]) -> Result<Vec<&Device>, AllocateError> {
         let listed = self.offers.resources().get(resource);
         let mut taken: BTreeMap<&DeviceId, &Device> = BTreeMap::new();
@@ -303,7 +305,7 @@ impl NodeState {
             }
         }
         let mut taken: Vec<&Device> = taken.into_values().collect();
-        if self.offers.plan().one_slot() && taken.len() > 1 && taken.iter().any(|device| device.slot.is_some()) {
+        if self.offers.plan().allows_one_slot() && taken.len() > 1 && taken.iter().any(|device| device.slot.is_some()) {
             return Err(AllocateError::OneSlot(resource.clone(), taken.len()));
         }
         taken.sort_by_key(|device| (device.gpu.pci, device.mig.as_ref().map(|mig| mig.index), device.slot));

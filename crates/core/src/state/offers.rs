@@ -1,9 +1,9 @@
 //! [`Offers`]: the resources of this node, made from plan × hardware × ledger, each with its devices and the units
 //! to choose from.
 //!
-//! One of the three parts of the node's state. An id that the kubelet was told of stays on its list while a pod may
-//! hold it, because the kubelet looks up the ids that pods hold. Such an [`Orphan`] is unhealthy. It leaves the list
-//! when the ledger shows no holder twice in a row.
+//! One of the three parts of the node's state. An id that was on the kubelet's list stays on it while a pod may hold
+//! it, because the kubelet looks up the ids that pods hold. An id that stays only for this reason is an [`Orphan`], and
+//! unhealthy. It leaves the list when the ledger shows no holder twice in a row.
 
 use crate::prelude::*;
 use alloc::collections::btree_map::Entry;
@@ -11,7 +11,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::sync::Arc;
 
 use super::doors::Doors;
-use super::ledger::{Key, behind, split_slot};
+use super::ledger::{Key, find_hardware, split_slot};
 use super::mps::Mps;
 use super::resources::Resources;
 use super::shares;
@@ -26,7 +26,7 @@ use crate::topology::{Gpu, GpuUuid, NodeTopology};
 #[derive(Clone, Debug, Default)]
 pub struct Offers {
     numa_hints: NumaHints,
-    /// The plan that the operator wants.
+    /// The operator's plan.
     wanted: Arc<ResourcePlan>,
     /// The plan in effect. If the wanted plan cannot be carried out, it is the last one that could.
     plan: Arc<ResourcePlan>,
@@ -105,7 +105,7 @@ impl Resource {
     }
 
     /// Keeps devices that are no longer offered on the list, as orphans.
-    fn keep(&mut self, before: BTreeMap<DeviceId, Device>, hardware: &Hardware, now: Timestamp) {
+    fn keep_orphans(&mut self, before: BTreeMap<DeviceId, Device>, hardware: &Hardware, now: Timestamp) {
         for (id, device) in before {
             if let Entry::Vacant(free) = self.devices.entry(id.clone()) {
                 let why = if hardware.has(&device) { UnhealthyReason::Withdrawn } else { UnhealthyReason::Gone };
@@ -180,7 +180,7 @@ impl Offers {
 
     /// Gives GPUs to DRA and takes them back, and shares the GPUs of DRA. Returns the effects to report; `None` if
     /// nothing changed and the resources can stay.
-    pub(super) fn turn_doors(
+    pub(super) fn update_doors(
         self: &mut Arc<Self>,
         hardware: &Hardware,
         ledger: &Ledger,
@@ -201,12 +201,12 @@ impl Offers {
         &self.doors.devices
     }
 
-    /// The devices that are to be offered through DRA and that a pod may hold through the device plugin.
+    /// The devices that are to be offered through DRA and that a pod may still hold through the device plugin.
     pub fn withheld(&self) -> &[Device] {
         &self.doors.withheld
     }
 
-    /// Returns true if there is such a device and it is healthy.
+    /// Returns true if the resource has the device and it is healthy.
     pub fn is_healthy(&self, resource: &ResourceName, id: &DeviceId) -> bool {
         self.device(resource, id).is_some_and(|device| device.health == Health::Healthy)
     }
@@ -224,8 +224,8 @@ impl Offers {
     }
 
     /// Sets the plan that the operator wants; [`Self::make`] carries it out. Before the first scan it takes effect at
-    /// once, because there is no machine yet that could not have it.
-    pub(super) fn want(&mut self, plan: ResourcePlan, hardware: &Hardware) {
+    /// once, because no hardware is known yet that could rule it out.
+    pub(super) fn set_plan(&mut self, plan: ResourcePlan, hardware: &Hardware) {
         self.wanted = Arc::new(plan);
         if hardware.topology().gpus().is_empty() {
             self.plan = Arc::clone(&self.wanted);
@@ -240,8 +240,8 @@ impl Offers {
         }
     }
 
-    /// Makes the resources of the plan on the present machine. If the wanted plan cannot be carried out, the last one
-    /// that could stays in effect. If a resource of that plan cannot be made any more, its devices stay as long as
+    /// Makes the resources of the plan on the present machine. If the wanted plan cannot be carried out, the last plan
+    /// that could be stays in effect. If a resource of the latter cannot be made any more, its devices stay as long as
     /// their hardware is there.
     pub(super) fn make(&mut self, hardware: &Hardware, ledger: &Ledger, now: Timestamp) -> Vec<Effect> {
         let topology = hardware.topology();
@@ -280,22 +280,22 @@ impl Offers {
         };
         let by_mps = self.plan.is_shared_by_mps();
         self.mps.hold_back(by_mps, topology.gpus().len(), &mut made.devices, listed, now);
-        self.list(made.devices, hardware, now);
+        self.replace_devices(made.devices, hardware, now);
         self.doors.make(hardware, self.numa_hints);
         effects.extend(self.follow_ledger(hardware, ledger, now));
         effects
     }
 
-    /// Follows a change of the ledger or of the resources: pods may hold ids that no list has, and the use of the GPUs
-    /// decides which are chosen.
+    /// Follows a change of the ledger or of the resources: adds ids that pods hold and no list has, and updates the
+    /// units, because the use of the GPUs decides which devices are preferred.
     pub(super) fn follow_ledger(&mut self, hardware: &Hardware, ledger: &Ledger, now: Timestamp) -> Vec<Effect> {
         let effects = self.adopt(hardware, ledger, now);
-        self.choose(hardware, ledger);
+        self.update_units(hardware, ledger);
         effects
     }
 
     /// Replaces the devices by new ones. Ids that are on a list and are not made again become orphans.
-    fn list(
+    fn replace_devices(
         &mut self,
         mut fresh: BTreeMap<ResourceName, BTreeMap<DeviceId, Device>>,
         hardware: &Hardware,
@@ -307,7 +307,7 @@ impl Offers {
         for (name, resource) in &mut self.resources {
             let before = core::mem::replace(&mut resource.devices, fresh.remove(name).unwrap_or_default());
             resource.orphans.retain(|id, _| !resource.devices.contains_key(id));
-            resource.keep(before, hardware, now);
+            resource.keep_orphans(before, hardware, now);
         }
         self.forget_empty();
     }
@@ -317,8 +317,7 @@ impl Offers {
         self.resources.retain(|_, resource| resource.len() > 0);
     }
 
-    /// Counts a list of holders against the orphans. Those without a holder in two lists in a row leave. Returns true
-    /// if any left.
+    /// Removes the orphans without a holder in two lists of holders in a row. Returns true if it removed any.
     pub(super) fn drop_unheld(&mut self, ledger: &Ledger) -> bool {
         let mut dropped = false;
         for (name, resource) in &mut self.resources {
@@ -339,11 +338,11 @@ impl Offers {
         dropped
     }
 
-    /// Adds ids that pods hold of our resources to their lists if they are missing, because the hardware went or the
-    /// plan changed while no process of ours ran. If the hardware is there, the device keeps its NUMA nodes: a kubelet
-    /// that starts aligns its pods by them. A resource is made for such ids alone where the door is DRA, and the device
-    /// plugin would have the name: the kubelet goes on looking the ids up. It also takes pods that have ended out of its
-    /// checkpoint only when a plugin sends it a list. Other names may belong to another plugin.
+    /// Adds ids that pods hold to the lists of our resources if they are missing, because the hardware went or the plan
+    /// changed while no process of ours ran. If the hardware is there, the device keeps its NUMA nodes, because a
+    /// kubelet that starts aligns its pods by them. With the door DRA, a resource that the device plugin would offer is
+    /// made for such ids alone: the kubelet goes on looking the ids up, and takes pods that have ended out of its
+    /// checkpoint only when a plugin sends it a list. A resource of any other name may belong to another plugin.
     fn adopt(&mut self, hardware: &Hardware, ledger: &Ledger, now: Timestamp) -> Vec<Effect> {
         let topology = hardware.topology();
         for name in ledger.devices().map(|(name, _)| name).filter(|name| self.names.contains(name)) {
@@ -351,8 +350,8 @@ impl Offers {
         }
         let mut effects = Vec::new();
         for (name, resource) in &mut self.resources {
-            let most = usize::try_from(MAX_SLOTS).unwrap_or(usize::MAX);
-            let mut room = most.saturating_sub(resource.len());
+            let max_slots = usize::try_from(MAX_SLOTS).unwrap_or(usize::MAX);
+            let mut room = max_slots.saturating_sub(resource.len());
             let mut adopted = Vec::new();
             for (_, id) in ledger.devices().filter(|(of, _)| of == name) {
                 if resource.devices.contains_key(id) {
@@ -361,9 +360,9 @@ impl Offers {
                 let is_there = gpu_of(topology, id).is_some();
                 let why = if is_there { UnhealthyReason::Withdrawn } else { UnhealthyReason::Gone };
                 match resource.orphans.entry(id.clone()) {
-                    // The GPU may be back and offered otherwise.
+                    // The GPU may be back and offered under another name.
                     Entry::Occupied(known) => known.into_mut().why = why,
-                    // No kubelet accepted a longer id, and an absurd answer must not make an endless list.
+                    // No kubelet accepts a longer id, and an absurd answer must not make an endless list.
                     Entry::Vacant(_) if room == 0 || id.as_str().len() > GpuUuid::MAX => continue,
                     Entry::Vacant(free) => {
                         room -= 1;
@@ -382,8 +381,8 @@ impl Offers {
         effects
     }
 
-    /// Updates the units of each resource to its devices.
-    fn choose(&mut self, hardware: &Hardware, ledger: &Ledger) {
+    /// Makes the units of each resource again from its devices and the ledger.
+    fn update_units(&mut self, hardware: &Hardware, ledger: &Ledger) {
         let topology = hardware.topology();
         for (name, resource) in &mut self.resources {
             let offered = || resource.devices.iter().filter(|(id, _)| !resource.orphans.contains_key(*id));
@@ -440,10 +439,10 @@ impl Offers {
         (any, hindered.into_iter().map(held).collect())
     }
 
-    /// The health of an offered device, without regard to its holders.
+    /// The health of an offered device, its holders disregarded.
     fn health_of(&self, resource: &ResourceName, device: &Device, hardware: &Hardware) -> Health {
         let health = hardware.health(&device.gpu.uuid, device.instance()).unwrap_or(Health::Healthy);
-        match self.mps.waits(resource, device) {
+        match self.mps.waiting_since(resource, device) {
             Some(since) if health == Health::Healthy => {
                 Health::Unhealthy { reason: UnhealthyReason::MpsNotReady, since }
             }
@@ -462,9 +461,9 @@ impl Offers {
             .clone()
             .flat_map(|(name, resource)| resource.devices.iter().map(move |(id, device)| ((name, id), device)));
         let withdrawn = resources.flat_map(|(name, resource)| {
-            // A GPU that went may be back and offered otherwise.
-            let lately = resource.orphans.iter().filter(|(_, orphan)| orphan.was_offered);
-            lately.map(move |(id, orphan)| ((name, id), orphan.since))
+            // A GPU that went may be back and offered under another name.
+            let offered = resource.orphans.iter().filter(|(_, orphan)| orphan.was_offered);
+            offered.map(move |(id, orphan)| ((name, id), orphan.since))
         });
         ledger.conflicts(hardware.topology(), withdrawn, devices)
     }
@@ -474,7 +473,7 @@ impl Offers {
 fn device_of(topology: &NodeTopology, id: &DeviceId, hints: NumaHints) -> Option<Device> {
     let (uuid, slot) = split_slot(id.as_str());
     let slot = slot.map(str::parse).transpose().ok()?;
-    let (place, mig) = behind(topology, uuid)?;
+    let (place, mig) = find_hardware(topology, uuid)?;
     let device = Device { mig: mig.cloned(), slot, ..Device::new(topology, topology.gpus().get(place)?, hints) };
     // `GPU-1::01` was never offered: the id is not ours, though its hardware is.
     (device.id() == *id).then_some(device)

@@ -1,31 +1,31 @@
 //! [`Opening`]: decides when the kubelet may get the first list.
 //!
-//! A plugin that starts knows neither health nor holders. If polls, PodResources and the checkpoints of claims can tell,
-//! the first list waits for them. Then it offers no GPU that has failed meanwhile or that a claim has, and lacks no id
-//! that a pod holds.
+//! A plugin that starts knows neither health nor holders. The first list waits for polls, PodResources and the
+//! checkpoints of claims, where the node has these. So it offers no GPU that has failed meanwhile or that a claim has,
+//! and contains each id that a pod holds.
 
 use super::device::Timestamp;
 
-/// The time that the first list waits for the first poll and the first list of holders. An agent that has scanned the
-/// GPUs polls them at once. If it does not, it is in trouble, and the kubelet has waited long enough.
+/// The longest time after the scan that the first list waits. An agent that has scanned the GPUs polls them at once. If
+/// it does not, it is in trouble, and the kubelet has waited long enough.
 const MAX_WAIT: Timestamp = Timestamp::from_secs(20);
 
-/// The things that the first list waits for.
+/// The facts that the first list still waits for: each is awaited while its field is true.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Opening {
     /// The scan of the node.
     pub scan: bool,
     /// The first [`Event::Polled`](super::Event::Polled) after the scan.
     pub poll: bool,
-    /// The first [`Event::Holders`](super::Event::Holders), even if that says that the kubelet cannot be asked. The list
-    /// then has the ids that pods hold.
+    /// The first [`Event::Holders`](super::Event::Holders), even if the kubelet could not be asked. The list then
+    /// contains the ids that pods are known to hold.
     pub holders: bool,
-    /// The first [`Event::Prepared`](super::Event::Prepared): a claim that the process before prepared keeps its GPU from
-    /// the device plugin.
+    /// The first [`Event::Prepared`](super::Event::Prepared): a claim that the previous process prepared keeps its GPU
+    /// from the device plugin.
     pub claims: bool,
     /// The time of the node's scan.
     scanned: Option<Timestamp>,
-    /// The waits for a poll, holders and claims that a node without GPUs does not have yet.
+    /// The waits for a poll, holders and claims that a node without GPUs puts off until it has some.
     without_gpus: Option<[bool; 3]>,
 }
 
@@ -78,7 +78,7 @@ impl Opening {
         self.scanned.filter(|_| !self.is_open()).map(|since| since.saturating_add(MAX_WAIT))
     }
 
-    /// Returns true if this change opened the list.
+    /// Makes a change. Returns true if it opened the list.
     fn change(&mut self, next: Self) -> bool {
         let opened = next.is_open() && !self.is_open();
         *self = next;

@@ -24,15 +24,15 @@ pub const MAX_SLOTS: u32 = 1 << 14;
 pub struct ResourcePlan {
     /// The strategy for GPUs in MIG mode.
     pub mig_strategy: MigStrategy,
-    /// Names for GPUs by their model, the first that matches; then `nvidia.com/gpu`.
+    /// Names for GPUs by their model. The first match counts; without a match the name is `nvidia.com/gpu`.
     pub gpu_names: Vec<NamePattern>,
-    /// Names for MIG devices by their profile, the first that matches; then the strategy's.
+    /// Names for MIG devices by their profile. The first match counts; without a match the strategy gives the name.
     pub mig_names: Vec<NamePattern>,
     /// The devices that several containers share.
     pub sharing: Option<Sharing>,
     /// The GPUs that are not offered.
     pub filter: Filter,
-    /// The API through which the others are offered.
+    /// The API through which the other GPUs are offered.
     pub door: Door,
     /// The allocation policy for slots and MIG devices; `None` means distributed. Whole GPUs always use best-effort.
     pub shared_policy: Option<AllocationPolicy>,
@@ -67,8 +67,8 @@ impl ResourcePlan {
         }
     }
 
-    /// Returns true if a container is refused more than one slot.
-    pub(super) fn one_slot(&self) -> bool {
+    /// Returns true if a container may have one slot only.
+    pub(super) fn allows_one_slot(&self) -> bool {
         self.sharing.as_ref().is_some_and(|sharing| sharing.fail_requests_greater_than_one)
     }
 
@@ -135,9 +135,9 @@ pub struct Sharing {
     /// Time-slicing or MPS.
     #[serde(skip)]
     pub kind: SharingKind,
-    /// Offer shared devices as `NAME.shared`, unless the resource has a `rename`.
+    /// True if shared devices are offered as `NAME.shared`, unless the resource has a `rename`.
     pub rename_by_default: bool,
-    /// Refuse a container more than one slot. Time-slicing allows it by default, MPS does not.
+    /// True if a container is refused more than one slot. Time-slicing allows more by default, MPS does not.
     pub fail_requests_greater_than_one: bool,
     /// The resources whose devices are shared.
     pub resources: Vec<SharedResource>,
@@ -170,7 +170,7 @@ pub struct SharedResource {
     pub rename: Option<ResourceName>,
     /// The devices that are shared; the others are offered unshared under `name`.
     pub devices: SharedDevices,
-    /// Slots of each device, at least 2.
+    /// The number of slots of each device, at least 2.
     pub replicas: u32,
 }
 
@@ -275,12 +275,12 @@ impl fmt::Display for DeviceSelector {
     }
 }
 
-/// The GPUs that are not offered, nor their MIG devices.
+/// The GPUs that are not offered, neither whole nor as MIG devices.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Filter {
     /// GPUs that the operator names.
     pub exclude: Vec<GpuSelector>,
-    /// GPUs with an active display.
+    /// True if GPUs with an active display are not offered.
     pub exclude_displays: bool,
 }
 
@@ -302,7 +302,7 @@ impl Filter {
     }
 }
 
-/// The API through which a node's GPUs are offered. It is written as `linkwise.dra.gpus` has it.
+/// The API through which a node's GPUs are offered. The serialised values are those of `linkwise.dra.gpus`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub enum Door {
     /// The device plugin.
@@ -315,7 +315,7 @@ pub enum Door {
 }
 
 impl Door {
-    /// The word for metrics and messages.
+    /// The label in metrics and messages.
     pub fn label(self) -> &'static str {
         match self {
             Self::Plugin => "plugin",
@@ -355,7 +355,7 @@ impl GpuSelector {
     }
 }
 
-/// Reads any text: one that is no index, UUID or PCI address is a pattern of the model.
+/// Reads any text. A text that is not an index, UUID or PCI address is a pattern of the model.
 impl From<&str> for GpuSelector {
     fn from(text: &str) -> Self {
         let index = || text.parse().ok().map(Self::Index);

@@ -1,7 +1,7 @@
-//! [`PreparedClaim`]: a claim with hardware of this node, as the ledger has it; its devices and MPS as its checkpoint
-//! keeps them.
+//! [`PreparedClaim`]: a claim with hardware of this node, as the ledger has it, with its devices and MPS as its
+//! checkpoint keeps them.
 //!
-//! Fields that a later version adds to a checkpoint are ignored: the version before has to read it after a rollback.
+//! Fields that a later version adds to a checkpoint are ignored, so that this version can read it after a rollback.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::resource_name::ResourceName;
 use crate::topology::{GpuUuid, MigSlot, MigUuid, is_mig};
 
-/// The CDI kind of claims. A device of it is what a container gets that uses one request of one claim.
+/// The CDI kind of claims. A device of this kind has everything that a container gets for one request of one claim.
 pub const CLAIM_KIND: &str = "linkwise.dev/claim";
 
 /// The kind of CDI devices that name one device of a claim, and give a container nothing.
@@ -47,16 +47,16 @@ impl fmt::Display for ClaimName {
     }
 }
 
-/// A claim that our DRA plugin has prepared or is about to. The ledger has it before the kubelet lists it, and until all
-/// of it is undone.
+/// A claim that our DRA plugin has prepared or is about to prepare. It is in the ledger before the kubelet lists it,
+/// and until its preparation is undone completely.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PreparedClaim {
     /// The claim.
     pub claim: ClaimName,
     /// Its hardware.
     pub prepared: Prepared,
-    /// True if it was prepared in another boot of the node. No container of then runs, and its GPUs may have other names
-    /// by now: other claims may get them.
+    /// True if it was prepared in another boot of the node. None of its containers runs any more, and its GPUs may have
+    /// other names by now. Other claims may get them.
     pub is_of_another_boot: bool,
 }
 
@@ -66,7 +66,7 @@ impl PreparedClaim {
         self.prepared.devices.iter().filter(|device| !device.admin)
     }
 
-    /// The GPUs that it has as a whole or in part; one of which it has several parts comes several times.
+    /// The GPUs that it has as a whole or in part. A GPU comes once for each of its parts.
     pub fn gpus(&self) -> impl Iterator<Item = &GpuUuid> {
         self.taken().map(|device| &device.gpu)
     }
@@ -81,14 +81,14 @@ impl PreparedClaim {
         self.taken().map(|device| device.device.as_str())
     }
 
-    /// The names of its MIG devices that are made for it.
+    /// The names of those of its MIG devices that are made for it.
     pub fn made(&self) -> impl Iterator<Item = &str> {
         self.taken().filter(|device| device.made.is_some()).map(|device| device.device.as_str())
     }
 }
 
-/// The hardware that a claim is prepared with. The checkpoint has it as JSON. What containers get follows from it and
-/// from the node as it is (`claims::containers`).
+/// The hardware that a claim is prepared with. The checkpoint has it as JSON. `claims::containers` derives from it, and
+/// from the present node, what containers get.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Prepared {
@@ -121,7 +121,7 @@ pub struct PreparedDevice {
     /// The part that the share takes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub share: Option<Share>,
-    /// True if it is for an administrator, while other claims may have it.
+    /// True if the claim has it with admin access, while other claims may have it.
     #[serde(default)]
     pub admin: bool,
     /// The GPU, by UUID: its name may differ after a reboot.
@@ -132,8 +132,9 @@ pub struct PreparedDevice {
     /// The GPU instance, if the MIG device is made for the claim and destroyed after it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub made: Option<MigSlot>,
-    /// The full names of its CDI devices, `vendor/class=name`: its own ([`claim_member`]), and that of its
-    /// request ([`claim_device`]). A claim that was prepared before linkwise named claims has those of its GPUs, by UUID.
+    /// The full names of its CDI devices, `vendor/class=name`: its own ([`claim_member`]), and that of its request
+    /// ([`claim_device`]). A claim that an older version without [`CLAIM_KIND`] prepared has the names of its GPUs, by
+    /// UUID.
     pub cdi: Vec<String>,
 }
 
@@ -145,8 +146,9 @@ impl Prepared {
         names
     }
 
-    /// Takes over the names of the claim's last preparation that are not of our own kinds: the kubelet keeps all names
-    /// that it was ever given for a claim, and hands them on with the new ones. `kind` is that of GPUs.
+    /// Takes over the CDI names of the claim's last preparation that are not of our own kinds, because the kubelet
+    /// keeps all names that it ever got for a claim, and hands them on with the new ones. `kind` is the CDI kind of
+    /// GPUs.
     ///
     /// # Errors
     ///
@@ -171,7 +173,7 @@ impl Prepared {
 }
 
 impl PreparedDevice {
-    /// A whole GPU under this name, for nobody yet.
+    /// A whole GPU under this name, for no request yet.
     pub fn whole(device: &str, gpu: GpuUuid) -> Self {
         Self { device: device.to_owned(), gpu, ..Self::default() }
     }
@@ -190,12 +192,12 @@ impl PreparedDevice {
             (None, Some(_)) => self.mig.is_some(),
             (None, None) => self.mig.is_some() && other.mig.is_some() && self.mig != other.mig,
         };
-        // A MIG device that was destroyed before it was ready takes no place: its claim is prepared anew.
+        // A MIG device that was destroyed before it was ready takes no place: its claim is prepared again.
         let is_nothing = |device: &Self| device.mig.is_none() && device.made.is_none() && is_mig(&device.device);
         self.gpu == other.gpu && !apart && !is_nothing(self) && !is_nothing(other)
     }
 
-    /// Returns true if it keeps the other from having the same hardware. Shares with IDs of their own do not.
+    /// Returns true if the two cannot be prepared at the same time. Two shares with different IDs can.
     pub(crate) fn excludes(&self, other: &Self) -> bool {
         let shares = self.share_id.is_some() && other.share_id.is_some() && self.share_id != other.share_id;
         !self.admin && !other.admin && self.overlaps(other) && !shares
@@ -208,8 +210,8 @@ pub fn claim_device(uid: &str, request: &str) -> String {
     format!("{CLAIM_KIND}={uid}-{request}")
 }
 
-/// The full name of the CDI device of one device in a claim's request. By the first name of each device the kubelet tells
-/// the devices of a claim apart in the status of a pod, and takes those of one name for one device
+/// The full name of the CDI device of one device in a claim's request. In the status of a pod, the kubelet tells the
+/// devices of a claim apart by the first CDI name of each, and takes devices with the same first name for one device
 /// (pkg/kubelet/cm/dra/manager.go of Kubernetes 1.36).
 pub fn claim_member(uid: &str, request: &str, device: &str) -> String {
     format!("{DEVICE_KIND}={uid}-{request}-{device}")
@@ -225,7 +227,7 @@ pub struct Share {
     pub memory: u64,
 }
 
-/// A control daemon for GPUs of claims.
+/// An MPS control daemon for GPUs of claims, with its limits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct MpsOrder {
@@ -233,7 +235,7 @@ pub struct MpsOrder {
     pub gpus: Vec<MpsOrderGpu>,
     /// The part of a GPU's threads that a client may have, in percent: 1 to 100.
     pub thread_percentage: u32,
-    /// True if the GPUs belong to one claim and refuse processes that are no clients.
+    /// True if the GPUs belong to one claim and refuse processes that are not clients.
     pub exclusive: bool,
 }
 
@@ -261,7 +263,7 @@ impl MpsOrder {
     }
 }
 
-/// The MPS of a claim.
+/// The MPS settings of a claim.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ClaimMps {

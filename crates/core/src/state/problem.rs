@@ -42,7 +42,7 @@ pub enum PlanProblem {
     /// MPS does not work on GPUs in MIG mode.
     #[error("{0} is to be shared by MPS, but GPUs {gpus} are in MIG mode; it is not offered", gpus = list(.1))]
     MpsOnMig(ResourceName, Vec<PciAddress>),
-    /// MPS does not support GPUs as old as these.
+    /// MPS does not support GPUs of this age.
     #[error(
         "{0} is to be shared by MPS, for which GPUs {gpus} are too old (compute capability below 3.5); \
          it is not offered",
@@ -51,8 +51,8 @@ pub enum PlanProblem {
     MpsTooOld(ResourceName, Vec<PciAddress>),
     /// The plan has more replicas than an MPS server accepts clients.
     #[error(
-        "{resource} is to be shared by MPS with {replicas} replicas, but the MPS server of GPU {gpu} takes {most} \
-         clients at most; it is not offered"
+        "{resource} is to be shared by MPS with {replicas} replicas, but the MPS server of GPU {gpu} takes \
+         {max_clients} clients at most; it is not offered"
     )]
     MpsTooManyClients {
         /// The resource.
@@ -62,7 +62,7 @@ pub enum PlanProblem {
         /// The number in the plan.
         replicas: u32,
         /// The limit.
-        most: u32,
+        max_clients: u32,
     },
     /// Two resources would have one name.
     #[error("{0} is to be shared as {1}, which is another resource's name; it is not offered")]
@@ -75,14 +75,13 @@ pub enum PlanProblem {
     LongId(ResourceName, DeviceId),
     /// GPUs of DRA are in MIG mode: each of their MIG devices goes to one claim.
     #[error(
-        "{0} is to be shared, but through DRA only whole GPUs are: the MIG devices of GPUs {gpus} are one \
-         claim's each",
+        "{0} is to be shared, but DRA shares only whole GPUs; each MIG device of GPUs {gpus} goes to one claim",
         gpus = list(.1)
     )]
     DraMigNotShared(ResourceName, Vec<PciAddress>),
-    /// GPUs of DRA that the plan shares by MPS.
+    /// The plan shares GPUs of DRA by MPS.
     #[error(
-        "{0} is to be shared by MPS, for which claims ask themselves: through DRA, GPUs {gpus} are one claim's each",
+        "{0} is to be shared by MPS, but with DRA each claim asks for MPS itself; GPUs {gpus} go to one claim each",
         gpus = list(.1)
     )]
     DraNotByMps(ResourceName, Vec<PciAddress>),
@@ -92,7 +91,7 @@ pub enum PlanProblem {
 }
 
 impl PlanProblem {
-    /// The resource that is concerned, if it is one, and the problem as a metric's label.
+    /// The resource with the problem, if it is a resource's, and the label of the problem in metrics.
     pub fn words(&self) -> (Option<&ResourceName>, &'static str) {
         match self {
             Self::DisplayAdapter(..) | Self::Display(..) => (None, "display"),

@@ -14,7 +14,7 @@ use crate::topology::MigProfile;
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ResourceName(String);
 
-/// The error for a text that is no resource name.
+/// The error for a text that is not a resource name.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{} is not an extended resource name: {why}", quoted(text))]
 pub struct ResourceNameError {

@@ -24,7 +24,7 @@ pub struct Resources {
     pub withheld: BTreeSet<ResourceName>,
     /// The reasons, and other messages for the operator.
     pub problems: Vec<PlanProblem>,
-    /// The GPUs of DRA: a row of the plan may name these too.
+    /// The GPUs of DRA, which a row of the plan's sharing may name too.
     of_dra: Vec<Gpu>,
 }
 
@@ -60,7 +60,7 @@ impl Resources {
         made
     }
 
-    /// The hardware to offer, by the names that it has unshared.
+    /// The devices to offer, by the resource that they belong to before sharing.
     fn unshared(
         &mut self,
         topology: &NodeTopology,
@@ -130,8 +130,8 @@ impl Resources {
         self.withheld.extend(names.iter().cloned());
     }
 
-    /// Moves the shared devices from their resources to the names under which they are offered. A row that cannot be
-    /// offered takes its own devices with it, and no other.
+    /// Moves the shared devices from their resources to the names under which they are offered. The devices of a
+    /// row that cannot be offered are withheld.
     fn share<'a>(&mut self, sharing: &'a Sharing, unshared: &mut Unshared) -> Vec<Shared<'a>> {
         let names: BTreeSet<ResourceName> = unshared.keys().cloned().collect();
         let mut shared: Vec<Shared<'a>> = Vec::new();
@@ -140,7 +140,7 @@ impl Resources {
             let Some(all) = unshared.get_mut(&resource.name) else { continue };
             let is = |selector: &DeviceSelector, device: &Device| selector.is(&device.gpu, device.mig.as_ref());
             let is_of_dra = |selector: &DeviceSelector| self.of_dra.iter().any(|gpu| selector.is(gpu, None));
-            let (chosen, rest) = chosen(resource, all, is, is_of_dra, &mut self.problems);
+            let (chosen, rest) = split_shared(resource, all, is, is_of_dra, &mut self.problems);
             *all = rest;
             let name = offered_as(sharing, resource);
             let made = name.clone().and_then(|name| {
@@ -152,14 +152,14 @@ impl Resources {
                 if name != resource.name && names.contains(&name) || others.any(clashes) {
                     return Err(PlanProblem::NameTaken(resource.name.clone(), name));
                 }
-                check(sharing.kind, resource, &chosen)?;
+                check_shareable(sharing.kind, resource, &chosen)?;
                 let listed = shared.iter().filter(|other| other.name == name);
                 let listed = listed.map(|other| slots(other.replicas, &other.devices)).sum::<u64>();
                 let wanted = slots(resource.replicas, &chosen);
                 let mut replicas = resource.replicas;
-                let most = u64::from(MAX_SLOTS);
-                if listed.saturating_add(wanted) > most {
-                    let room = most.saturating_sub(listed) / u64::try_from(chosen.len()).unwrap_or(u64::MAX).max(1);
+                let max = u64::from(MAX_SLOTS);
+                if listed.saturating_add(wanted) > max {
+                    let room = max.saturating_sub(listed) / u64::try_from(chosen.len()).unwrap_or(u64::MAX).max(1);
                     replicas = u32::try_from(room).unwrap_or(replicas).min(replicas);
                     self.problems.push(PlanProblem::TooManySlots(name.clone(), wanted, replicas));
                 }
@@ -194,10 +194,10 @@ fn offered_as(sharing: &Sharing, resource: &SharedResource) -> Result<ResourceNa
     }
 }
 
-/// Divides the devices of a resource into shared and unshared ones. What the plan names and the node does not have is a
-/// problem, and the rest is shared all the same. `is_elsewhere` is true for what is not among the devices and may be
-/// named.
-pub(super) fn chosen<T: Clone>(
+/// Divides the devices of a resource into shared and unshared ones. A device that the plan names and the node does not
+/// have is a problem, and the others are shared all the same. `is_elsewhere` is true for a selector of a device that is
+/// not in `all` and may be named all the same.
+pub(super) fn split_shared<T: Clone>(
     resource: &SharedResource,
     all: &[T],
     is: impl Fn(&DeviceSelector, &T) -> bool,
@@ -225,7 +225,7 @@ pub(super) fn chosen<T: Clone>(
 }
 
 /// Checks that these devices of a resource can be shared.
-fn check(kind: SharingKind, resource: &SharedResource, chosen: &[Device]) -> Result<(), PlanProblem> {
+fn check_shareable(kind: SharingKind, resource: &SharedResource, chosen: &[Device]) -> Result<(), PlanProblem> {
     let (of, replicas) = (resource.name.clone(), resource.replicas);
     if replicas < 2 {
         return Err(PlanProblem::TooFewReplicas(of, replicas));

@@ -1,9 +1,9 @@
-//! [`Form`]: whether several claims may have a GPU of DRA at once, by the plan's rows for sharing.
+//! [`Form`]: the sharing of a GPU of DRA by several claims, as the plan's rows for sharing want it.
 //!
-//! [`super::doors`] keeps it for each GPU of DRA. A GPU keeps its form while claims have it: the scheduler counts a
-//! device for one claim and a device for several in ways that do not fit each other. When the plan changes, the GPU
-//! takes no new claim. It gets its new form when no claim is prepared or listed on it. A claim of the old form that
-//! comes later is refused when it is prepared, if it would share what is not shared any more.
+//! [`super::doors`] keeps the form of each GPU of DRA. A GPU keeps its form while claims have it, because the scheduler
+//! counts a device for one claim and a device for several claims in incompatible ways. When the plan changes, the GPU
+//! takes no new claim. It gets its new form when no claim is prepared or listed on it. A claim that was allocated for
+//! the old form and comes later is refused when it is prepared, if it would share a GPU that is no longer shared.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -11,7 +11,7 @@ use core::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::resources::chosen;
+use super::resources::split_shared;
 use super::{MigStrategy, PlanProblem, ResourceName, ResourcePlan, SharingKind, Timestamp};
 use crate::topology::{Gpu, GpuUuid, NodeTopology, PciAddress};
 
@@ -31,7 +31,7 @@ impl fmt::Display for GpuShares {
     }
 }
 
-/// The sharing of a GPU of DRA; `None` means that one claim has it.
+/// The sharing of a GPU of DRA; `None` means that it goes to one claim.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GpuSharing {
     /// The sharing in effect.
@@ -44,7 +44,7 @@ pub struct GpuSharing {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Form {
     pub now: Option<GpuShares>,
-    /// The other form that is wanted, and the time since which it waits for claims to end.
+    /// The form of the plan if it differs, and the time since which it waits for claims to end.
     pub next: Option<(Option<GpuShares>, Timestamp)>,
 }
 
@@ -67,7 +67,7 @@ pub fn wanted(topology: &NodeTopology, plan: &ResourcePlan) -> (BTreeMap<GpuUuid
     for row in sharing.resources.iter().filter(|row| row.replicas >= 2) {
         let Some(all) = unshared.get_mut(&row.name) else { continue };
         let mut absent = Vec::new();
-        let (gpus, rest) = chosen(row, all, |selector, gpu| selector.is(gpu, None), |_| false, &mut absent);
+        let (gpus, rest) = split_shared(row, all, |selector, gpu| selector.is(gpu, None), |_| false, &mut absent);
         *all = rest;
         if sharing.kind == SharingKind::TimeSlicing {
             problems.append(&mut absent);
