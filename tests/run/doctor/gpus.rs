@@ -45,7 +45,7 @@ async fn unhealthy_gpu_reports_reason_and_remedy() {
     setup.tell("rows 6 true false");
     let report = look(&setup, &[]).await;
     reports(&report, &uuid(1, 0), "ok", "Tesla V100", "");
-    reports(&report, &uuid(1, 1), "failed", "the driver asks for: GPU reset", "recovery action back at none");
+    reports(&report, &uuid(1, 1), "failed", "the driver asks for: GPU reset", "the requested action, after which");
     reports(&report, &uuid(1, 2), "failed", "a row remapping failed", "another GPU in its place");
     reports(&report, &uuid(1, 5), "failed", "nvmlDeviceGetTemperature failed", "the call passing");
     reports(&report, &uuid(1, 6), "ok", "Tesla V100", "");
@@ -185,5 +185,5 @@ async fn plan_that_dra_meets_in_part_fails_no_node() {
     let setup = setup.env("LINKWISE_SERVICE_ACCOUNT_DIR", account.to_str().unwrap());
     let node = setup.arg("--admin-socket").arg(socket).start().await;
     node.metric(r#"linkwise_plan_problems{resource="nvidia.com/gpu",reason="dra_not_by_mps"}"#, 1).await;
-    found(&look(&node.setup, &[]).await, "gpus", "warning", "for which claims ask themselves");
+    found(&look(&node.setup, &[]).await, "gpus", "warning", "with DRA each claim asks for MPS itself");
 }

@@ -8,12 +8,12 @@ use thiserror::Error;
 use super::device::MigInstance;
 use super::poll::RecoveryAction;
 
-/// The cause of a device's ill health. docs/health.md tells where each comes from and how it ends.
+/// The cause of a device's ill health. docs/health.md says when each begins and how it ends.
 #[derive(Clone, Debug, PartialEq, Eq, Error, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum UnhealthyReason {
-    /// The driver reported an XID of the GPU's own.
-    #[error("XID {code}{}", of(*instance))]
+    /// The driver reported an XID for which the GPU is at fault.
+    #[error("XID {code}{}", of_instance(*instance))]
     Xid {
         /// The number, as NVIDIA's XID catalog lists it.
         code: u64,
@@ -29,19 +29,19 @@ pub enum UnhealthyReason {
         /// The number of errors.
         count: u64,
     },
-    /// The driver cannot reach it any more.
+    /// The driver cannot reach the GPU any more.
     #[error("{call} says that the GPU is lost")]
     Lost {
         /// The NVML call that reported it.
         call: String,
     },
-    /// The driver refuses it until it is reset.
+    /// The driver refuses the GPU until it is reset.
     #[error("{call} says that the GPU has to be reset")]
     ResetRequired {
         /// The NVML call that reported it.
         call: String,
     },
-    /// The driver wants an action.
+    /// The driver asks for an action.
     #[error("the driver asks for: {action}")]
     RecoveryAction {
         /// The action.
@@ -64,34 +64,34 @@ pub enum UnhealthyReason {
         /// Their numbers, ascending.
         links: Vec<u32>,
     },
-    /// It has not joined its NVLink fabric yet.
+    /// The GPU has not joined its NVLink fabric yet.
     #[error("still joining the NVLink fabric")]
     FabricJoining,
-    /// It could not join its NVLink fabric, or has joined it by an unhealthy route.
+    /// The GPU could not join its NVLink fabric, or has joined it by an unhealthy route.
     #[error("{}", fabric(*status))]
     FabricFailed {
         /// The nvmlReturn_t of the fabric's status, 0 where a route is unhealthy.
         status: u32,
     },
-    /// NVML calls about it hung or crashed agents. For now no agent calls NVML about it.
+    /// NVML calls about the GPU hung or crashed agents, so that no agent calls NVML about it for now.
     #[error("quarantined: {why}")]
     Quarantined {
         /// The end of the agent, and the call in which it happened.
         why: String,
     },
     /// NVML has been unavailable for the grace period.
-    #[error("NVML is away: {why}")]
+    #[error("NVML unavailable: {why}")]
     DriverAway {
         /// The reason.
         why: String,
     },
-    /// The kernel does not list it on the PCI bus.
+    /// The kernel does not list the GPU on the PCI bus.
     #[error("the GPU is not on the PCI bus")]
     OffBus,
     /// The GPU or MIG device is no longer there.
     #[error("the device is gone from the node")]
     Gone,
-    /// A pod holds its hardware under another name.
+    /// A pod holds the device's hardware under another name.
     #[error("a pod holds it as '{id}' of {resource}")]
     HeldElsewhere {
         /// The resource.
@@ -99,7 +99,7 @@ pub enum UnhealthyReason {
         /// The id.
         id: String,
     },
-    /// A DRA claim holds its hardware.
+    /// A DRA claim holds the device's hardware.
     #[error("the claim {claim} holds it as '{device}'")]
     Claimed {
         /// `namespace/name` of the claim.
@@ -107,16 +107,16 @@ pub enum UnhealthyReason {
         /// The device's name in the DRA driver's pool.
         device: String,
     },
-    /// The kubelet has not listed twice yet who holds it, and DRA waits for that.
-    #[error("the kubelet has not listed its holders twice yet")]
+    /// DRA waits for two lists of holders from the kubelet before it offers the GPU.
+    #[error("the kubelet has not yet listed the holders of GPUs twice")]
     HoldersUnknown,
-    /// It is there, but no longer offered as this resource.
+    /// The hardware is there, but no longer offered as this resource.
     #[error("it is no longer offered as this resource")]
     Withdrawn,
-    /// It is shared by MPS, and no control daemon enforces the limits of its clients.
+    /// The device is shared by MPS, and no control daemon enforces the limits of its clients.
     #[error("the MPS control daemon of its resource is not ready")]
     MpsNotReady,
-    /// An operator keeps new work away from it. It may be well.
+    /// An operator keeps new work away from the GPU, which may be healthy.
     #[error("{0}")]
     Cordoned(Cordon),
 }
@@ -135,11 +135,12 @@ pub struct Cordon {
 }
 
 impl Cordon {
-    /// The longest `by` and `why`, in bytes: a line of a log, of which a node may have 64.
+    /// The maximum length of `by` and of `why`, in bytes. Each is short enough for a log line, even with 64 cordons on
+    /// a node.
     pub const MAX_TEXT: usize = 512;
 }
 
-fn of(instance: Option<MigInstance>) -> String {
+fn of_instance(instance: Option<MigInstance>) -> String {
     match instance {
         None => String::new(),
         Some(MigInstance { gpu_instance, compute_instance: None }) => format!(" of GPU instance {gpu_instance}"),
@@ -179,11 +180,11 @@ impl UnhealthyReason {
 
     /// The label, and the evidence that ends it.
     fn words(&self) -> (&'static str, &'static str) {
-        const RESET: &str = "a GPU reset (between `linkwise admin release` and `resume`) that polls show, the driver reloaded, \
-                             the node rebooted, the driver's recovery action at none for the hold time, or `clear`";
-        const ORDER: &str = "the driver's recovery action back at none, once its order is carried out, or `clear`";
+        const RESET: &str = "a GPU reset that polls observe (between `linkwise admin release` and `resume`), a driver \
+                             reload, a node reboot, recovery action none for the hold time, or `clear`";
+        const ORDER: &str = "the requested action, after which the driver reports none for the hold time, or `clear`";
         const COUNTER: &str = "the counter back at 0 (GPU reset, driver reload, reboot), or `clear`";
-        const HARMLESS: &str = "a scan of the GPU that harms no agent, then good polls for the hold time";
+        const HARMLESS: &str = "a scan of the GPU that hangs or crashes no agent, then good polls for the hold time";
         match self {
             Self::Xid { .. } => ("xid", RESET),
             Self::DoubleBitEcc => ("double_bit_ecc", RESET),
@@ -203,13 +204,13 @@ impl UnhealthyReason {
             Self::Quarantined { .. } => ("left_out", HARMLESS),
             Self::DriverAway { .. } => ("driver_away", "NVML answering again"),
             Self::OffBus => ("off_bus", "the GPU on the PCI bus again, for the hold time"),
-            Self::Gone => ("gone", "the device in its place again"),
+            Self::Gone => ("gone", "the device back on the node"),
             Self::HeldElsewhere { .. } => ("held_elsewhere", "the pod's end"),
             Self::Claimed { .. } => ("claimed", "the claim's end"),
-            Self::HoldersUnknown => ("holders_unknown", "two answers of PodResources in a row"),
-            Self::Withdrawn => ("withdrawn", "a plan that offers it so"),
+            Self::HoldersUnknown => ("holders_unknown", "two PodResources answers of the kubelet in a row"),
+            Self::Withdrawn => ("withdrawn", "a configuration that offers it as this resource again"),
             Self::Cordoned(_) => ("cordoned", "`linkwise admin uncordon`"),
-            Self::MpsNotReady => ("mps_not_ready", "the daemon serving, with the limits that the plan asks for"),
+            Self::MpsNotReady => ("mps_not_ready", "the daemon serving with the configured limits"),
         }
     }
 
@@ -233,7 +234,7 @@ impl UnhealthyReason {
         matches!(self, Self::CallFailed { .. } | Self::LinksDown { .. } | Self::FabricFailed { .. })
     }
 
-    /// Returns true if it is the same reason, whatever its details. Each reason stands once.
+    /// Returns true if it is the same reason, whatever its details. A GPU has each reason at most once.
     pub(crate) fn is(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Xid { .. }, Self::Xid { .. }) => self == other,
@@ -241,7 +242,7 @@ impl UnhealthyReason {
         }
     }
 
-    /// Returns true if it makes a MIG device of this instance unhealthy; `None` stands for the whole GPU.
+    /// Returns true if it makes a MIG device of this instance unhealthy, or with `None` the whole GPU.
     pub(crate) fn concerns(&self, instance: Option<MigInstance>) -> bool {
         match (self, instance) {
             (Self::Xid { instance: Some(hit), .. }, Some(device)) => {
