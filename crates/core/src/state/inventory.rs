@@ -1,8 +1,8 @@
-//! [`Inventory`]: the GPUs that the node had, against those that it has.
+//! [`Inventory`]: the hardware that the node had, to compare with the hardware that it has.
 //!
 //! A node that comes up with 7 of 8 GPUs looks like a node of 7. The inventory keeps the most that each GPU had, over
 //! restarts and reboots. A scan that shows less begins a [`Shortfall`], which stands until the hardware is back or an
-//! operator accepts it. It is for people and schedulers: no GPU is offered less for it.
+//! operator accepts it. A shortfall informs people and schedulers; it takes no GPU out of service.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -14,7 +14,7 @@ use thiserror::Error;
 use super::Timestamp;
 use crate::topology::{GpuObservation, GpuUuid, NodeObservation, NvLinkRemote, PciAddress};
 
-/// The part of the memory by which two driver releases may differ in what they keep for themselves: 1/64.
+/// Memory / 64 is the tolerance: two driver releases may reserve amounts of memory that differ by this much.
 const MEMORY_TOLERANCE: u64 = 64;
 
 /// The hardware that a configuration expects of a node.
@@ -22,9 +22,9 @@ const MEMORY_TOLERANCE: u64 = 64;
 pub struct Expectation {
     /// The number of GPUs.
     pub gpus: Option<u32>,
-    /// The model of each, as NVML or the label `nvidia.com/gpu.product` has it.
+    /// The model of each GPU, as NVML or the label `nvidia.com/gpu.product` has it.
     pub model: Option<String>,
-    /// The active NVLinks of each.
+    /// The number of active NVLinks of each GPU.
     pub nvlinks: Option<u32>,
 }
 
@@ -52,15 +52,16 @@ pub struct KnownGpu {
     pub serial: Option<String>,
     /// The memory in MiB.
     pub memory_mib: Option<u64>,
-    /// The lanes of its PCIe link, as it is now.
+    /// The number of active lanes of its PCIe link.
     pub pcie_width: Option<u32>,
     /// The number of active NVLinks.
     pub nvlinks: Option<u32>,
-    /// Those of them that end at another GPU, by that GPU's address.
+    /// The number of active NVLinks to each other GPU, by the other GPU's address.
     pub nvlinks_to: BTreeMap<PciAddress, u32>,
-    /// True if MIG mode was on when somebody may last have changed it; `None` on GPUs without it.
+    /// True if MIG mode was on at the last scan that may show a change by an operator: a change that a boot or a load
+    /// of the driver made is not one. `None` on GPUs without MIG.
     pub mig: Option<bool>,
-    /// Set if it has MIG devices now: somebody made them, and wants the mode.
+    /// True if the GPU has MIG devices now: somebody made them, so MIG mode is intended.
     #[serde(skip)]
     has_mig_devices: bool,
 }
@@ -68,15 +69,15 @@ pub struct KnownGpu {
 /// One way in which the node has less hardware than before, or than its configuration expects.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shortfall {
-    /// The GPU; `None` if it is the whole node.
+    /// The GPU; `None` for the whole node.
     pub gpu: Option<(GpuUuid, PciAddress)>,
-    /// What it lacks.
+    /// The missing hardware.
     pub lack: Lack,
     /// The scan that showed it first, in seconds since the Unix epoch.
     pub since: u64,
 }
 
-/// What is missing.
+/// The missing hardware, with the earlier or expected value and the present one.
 #[derive(Clone, Debug, PartialEq, Eq, Error, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Lack {
@@ -113,12 +114,12 @@ pub enum Lack {
         has: u64,
     },
     /// The GPU's MIG mode, which the boot or the load of the driver changed.
-    #[error("MIG mode is {} since the last boot or load of the driver", if *.had { "off" } else { "on" })]
+    #[error("MIG mode has been {} since the last boot or driver load", if *.had { "off" } else { "on" })]
     MigMode {
         /// True if it was on.
         had: bool,
     },
-    /// GPUs, by the configuration.
+    /// GPUs that the configuration expects.
     #[error("{has} GPUs, {had} are expected")]
     Count {
         /// The expected number.
@@ -126,7 +127,7 @@ pub enum Lack {
         /// The number now.
         has: u32,
     },
-    /// The expected model.
+    /// The GPU's model, which is not the expected one.
     #[error("it is a {}, a {had} is expected", .has.as_deref().unwrap_or("GPU of unknown model"))]
     Model {
         /// The expected model.
@@ -141,7 +142,7 @@ fn serial_of(serial: Option<&str>) -> String {
 }
 
 impl Lack {
-    /// The word for it in metrics.
+    /// The label in metrics.
     pub fn label(&self) -> &'static str {
         match self {
             Self::Gpu { .. } => "gpu",
@@ -154,7 +155,7 @@ impl Lack {
         }
     }
 
-    /// What is left, where that is a number.
+    /// The number that is left; 0 if the lack has no number.
     fn left(&self) -> u64 {
         match self {
             Self::NvLinks { has, .. } | Self::PcieWidth { has, .. } | Self::Count { has, .. } => (*has).into(),
@@ -174,8 +175,8 @@ impl fmt::Display for Shortfall {
 }
 
 impl Shortfall {
-    /// Returns true if both say the same of one GPU. The numbers may differ.
-    fn is(&self, other: &Self) -> bool {
+    /// Returns true if both are the same lack of the same GPU. The numbers may differ.
+    fn matches(&self, other: &Self) -> bool {
         let uuid = |shortfall: &Self| shortfall.gpu.as_ref().map(|(uuid, _)| uuid.clone());
         uuid(self) == uuid(other) && self.lack.label() == other.lack.label()
     }
@@ -202,7 +203,8 @@ impl KnownGpu {
         }
     }
 
-    /// What a GPU lacks that had this. Links to `unlinked` GPUs are none of its own.
+    /// Lists the hardware that the GPU lacks, compared with `self` and `expected`. NVLinks to `unlinked` GPUs do not
+    /// count, because the other GPU is the cause.
     fn lacks(&self, has: &Self, unlinked: &BTreeSet<PciAddress>, expected: &Expectation) -> Vec<Lack> {
         let mut lacks = Vec::new();
         let gone = self.nvlinks_to.iter().filter(|(pci, _)| unlinked.contains(pci)).map(|(_, count)| *count).sum();
@@ -235,7 +237,7 @@ impl KnownGpu {
         lacks
     }
 
-    /// Learns from a scan. Its MIG mode counts if somebody may have changed it.
+    /// Takes over the better values of a scan. Takes over its MIG mode if an operator may have changed it.
     fn learn(&mut self, has: &Self, mig_may_change: bool) {
         if has.nvlinks >= self.nvlinks && has.nvlinks.is_some() {
             (self.nvlinks, self.nvlinks_to) = (has.nvlinks, has.nvlinks_to.clone());
@@ -251,14 +253,14 @@ impl KnownGpu {
     }
 }
 
-/// A model as the label `nvidia.com/gpu.product` has it.
+/// Writes a model as the label `nvidia.com/gpu.product` has it.
 fn product(model: &str) -> String {
     model.replace(' ', "-")
 }
 
 impl Inventory {
-    /// Takes over a scan. `renewed`: the node booted, or the driver was loaded, since the last one. `is_kept` is true for
-    /// a GPU that is left out of scans. Returns what began and what ended.
+    /// Takes over a scan. `renewed` is true if the node booted, or the driver was loaded, since the last scan.
+    /// `is_kept` is true for a GPU that scans leave out. Returns the shortfalls that began and those that ended.
     pub(super) fn scanned(
         &mut self,
         observed: &NodeObservation,
@@ -269,26 +271,26 @@ impl Inventory {
     ) -> [Vec<Shortfall>; 2] {
         let found: BTreeMap<&GpuUuid, KnownGpu> =
             observed.gpus.iter().map(|gpu| (&gpu.uuid, KnownGpu::of(gpu))).collect();
-        self.replaced(&found);
+        self.follow_replacements(&found);
         let is_here = |(uuid, _): (&GpuUuid, _)| found.contains_key(uuid) || is_kept(uuid);
         if !found.is_empty() && !self.gpus.iter().any(is_here) {
-            // Neither a GPU nor an address of it is here: the record is of another machine.
+            // The node has no GPU of the record, and no GPU at its addresses: the record is of another machine.
             *self = Self::default();
         }
         let mut now_lacks: Vec<(Option<(GpuUuid, PciAddress)>, Lack)> = Vec::new();
         let is_missing = |uuid: &GpuUuid| !found.contains_key(uuid) && !is_kept(uuid);
-        // The driver shuts the links of a GPU in MIG mode down.
+        // The driver shuts down the NVLinks of a GPU in MIG mode.
         let in_mig_mode = found.values().filter(|gpu| gpu.mig == Some(true)).map(|gpu| gpu.pci);
         let missing = self.gpus.iter().filter(|(uuid, _)| is_missing(uuid)).map(|(_, gpu)| gpu.pci);
         let unlinked: BTreeSet<PciAddress> = missing.chain(in_mig_mode).collect();
         for (uuid, has) in &found {
             let known = self.gpus.entry((*uuid).clone()).or_default();
-            let changed_by_itself = |shortfall: &Shortfall| {
+            let is_mig_lack = |shortfall: &Shortfall| {
                 matches!(shortfall.lack, Lack::MigMode { .. })
                     && shortfall.gpu.as_ref().is_some_and(|(gpu, _)| gpu == *uuid)
             };
-            let stands = self.shortfalls.iter().chain(&self.accepted).any(changed_by_itself);
-            known.learn(has, !renewed && !stands);
+            let has_mig_lack = self.shortfalls.iter().chain(&self.accepted).any(is_mig_lack);
+            known.learn(has, !renewed && !has_mig_lack);
             let lacks = known.lacks(has, &unlinked, expected);
             now_lacks.extend(lacks.into_iter().map(|lack| (Some(((*uuid).clone(), has.pci)), lack)));
         }
@@ -304,25 +306,26 @@ impl Inventory {
         self.enter(shown.collect())
     }
 
-    /// Enters what a scan showed: what stood already keeps its beginning, and what is accepted is left out.
+    /// Replaces the shortfalls by those of a scan. A shortfall that stood already keeps its beginning. An accepted one
+    /// is left out unless it got worse. Returns the shortfalls that began and those that ended.
     fn enter(&mut self, mut shown: Vec<Shortfall>) -> [Vec<Shortfall>; 2] {
         let before = core::mem::take(&mut self.shortfalls);
-        self.accepted.retain(|accepted| shown.iter().any(|one| one.is(accepted)));
-        shown.retain(|one| !self.accepted.iter().any(|old| one.is(old) && one.lack.left() >= old.lack.left()));
-        for one in &mut shown {
-            if let Some(old) = before.iter().find(|old| old.is(one)) {
-                one.since = old.since;
+        self.accepted.retain(|accepted| shown.iter().any(|new| new.matches(accepted)));
+        shown.retain(|new| !self.accepted.iter().any(|old| new.matches(old) && new.lack.left() >= old.lack.left()));
+        for new in &mut shown {
+            if let Some(old) = before.iter().find(|old| old.matches(new)) {
+                new.since = old.since;
             }
         }
-        let missing_in = |list: &[Shortfall], one: &Shortfall| !list.iter().any(|other| other.is(one));
-        let began = shown.iter().filter(|one| missing_in(&before, one)).cloned().collect();
-        let ended = before.into_iter().filter(|one| missing_in(&shown, one)).collect();
+        let is_absent = |list: &[Shortfall], lack: &Shortfall| !list.iter().any(|other| other.matches(lack));
+        let began = shown.iter().filter(|new| is_absent(&before, new)).cloned().collect();
+        let ended = before.into_iter().filter(|old| is_absent(&shown, old)).collect();
         self.shortfalls = shown;
         [began, ended]
     }
 
-    /// Gives a new GPU in the place of one that is gone what that one had: it was replaced.
-    fn replaced(&mut self, found: &BTreeMap<&GpuUuid, KnownGpu>) {
+    /// Hands the values of a GPU that is gone to a new GPU at the same PCI address, which replaces it.
+    fn follow_replacements(&mut self, found: &BTreeMap<&GpuUuid, KnownGpu>) {
         let new = found.iter().filter(|(uuid, _)| !self.gpus.contains_key(**uuid));
         let new: Vec<(GpuUuid, PciAddress)> = new.map(|(uuid, gpu)| ((*uuid).clone(), gpu.pci)).collect();
         for (uuid, pci) in new {
@@ -333,10 +336,10 @@ impl Inventory {
         }
     }
 
-    /// Takes over what an operator said: this is right as it is. Returns what ended by that.
+    /// Accepts shortfalls on an operator's order. Returns the shortfalls that ended.
     pub(super) fn accept(&mut self, accepted: &[Shortfall]) -> Vec<Shortfall> {
-        let ended: Vec<Shortfall> = self.shortfalls.extract_if(.., |one| accepted.contains(one)).collect();
-        self.accepted.retain(|old| !ended.iter().any(|one| one.is(old)));
+        let ended: Vec<Shortfall> = self.shortfalls.extract_if(.., |shortfall| accepted.contains(shortfall)).collect();
+        self.accepted.retain(|old| !ended.iter().any(|new| new.matches(old)));
         for shortfall in &ended {
             match (&shortfall.gpu, &shortfall.lack) {
                 (Some((uuid, pci)), Lack::Gpu { .. }) => {

@@ -19,8 +19,8 @@ pub enum XidClass {
     ResetGpu,
     /// The GPU is at fault and the node has to be rebooted.
     RebootNode,
-    /// The driver's recovery action decides, in the poll that each XID triggers. Of a driver that has none, the GPU is at
-    /// fault and has to be reset.
+    /// The driver's recovery action decides, in the poll that each XID triggers. If the driver reports no recovery
+    /// actions, the GPU is at fault and has to be reset.
     RecoveryAction,
     /// Nothing is at fault; the XID informs.
     Ignore,
@@ -38,15 +38,15 @@ const IGNORED: [u64; 26] = [
     170,
 ];
 
-/// The XIDs whose remedy the number alone does not tell: by their subcodes, which NVML's event does not have, or by
-/// whether the application uses unified memory; or the catalog has none.
+/// The XIDs whose number alone does not determine the remedy. It depends on a subcode, which NVML's event does not
+/// have, or on the application's use of unified memory, or the catalog names no remedy.
 const BY_RECOVERY_ACTION: [u64; 12] = [144, 145, 146, 147, 148, 149, 150, 155, 159, 167, 168, 169];
 
 impl XidClass {
-    /// Looks a number up in the table of docs/health.md, which also has sources: NVIDIA's XID catalog, through 170, and
-    /// before it the list of k8s-device-plugin 0.17's health check. What pods survive there they survive here. If the
-    /// catalog's workflow needs the text of the message, which NVML does not give, the recovery action decides. A number
-    /// that is not in the table fails the GPU, as in NVIDIA's plugin.
+    /// Looks a number up in the table of docs/health.md. Its source is NVIDIA's XID catalog, through 170. The list in
+    /// the health check of k8s-device-plugin 0.17 takes precedence, so that pods survive here what they survive there.
+    /// If the catalog's workflow needs the text of the message, which NVML does not give, the recovery action decides.
+    /// A number that is not in the table fails the GPU, as in NVIDIA's plugin.
     pub fn of(code: u64) -> Self {
         match code {
             79 | 151 => Self::RebootNode,
@@ -57,13 +57,13 @@ impl XidClass {
         }
     }
 
-    /// Returns true if it takes the GPU out of service, where no recovery action says otherwise.
+    /// Returns true if it takes the GPU out of service, unless the driver's recovery action says otherwise.
     pub fn fails(self) -> bool {
         matches!(self, Self::ResetGpu | Self::RebootNode | Self::RecoveryAction)
     }
 }
 
-/// The XID that reports the same as the driver's double-bit ECC event; both have the same class.
+/// The XID for the error that the driver's double-bit ECC event reports too; both have the same class.
 pub(super) const DOUBLE_BIT_ECC: u64 = 48;
 
 /// The operator's rules for XIDs: by number, and by the NVIDIA plugin's environment variables.

@@ -189,8 +189,7 @@ fn mig_mode_that_a_boot_changed_is_named() {
     let mut world = World::new();
     let in_mig = || whole().into_iter().map(|gpu| with(gpu, "mig", json!({"enabled": true}))).collect::<Vec<_>>();
     assert_eq!(world.sees(in_mig()), Vec::<String>::new(), "somebody changed it on purpose; links are no loss");
-    let off =
-        |at: u32| format!("GPU {} (GPU-{at}): MIG mode is off since the last boot or load of the driver", pci(at));
+    let off = |at: u32| format!("GPU {} (GPU-{at}): MIG mode has been off since the last boot or driver load", pci(at));
     let seen = world.boots("1", whole());
     assert_eq!(seen, (0..4).map(|at| format!("+ {}", off(at))).collect::<Vec<_>>());
     assert_eq!((world.sees(whole()), world.stands().len()), (Vec::new(), 4), "another scan does not change that");
