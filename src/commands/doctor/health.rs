@@ -143,7 +143,7 @@ impl History {
         add_lacks(found, &lacks, now);
         let mut all: BTreeMap<GpuUuid, Vec<Reason>> = BTreeMap::new();
         for gpu in known {
-            let reasons = judged.hardware().standing(&gpu).chain(judged.hardware().cordon(&gpu));
+            let reasons = judged.hardware().reasons(&gpu).chain(judged.hardware().cordon(&gpu));
             let own = reasons.map(|(reason, since)| (ReasonView::of(reason, since), false));
             all.insert(gpu.clone(), own.collect());
         }

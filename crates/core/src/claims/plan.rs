@@ -197,7 +197,7 @@ fn usable(result: &AllocatedDevice, gpu: &Gpu, asked: &ClaimName, node: PlanInpu
             ledger.holder_beside(node.state.topology(), &gpu.uuid, node.pool).filter(|_| door == Some(Door::Dra));
         return refused(holder.map_or(DeviceRefusal::NotDra(door), DeviceRefusal::Held));
     }
-    let lost = node.state.hardware().standing(&gpu.uuid).map(|(reason, _)| reason).find(|reason| reason.is_loss());
+    let lost = node.state.hardware().reasons(&gpu.uuid).map(|(reason, _)| reason).find(|reason| reason.is_loss());
     lost.map_or(Ok(()), |reason| refused(DeviceRefusal::Lost(reason.clone())))
 }
 

@@ -30,13 +30,13 @@ pub struct MigInstance {
 pub struct Device {
     /// The GPU.
     pub gpu: Gpu,
-    /// The MIG device, where it is not the whole GPU.
+    /// The MIG device; `None` for the whole GPU.
     pub mig: Option<MigDevice>,
-    /// The slot, from 0, where it is shared.
+    /// The slot, from 0, if the device is shared.
     pub slot: Option<u32>,
-    /// The NUMA nodes that the kubelet is told of: only nodes with CPUs; none if unknown.
+    /// The NUMA nodes that are reported to the kubelet: only nodes with CPUs; none if unknown.
     pub numa_nodes: Vec<NumaNodeId>,
-    /// The health, which decides if a pod may get it.
+    /// The health, which decides whether a pod may get the device.
     pub health: Health,
 }
 
@@ -64,7 +64,7 @@ impl Device {
         self.mig.as_ref().map_or(self.gpu.uuid.as_str(), |mig| mig.uuid.as_str())
     }
 
-    /// Returns true if it takes no new work because an operator says so, and for no other reason.
+    /// Returns true if an operator's cordon, and no other reason, keeps new work from the device.
     pub(super) fn is_cordoned(&self) -> bool {
         matches!(self.health.reason(), Some(UnhealthyReason::Cordoned(_)))
     }
@@ -85,7 +85,7 @@ pub enum Health {
     Unhealthy {
         /// The reason.
         reason: UnhealthyReason,
-        /// The time at which that began.
+        /// The time at which it began.
         since: Timestamp,
     },
 }
@@ -99,8 +99,8 @@ impl Health {
         }
     }
 
-    /// Returns true if there is nothing new to tell people: the two differ in details at most.
-    pub(super) fn tells_the_same(&self, other: &Self) -> bool {
+    /// Returns true if both are healthy, or unhealthy for the same reason; its details may differ.
+    pub(super) fn has_same_reason(&self, other: &Self) -> bool {
         match (self.reason(), other.reason()) {
             (Some(reason), Some(other)) => reason.is(other),
             (one, other) => one == other,
@@ -108,7 +108,7 @@ impl Health {
     }
 }
 
-/// The NUMA nodes that devices report to the kubelet. docs/topology-manager.md tells when to use which.
+/// The NUMA nodes that devices report to the kubelet. docs/topology-manager.md says when to use which.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum NumaHints {

@@ -1,4 +1,4 @@
-//! The GPUs that were free when a container or a claim was given some.
+//! The best bandwidth that was free when a container or a claim was given GPUs.
 //!
 //! Called by [`super::NodeState::apply`] before it notes the admission; [`super::admissions`] keeps the answer.
 
@@ -10,24 +10,24 @@ use crate::allocation::{DeviceId, GpuSet};
 use crate::topology::Gpu;
 
 /// The GPUs of healthy devices that are not MIG devices.
-pub(super) fn whole<'a>(hardware: &Hardware, devices: impl Iterator<Item = &'a Device>) -> GpuSet {
+pub(super) fn healthy_whole_gpus<'a>(hardware: &Hardware, devices: impl Iterator<Item = &'a Device>) -> GpuSet {
     let whole = devices.filter(|device| device.mig.is_none() && device.health == Health::Healthy);
     whole.filter_map(|device| hardware.topology().position(&device.gpu.uuid)).collect()
 }
 
-/// The best that as many GPUs as `given` could have been, if those of `free` were free beside them.
-fn then(hardware: &Hardware, given: GpuSet, free: GpuSet) -> Option<FreeThen> {
+/// The best bandwidth of as many GPUs as `given`: among `given` and `free`, and among `given` and the healthy GPUs.
+fn best_bandwidths(hardware: &Hardware, given: GpuSet, free: GpuSet) -> Option<FreeThen> {
     let (tables, gpus) = (hardware.tables(), hardware.topology().gpus());
     let own = tables.collective(given)?;
-    let may_work = |gpu: &Gpu| hardware.standing(&gpu.uuid).next().is_none() && hardware.cordon(&gpu.uuid).is_none();
+    let may_work = |gpu: &Gpu| hardware.reasons(&gpu.uuid).next().is_none() && hardware.cordon(&gpu.uuid).is_none();
     let is_healthy = |place: &usize| gpus.get(*place).is_some_and(may_work);
     let healthy: GpuSet = (0..gpus.len()).filter(is_healthy).collect();
     let best = |of: GpuSet| tables.best_collective(of.union(given), given.len()).map(|best| best.max(own));
     Some(FreeThen { free: best(free)?, healthy: best(healthy)? })
 }
 
-/// The best that was free when devices of a resource were given. `offered` are the devices from which the kubelet let
-/// us choose.
+/// The best bandwidth that was free when devices of a resource were given. `offered` are the devices from which the
+/// kubelet let us choose.
 pub(super) fn at_allocate(
     (hardware, ledger, offers): (&Hardware, &Ledger, &Offers),
     resource: &ResourceName,
@@ -47,11 +47,11 @@ pub(super) fn at_allocate(
     // A pod may have ended since the last list. The kubelet knows that and offers its devices.
     let is_offered: BTreeSet<&DeviceId> = offered.iter().collect();
     let free = offers.of(resource).filter(|(id, _)| is_offered.contains(id) || !is_held(id));
-    then(hardware, given, whole(hardware, free.map(|(_, device)| device)))
+    best_bandwidths(hardware, given, healthy_whole_gpus(hardware, free.map(|(_, device)| device)))
 }
 
-/// The best that was free when our DRA plugin began to prepare claims, by UID; `None` for claims that a pod has
-/// already, because our last process prepared them.
+/// The best bandwidth that was free when our DRA plugin began to prepare claims, by UID; `None` for claims that a pod
+/// has already, because our last process prepared them.
 pub(super) fn at_prepare(
     (hardware, ledger, offers): (&Hardware, &Ledger, &Offers),
     claims: &[PreparedClaim],
@@ -65,9 +65,9 @@ pub(super) fn at_prepare(
         let is_new = ledger.prepared(&prepared.claim.uid).is_none();
         let is_listed = ledger.holdings().claims.iter().any(|claimed| claimed.claim == name);
         let occupied = occupied.as_mut().filter(|_| is_new && !is_listed)?;
-        let free = whole(hardware, offers.through_dra().iter()).without(*occupied);
+        let free = healthy_whole_gpus(hardware, offers.through_dra().iter()).without(*occupied);
         *occupied = occupied.union(given);
-        then(hardware, given, free)
+        best_bandwidths(hardware, given, free)
     };
     claims.iter().map(|prepared| (prepared.claim.uid.clone(), at_prepare(prepared))).collect()
 }

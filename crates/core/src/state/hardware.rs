@@ -2,8 +2,8 @@
 //!
 //! One of the three parts of the node's state. It knows neither resources nor pods. Each GPU has a state machine
 //! ([`super::health`]) that decides about events of this GPU. Two decisions need more than one GPU and are made here:
-//! trouble that hits every GPU at once is the node's, and an NVLink whose far end no link reaches is the doing of the GPU
-//! at the far end.
+//! trouble of every GPU at once is blamed on the node, and a dead NVLink is blamed on the GPU at its far end if no link
+//! reaches that GPU.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -24,10 +24,10 @@ use crate::topology::{
     PciObservation, TopologyWarning,
 };
 
-/// The time for which one line stands for all XIDs of its kind that change nothing.
-const XID_PERIOD: Duration = Duration::from_secs(60);
-/// The most kinds of such XIDs that have lines at a time. Only the metrics count further ones.
-const MAX_XIDS: usize = 1024;
+/// The shortest time between two log lines for one XID of one GPU that changes nothing.
+const XID_LOG_INTERVAL: Duration = Duration::from_secs(60);
+/// The most such XIDs, each of one GPU, that are logged in one interval. Only the metrics count further ones.
+const MAX_LOGGED_XIDS: usize = 1024;
 
 /// The GPUs of the node.
 #[derive(Clone, Debug, Default)]
@@ -51,15 +51,15 @@ pub struct Hardware {
     unknown_actions: Reported<(GpuUuid, RecoveryAction)>,
     /// The XIDs that changed nothing, with the time of their last line in the log.
     ignored_xids: BTreeMap<(GpuUuid, u64), Timestamp>,
-    /// The standing reasons that do not count, by their labels.
+    /// The standing reasons that do not count, each as the GPU and the reason's label.
     uncounted: BTreeSet<(GpuUuid, &'static str)>,
     /// The GPUs that the node had.
     inventory: Inventory,
     /// The GPUs that the configuration expects.
     pub(super) expected: Expectation,
-    /// The node booted, or the driver was loaded, and no GPU has been scanned since.
+    /// True if the node booted, or the driver was loaded, and no GPU has been scanned since.
     renewed: bool,
-    /// The record that the node was last asked to keep.
+    /// The record as of the last [`Effect::Keep`].
     kept: HealthRecord,
 }
 
@@ -90,7 +90,7 @@ impl Hardware {
         &self.tables
     }
 
-    /// The oddities of the last scan.
+    /// The warnings of the last scan.
     pub fn warnings(&self) -> &[TopologyWarning] {
         &self.warnings
     }
@@ -110,7 +110,7 @@ impl Hardware {
         self.health.get(gpu)?.cordoned()
     }
 
-    /// The health of a device for new work: one that nothing else keeps back has its GPU's cordon.
+    /// The health of a device for new work: a healthy device of a cordoned GPU becomes unhealthy.
     pub(super) fn for_new_work(&self, device: &Device, health: Health) -> Health {
         match (health, self.cordon(&device.gpu.uuid)) {
             (Health::Healthy, Some((reason, since))) => Health::Unhealthy { reason: reason.clone(), since },
@@ -119,27 +119,27 @@ impl Hardware {
     }
 
     /// The standing reasons of a GPU and its MIG devices, in the order in which they began, each with its beginning.
-    pub fn standing(&self, gpu: &GpuUuid) -> impl Iterator<Item = (&UnhealthyReason, Timestamp)> + use<'_> {
-        self.health.get(gpu).into_iter().flat_map(GpuHealth::standing)
+    pub fn reasons(&self, gpu: &GpuUuid) -> impl Iterator<Item = (&UnhealthyReason, Timestamp)> + use<'_> {
+        self.health.get(gpu).into_iter().flat_map(GpuHealth::reasons)
     }
 
     /// The standing reasons that make a GPU or its MIG devices unhealthy, in the order in which they began.
-    pub fn counting(&self, gpu: &GpuUuid) -> impl Iterator<Item = &UnhealthyReason> + use<'_> {
-        self.standing(gpu).map(|(reason, _)| reason).filter(|reason| self.xids.counts(reason))
+    pub fn counting_reasons(&self, gpu: &GpuUuid) -> impl Iterator<Item = &UnhealthyReason> + use<'_> {
+        self.reasons(gpu).map(|(reason, _)| reason).filter(|reason| self.xids.counts(reason))
     }
 
-    /// The hardware that the node lacks, by what it had and by what is expected of it.
+    /// The hardware that the node lacks, compared with earlier scans and with the configured expectation.
     pub fn shortfalls(&self) -> impl Iterator<Item = &Shortfall> {
-        // Links that went down in this boot are a reason of the GPU's health, which says more.
+        // NVLinks that went down in this boot are left out: the reason of the GPU's health says more.
         self.inventory.shortfalls.iter().filter(|shortfall| match (&shortfall.gpu, &shortfall.lack) {
             (Some((gpu, _)), Lack::NvLinks { .. }) => {
-                !self.counting(gpu).any(|reason| matches!(reason, UnhealthyReason::LinksDown { .. }))
+                !self.counting_reasons(gpu).any(|reason| matches!(reason, UnhealthyReason::LinksDown { .. }))
             }
             _ => true,
         })
     }
 
-    /// Takes over an operator's word that the hardware is right as it is.
+    /// Takes over an operator's order to accept these shortfalls.
     pub(super) fn accepted(&mut self, shortfalls: &[Shortfall]) -> Vec<Effect> {
         self.inventory.accept(shortfalls).into_iter().map(|shortfall| Effect::Shortfall(shortfall, false)).collect()
     }
@@ -165,13 +165,13 @@ impl Hardware {
         }
     }
 
-    /// Returns true if the device is a MIG device that is gone from a GPU that is there. That is no fault of the GPU.
+    /// Returns true if the device is a MIG device that is gone from a GPU that is there, which is not the GPU's fault.
     pub(super) fn has_lost(&self, device: &Device) -> bool {
         let is_gone = device.mig.is_some() && device.health.reason() == Some(&UnhealthyReason::Gone);
         is_gone && self.topology().position(&device.gpu.uuid).is_some()
     }
 
-    /// The number of orders about MIG that the last scan knows of, since linkwise started.
+    /// The number of MIG orders that the driver had answered before the last scan, since linkwise started.
     pub fn mig_orders(&self) -> u64 {
         self.mig_orders
     }
@@ -204,14 +204,14 @@ impl Hardware {
         }
         let present: BTreeSet<&GpuUuid> = observed.gpus.iter().map(|gpu| &gpu.uuid).collect();
         for (gpu, health) in self.health.iter_mut().filter(|(gpu, _)| !present.contains(gpu)) {
-            // NVML may fail to list a GPU that is there. A GPU that the bus does not list either is really gone.
+            // NVML may fail to list a GPU that is there. A GPU that the bus does not list either is gone.
             health.missed(self.addresses.get(gpu).is_some_and(off_bus));
         }
-        // Where NVML could not count them, no GPU is known to be missing.
+        // If NVML could not list the GPUs, none is known to be missing.
         if observed.gpus.is_empty() && !observed.failures.is_empty() {
             return effects;
         }
-        // An agent leaves a GPU in quarantine alone: that is no evidence that it is missing.
+        // Agents do not scan a GPU in quarantine, so its absence from a scan does not show that it is missing.
         let is_kept = |gpu: &GpuUuid| self.health.get(gpu).is_some_and(GpuHealth::is_quarantined);
         let [began, ended] = self.inventory.scanned(observed, &self.expected, self.renewed, is_kept, now);
         self.renewed &= observed.gpus.is_empty();
@@ -220,7 +220,7 @@ impl Hardware {
         effects
     }
 
-    /// Takes over an XID: by its class a failure of the GPU, or a line for the log.
+    /// Takes over an XID. Its class decides whether the GPU fails or the XID is only logged.
     pub(super) fn xid(
         &mut self,
         gpu: GpuUuid,
@@ -231,27 +231,27 @@ impl Hardware {
         let class = self.xids.class(code);
         let has_action = || self.health.get(&gpu).is_some_and(GpuHealth::has_recovery_action);
         if !class.fails() || class == XidClass::RecoveryAction && has_action() {
-            return self.is_worth_a_line((gpu.clone(), code), now).then_some(Effect::XidIgnored { gpu, code });
+            return self.should_log_xid((gpu.clone(), code), now).then_some(Effect::XidIgnored { gpu, code });
         }
         self.change(&gpu, |health| health.fail(UnhealthyReason::Xid { code, instance }, now));
         None
     }
 
-    /// Returns true if an XID that changes nothing is logged: a storm of its kind has a line a minute.
-    fn is_worth_a_line(&mut self, xid: (GpuUuid, u64), now: Timestamp) -> bool {
-        // A clock that went back ends the minute too.
-        let is_recent = |since: &Timestamp| now >= *since && now.saturating_sub(*since) < XID_PERIOD;
-        if self.ignored_xids.len() >= MAX_XIDS {
+    /// Returns true if an XID that changes nothing is to be logged: a storm of one XID gets a line a minute.
+    fn should_log_xid(&mut self, xid: (GpuUuid, u64), now: Timestamp) -> bool {
+        // A clock that went back ends the interval too.
+        let is_recent = |since: &Timestamp| now >= *since && now.saturating_sub(*since) < XID_LOG_INTERVAL;
+        if self.ignored_xids.len() >= MAX_LOGGED_XIDS {
             self.ignored_xids.retain(|_, since| is_recent(since));
         }
-        let is_quiet = self.ignored_xids.get(&xid).map_or(self.ignored_xids.len() >= MAX_XIDS, is_recent);
+        let is_quiet = self.ignored_xids.get(&xid).map_or(self.ignored_xids.len() >= MAX_LOGGED_XIDS, is_recent);
         if !is_quiet {
             self.ignored_xids.insert(xid, now);
         }
         !is_quiet
     }
 
-    /// Takes over the driver's event of an uncorrectable error.
+    /// Takes over the driver's event of a double-bit ECC error.
     pub(super) fn double_bit_ecc(&mut self, gpu: &GpuUuid, now: Timestamp) {
         if self.xids.class(DOUBLE_BIT_ECC).fails() {
             self.change(gpu, |health| health.fail(UnhealthyReason::DoubleBitEcc, now));
@@ -263,7 +263,7 @@ impl Hardware {
         self.health.get_mut(gpu).map(change);
     }
 
-    /// Notes that NVML has been unavailable for the grace period. That is no GPU's fault.
+    /// Notes that NVML has been unavailable for the grace period. It is not the fault of any GPU.
     pub(super) fn driver_away(&mut self, why: &str, now: Timestamp) {
         for health in self.health.values_mut() {
             health.fail(UnhealthyReason::DriverAway { why: why.to_owned() }, now);
@@ -277,13 +277,13 @@ impl Hardware {
 
     /// Takes over one poll of the GPUs.
     pub(super) fn polled(&mut self, polls: &BTreeMap<GpuUuid, HealthPoll>, now: Timestamp) -> Vec<Effect> {
-        let node_wide = self.hits_all(polls);
+        let is_node_wide = self.is_node_wide(polls);
         let unreachable: BTreeSet<GpuUuid> =
             self.health.keys().filter(|gpu| self.is_unreachable(gpu, polls.get(gpu))).cloned().collect();
         let hold = self.hold.unwrap_or(health::HOLD_TIME);
         for (gpu, poll) in polls {
             if let Some(health) = self.health.get_mut(gpu) {
-                health.poll(poll, &unreachable, node_wide, hold, now);
+                health.poll(poll, &unreachable, is_node_wide, hold, now);
             }
         }
         let unknown = polls.iter().filter_map(|(gpu, poll)| match poll.recovery_action {
@@ -294,8 +294,8 @@ impl Hardware {
         news.into_iter().map(|(gpu, action)| Effect::UnknownRecoveryAction(gpu, action)).collect()
     }
 
-    /// Returns true if no NVLink reaches a GPU: it is lost or gone, by the last scan, by its standing reasons, or by the
-    /// poll that has just come; or it is in MIG mode, in which the driver shuts its links down.
+    /// Returns true if no NVLink reaches a GPU. Either the last scan, a standing reason or this poll shows that it is
+    /// lost or gone, or it is in MIG mode, in which the driver shuts its links down.
     fn is_unreachable(&self, gpu: &GpuUuid, poll: Option<&HealthPoll>) -> bool {
         let shown = poll.is_some_and(|poll| {
             matches!(poll.reach, Reach::Lost { .. } | Reach::ResetRequired { .. }) || poll.on_bus == Some(false)
@@ -306,8 +306,8 @@ impl Hardware {
         shown || stands || place.is_none_or(|gpu| gpu.mig_enabled)
     }
 
-    /// Returns true if all GPUs have the same trouble, which then is the node's.
-    fn hits_all(&self, polls: &BTreeMap<GpuUuid, HealthPoll>) -> bool {
+    /// Returns true if all of two or more GPUs have the same trouble, which then is blamed on the node.
+    fn is_node_wide(&self, polls: &BTreeMap<GpuUuid, HealthPoll>) -> bool {
         let known = || polls.iter().filter_map(|(gpu, poll)| Some((self.health.get(gpu)?, poll)));
         let all = |trouble: fn(&GpuHealth, &HealthPoll) -> bool| known().all(|(health, poll)| trouble(health, poll));
         let silent = |_: &GpuHealth, poll: &HealthPoll| matches!(poll.reach, Reach::Failed { .. } | Reach::Lost { .. });
@@ -356,9 +356,9 @@ impl Hardware {
         None
     }
 
-    /// Reports each GPU whose health changed, as a whole, and each MIG device that failed alone. `listed` are all
-    /// devices on the kubelet's lists, each with whether its hardware is gone or no longer offered. A GPU that no scan
-    /// finds is gone once all of its devices are.
+    /// Reports each GPU whose health changed as a whole, and each MIG device whose health changed alone. `listed` are
+    /// all devices on the kubelet's lists, each with true if its hardware is gone or no longer offered. A GPU that no
+    /// scan finds is gone once all of its devices are.
     pub(super) fn report<'a>(&mut self, listed: impl Iterator<Item = (&'a Device, bool)> + Clone) -> Vec<Effect> {
         let mut instances: BTreeMap<&GpuUuid, BTreeSet<MigInstance>> = BTreeMap::new();
         let offered = || listed.clone().filter(|(_, is_orphan)| !is_orphan).map(|(device, _)| device);
@@ -392,7 +392,7 @@ impl Hardware {
         }
         let changed = now.iter().filter(|(unit, health)| {
             let before = self.reported.get(unit).unwrap_or(&Health::Healthy);
-            !before.tells_the_same(health)
+            !before.has_same_reason(health)
         });
         let effects = changed.map(|((gpu, mig), health)| Effect::HealthChanged {
             gpu: gpu.clone(),
@@ -411,7 +411,7 @@ impl Hardware {
             return (false, Vec::new());
         }
         let standing =
-            self.health.iter().flat_map(|(gpu, health)| health.standing().map(move |(reason, _)| (gpu, reason)));
+            self.health.iter().flat_map(|(gpu, health)| health.reasons().map(move |(reason, _)| (gpu, reason)));
         let uncounted = standing.filter(|(_, reason)| !self.xids.counts(reason));
         let now: BTreeMap<_, _> =
             uncounted.map(|(gpu, reason)| ((gpu.clone(), reason.label()), reason.clone())).collect();
@@ -421,7 +421,7 @@ impl Hardware {
         (changed, news.map(|((gpu, _), reason)| Effect::NotCounted(gpu, reason)).collect())
     }
 
-    /// Asks to keep the record, if it changed.
+    /// Returns the order to keep the record if it changed. A new identity alone counts only if a GPU has a record.
     pub(super) fn keep(&mut self) -> Option<Effect> {
         let record = self.record();
         let identity_matters = record.identity != self.kept.identity && !record.gpus.is_empty();
@@ -435,7 +435,7 @@ impl Hardware {
 
 /// The addresses on the host's PCI bus.
 fn addresses(host: &HostObservation) -> BTreeSet<PciAddress> {
-    // A stack and no recursion: a file from outside may nest to any depth.
+    // A stack instead of recursion, because a node file from outside may nest to any depth.
     let mut stack: Vec<&PciObservation> = host.host_bridges.iter().flat_map(|bridge| &bridge.devices).collect();
     let mut found = BTreeSet::new();
     while let Some(device) = stack.pop() {

@@ -2,7 +2,7 @@
 //!
 //! One pure state machine for each GPU; `hardware` feeds it. `record` has the part that is kept across our restarts.
 //!
-//! Only time between polls counts, from one poll to the next, and at most [`COVERED`] each. So neither a clock that
+//! Hold times count only the time between two polls, and at most [`MAX_COVERED`] of it. So neither a clock that
 //! jumps, nor a process that was suspended, nor a driver that answers late can heal a GPU early or keep it unhealthy
 //! for ever.
 
@@ -18,14 +18,14 @@ use crate::topology::GpuUuid;
 
 /// The time that evidence has to last before a reason ends.
 pub(super) const HOLD_TIME: Duration = Duration::from_secs(60);
-/// The longest hold time of a GPU that flaps, in first hold times: an hour.
-const MAX_HOLD_TIME: u32 = 60;
+/// The longest hold time of a GPU that flaps, as a multiple of the first hold time: 60 × 60 s = 1 h.
+const MAX_HOLD_FACTOR: u32 = 60;
 /// The number of doublings from the first hold time to the longest.
 const MAX_FLAPS: u32 = 6;
 /// The healthy time that takes one doubling back.
-const DECAY: Duration = Duration::from_secs(3600);
+const DECAY_INTERVAL: Duration = Duration::from_secs(3600);
 /// The longest time that one poll covers: two poll intervals.
-const COVERED: Duration = Duration::from_secs(20);
+const MAX_COVERED: Duration = Duration::from_secs(20);
 /// The XID of a GPU that has fallen off the bus (NVIDIA's XID catalog).
 const FALLEN_OFF_THE_BUS: u64 = 79;
 /// The most reasons that stand at once. Only XIDs can be this many; further ones merge into the last reason, for the
@@ -34,46 +34,47 @@ const MAX_REASONS: usize = 32;
 
 /// One reason, and the evidence that it has ended.
 #[derive(Clone, Debug)]
-struct Standing {
+struct StandingReason {
     reason: UnhealthyReason,
     since: Timestamp,
     /// The time covered by polls that show it ended; `None` until the first.
     steady: Option<Duration>,
-    /// True if a poll that came after this reason's beginning is complete. The first poll may have been sent before it
-    /// and is no evidence.
+    /// True if a poll has come since the reason began. This first poll is not evidence, because it may have been sent
+    /// before the reason began.
     seen_poll_since: bool,
-    /// True if the remedy was observed since: a reset, or the GPU's release from quarantine.
+    /// True if the remedy has been observed since: a reset, or the GPU's release from quarantine.
     remedied: bool,
-    /// True if it ends with the next poll that does not show it again.
-    over: bool,
+    /// True if the reason ends with the next poll that does not show it again.
+    is_over: bool,
 }
 
 /// The health of one GPU.
 #[derive(Clone, Debug, Default)]
 pub(super) struct GpuHealth {
-    standing: Vec<Standing>,
+    reasons: Vec<StandingReason>,
     /// True once a scan of this process has listed the GPU. Until then its health is the record's.
-    listed: bool,
+    is_listed: bool,
+    /// The time of the last poll.
     polled: Option<Timestamp>,
     /// The healthy time since it last failed, as covered by polls.
     well: Duration,
-    /// The NVLinks of the record that were down at the last poll, unless no NVLink reaches their far end.
+    /// The NVLinks of the record that were down at the last poll, without those whose far end is unreachable.
     links_down: BTreeSet<u32>,
     /// The reasons that the last poll was the first to show, and that wait for a second look.
     doubted: Vec<UnhealthyReason>,
-    /// The part that is kept, without its reasons: [`Self::kept`] takes these from `standing`.
+    /// The part that is kept, without its reasons: [`Self::kept`] takes these from `reasons`.
     record: GpuRecord,
 }
 
 impl GpuHealth {
     /// Makes the health that the record of our last process describes.
     pub fn restored(kept: &GpuRecord) -> Self {
-        let standing = kept.reasons.iter().take(MAX_REASONS).map(|kept| Standing {
+        let standing = kept.reasons.iter().take(MAX_REASONS).map(|kept| StandingReason {
             remedied: kept.remedied,
-            ..Standing::new(kept.reason.clone(), Duration::from_secs(kept.since), true)
+            ..StandingReason::new(kept.reason.clone(), Duration::from_secs(kept.since), true)
         });
         Self {
-            standing: standing.collect(),
+            reasons: standing.collect(),
             record: GpuRecord {
                 reasons: Vec::new(),
                 flaps: kept.flaps.map(|flaps| flaps.min(MAX_FLAPS)),
@@ -85,7 +86,7 @@ impl GpuHealth {
 
     /// The record for our next process; `None` if there is nothing to keep.
     pub fn kept(&self) -> Option<GpuRecord> {
-        let reasons = self.standing.iter().filter(|standing| standing.reason.needs_reset() && !standing.over);
+        let reasons = self.reasons.iter().filter(|standing| standing.reason.needs_reset() && !standing.is_over);
         let reasons = reasons.map(|standing| KeptReason {
             reason: standing.reason.clone(),
             since: standing.since.as_secs(),
@@ -96,26 +97,26 @@ impl GpuHealth {
     }
 
     /// The standing reasons, in the order in which they began.
-    pub fn standing(&self) -> impl Iterator<Item = (&UnhealthyReason, Timestamp)> {
-        self.standing.iter().map(|standing| (&standing.reason, standing.since))
+    pub fn reasons(&self) -> impl Iterator<Item = (&UnhealthyReason, Timestamp)> {
+        self.reasons.iter().map(|standing| (&standing.reason, standing.since))
     }
 
-    /// The health by the reasons that count for `xids` and are `concerned`. Names the first reason whose remedy is a
-    /// reset; if there is none, the first reason.
+    /// The health, judged by the reasons that count under `xids` and for which `concerned` returns true. Names the
+    /// first reason whose remedy is a reset; if there is none, the first reason.
     pub fn verdict(&self, xids: &XidPolicy, concerned: impl Fn(&UnhealthyReason) -> bool) -> Health {
         let counts = |reason: &UnhealthyReason| xids.counts(reason) && concerned(reason);
-        let concerns = || self.standing.iter().filter(|standing| counts(&standing.reason));
+        let concerns = || self.reasons.iter().filter(|standing| counts(&standing.reason));
         let needs_reset = concerns().find(|standing| standing.reason.needs_reset());
         match needs_reset.or_else(|| concerns().next()) {
             None => Health::Healthy,
-            Some(Standing { reason, since, .. }) => Health::Unhealthy { reason: reason.clone(), since: *since },
+            Some(StandingReason { reason, since, .. }) => Health::Unhealthy { reason: reason.clone(), since: *since },
         }
     }
 
-    /// Returns true if other GPUs cannot reach it by its standing reasons: it is lost, off the bus, refused until a
-    /// reset, or in quarantine.
+    /// Returns true if a standing reason shows that other GPUs cannot reach the GPU: it is lost, off the bus, refused
+    /// until a reset, or in quarantine.
     pub fn is_unreachable(&self) -> bool {
-        self.standing.iter().any(|standing| match standing.reason {
+        self.reasons.iter().any(|standing| match standing.reason {
             UnhealthyReason::Lost { .. }
             | UnhealthyReason::OffBus
             | UnhealthyReason::ResetRequired { .. }
@@ -125,23 +126,23 @@ impl GpuHealth {
         })
     }
 
-    /// Returns true while no agent calls NVML about it.
+    /// Returns true while no agent calls NVML about the GPU.
     pub fn is_quarantined(&self) -> bool {
-        self.standing.iter().any(|standing| matches!(standing.reason, UnhealthyReason::Quarantined { .. }))
+        self.reasons.iter().any(|standing| matches!(standing.reason, UnhealthyReason::Quarantined { .. }))
     }
 
-    /// Notes that a scan lists it, with these active NVLinks and the GPUs at their far ends. With `off_bus`, the PCI
-    /// bus does not list it, and NVML has only not noticed yet.
+    /// Notes that a scan lists the GPU, with these active NVLinks and the GPUs at their far ends. With `off_bus`, the
+    /// PCI bus does not list it, which NVML has not noticed yet.
     pub fn scanned(&mut self, links: impl Iterator<Item = (u32, Option<GpuUuid>)>, off_bus: bool) {
         for (link, far_end) in links {
             self.record.links.insert(link);
-            // A far end stays the far end when it is no longer scanned.
+            // The far end is kept when a later scan does not show it.
             self.record.far_ends.extend(far_end.map(|gpu| (link, gpu)));
         }
-        if !self.listed {
-            self.standing.retain(|standing| !standing.over);
+        if !self.is_listed {
+            self.reasons.retain(|standing| !standing.is_over);
         }
-        self.listed = true;
+        self.is_listed = true;
         if !off_bus {
             if core::mem::take(&mut self.record.seen.off_bus) {
                 self.remedy(|standing| standing.reason.needs_reset());
@@ -150,28 +151,28 @@ impl GpuHealth {
         }
     }
 
-    /// Notes that a scan does not list it; with `off_bus` the PCI bus does not either.
+    /// Notes that a scan does not list the GPU; with `off_bus` the PCI bus does not list it either.
     pub fn missed(&mut self, off_bus: bool) {
         self.record.seen.off_bus |= off_bus;
     }
 
-    /// Returns true if the driver answered the last poll with a recovery action, none included.
+    /// Returns true if the driver reports recovery actions, `none` included.
     pub fn has_recovery_action(&self) -> bool {
         self.record.seen.action.is_some()
     }
 
-    /// Begins a reason. One that hits the whole node does not count as a fall of this GPU.
+    /// Begins a reason, and counts it as a failure of this GPU if [`Self::is_new_failure`].
     pub fn fail(&mut self, reason: UnhealthyReason, now: Timestamp) {
-        if self.falls(&reason) {
-            self.fall();
+        if self.is_new_failure(&reason) {
+            self.count_failure();
         }
         self.begin(reason, now, false);
     }
 
     /// Notes that NVML answers again. The next poll decides, as at the start.
     pub fn driver_back(&mut self) {
-        for standing in &mut self.standing {
-            standing.over |= matches!(standing.reason, UnhealthyReason::DriverAway { .. });
+        for standing in &mut self.reasons {
+            standing.is_over |= matches!(standing.reason, UnhealthyReason::DriverAway { .. });
         }
     }
 
@@ -182,17 +183,17 @@ impl GpuHealth {
 
     /// Notes that the driver was loaded again or the node booted. The next poll shows which reasons still stand.
     pub fn renewed(&mut self) {
-        for standing in &mut self.standing {
-            standing.over |= !outlasts(&standing.reason);
+        for standing in &mut self.reasons {
+            standing.is_over |= !outlasts(&standing.reason);
         }
-        if !self.listed {
-            self.standing.retain(|standing| !standing.over);
+        if !self.is_listed {
+            self.reasons.retain(|standing| !standing.is_over);
         }
         self.record = GpuRecord { cordon: self.record.cordon.take(), ..GpuRecord::default() };
         self.links_down = BTreeSet::new();
     }
 
-    /// Begins or ends a cordon on an operator's order. It is no reason of health.
+    /// Begins or ends a cordon on an operator's order. A cordon does not affect the GPU's health.
     pub fn cordon(&mut self, cordon: Option<Cordon>, now: Timestamp) {
         self.record.cordon = cordon.map(|cordon| KeptReason {
             reason: UnhealthyReason::Cordoned(cordon),
@@ -206,13 +207,13 @@ impl GpuHealth {
         self.record.cordon.as_ref().map(|kept| (&kept.reason, Duration::from_secs(kept.since)))
     }
 
-    /// Clears the reasons on an operator's order. What the driver reports now is accepted. A GPU that is missing or in
+    /// Clears the reasons on an operator's order, and accepts the driver's present report. A GPU that is missing or in
     /// quarantine stays unhealthy.
     pub fn cleared(&mut self) {
-        // What two polls have proved is proved: the next poll that shows it again is no first look.
-        let proved = self.standing.iter().map(|standing| &standing.reason);
+        // Two polls have proved these reasons: if the next poll shows one again, it needs no second look.
+        let proved = self.reasons.iter().map(|standing| &standing.reason);
         self.doubted.extend(proved.filter(|reason| reason.needs_second_look()).cloned());
-        self.standing.retain(|standing| outlasts(&standing.reason));
+        self.reasons.retain(|standing| outlasts(&standing.reason));
         let seen = &self.record.seen;
         self.record.accepted = Accepted {
             action: seen.action,
@@ -227,35 +228,35 @@ impl GpuHealth {
         (self.record.flaps, self.well) = (None, Duration::ZERO);
     }
 
-    /// Takes over the result of one poll. With `node_wide`, every GPU shows the same trouble. A link that ends at an
-    /// `unreachable` GPU is no fault of this one. `first_hold` is the hold time of a GPU that does not flap.
+    /// Takes over the result of one poll. With `is_node_wide`, every GPU shows the same trouble. A link that ends at an
+    /// `unreachable` GPU is not a fault of this GPU. `first_hold` is the hold time of a GPU that does not flap.
     pub fn poll(
         &mut self,
         poll: &HealthPoll,
         unreachable: &BTreeSet<GpuUuid>,
-        node_wide: bool,
+        is_node_wide: bool,
         first_hold: Duration,
         now: Timestamp,
     ) {
-        let covered = self.polled.map_or(Duration::ZERO, |last| now.saturating_sub(last)).min(COVERED);
-        // Nothing else is known of the GPU: it is out until the second look.
-        let decides = self.polled.is_none() || self.standing.iter().any(|standing| standing.over);
+        let covered = self.polled.map_or(Duration::ZERO, |last| now.saturating_sub(last)).min(MAX_COVERED);
+        // No other fact about the GPU is known: a doubted reason takes it out of service until the second look.
+        let is_decisive = self.polled.is_none() || self.reasons.iter().any(|standing| standing.is_over);
         self.polled = Some(now);
         if self.shows_reset(poll) {
             self.remedy(|standing| standing.seen_poll_since && standing.reason.needs_reset());
         }
         self.learn(poll, unreachable);
-        let shown = self.shown_twice(poll);
-        let falls = !node_wide && shown.iter().any(|reason| self.falls(reason));
+        let shown = self.proven_reasons(poll);
+        let has_failed = !is_node_wide && shown.iter().any(|reason| self.is_new_failure(reason));
         let hold = self.hold(first_hold);
-        self.standing.retain_mut(|standing| {
+        self.reasons.retain_mut(|standing| {
             if shown.iter().chain(&self.doubted).any(|reason| reason.is(&standing.reason)) {
                 return true;
             }
-            if standing.over {
+            if standing.is_over {
                 return false;
             }
-            if self.links_down.is_empty() && standing.has_links_to(&self.record.far_ends, unreachable) {
+            if self.links_down.is_empty() && standing.ends_at_unreachable(&self.record.far_ends, unreachable) {
                 return false;
             }
             let passes = standing.seen_poll_since && standing.passes(poll);
@@ -270,16 +271,16 @@ impl GpuHealth {
         for reason in shown {
             self.begin(reason, now, true);
         }
-        if decides {
-            let new = |reason: &&UnhealthyReason| !self.standing.iter().any(|standing| standing.reason.is(reason));
+        if is_decisive {
+            let new = |reason: &&UnhealthyReason| !self.reasons.iter().any(|standing| standing.reason.is(reason));
             let doubted: Vec<UnhealthyReason> = self.doubted.iter().filter(new).cloned().collect();
-            let until_next = |reason| Standing { over: true, ..Standing::new(reason, now, true) };
-            self.standing.extend(doubted.into_iter().map(until_next));
+            let until_next = |reason| StandingReason { is_over: true, ..StandingReason::new(reason, now, true) };
+            self.reasons.extend(doubted.into_iter().map(until_next));
         }
-        if falls {
-            self.fall();
+        if has_failed {
+            self.count_failure();
         }
-        if self.standing.is_empty() {
+        if self.reasons.is_empty() {
             self.well = self.well.saturating_add(covered);
         }
     }
@@ -289,26 +290,27 @@ impl GpuHealth {
         poll.nvlinks_down.iter().flatten().any(|link| self.record.links.contains(link))
     }
 
-    /// Returns true if a reason counts as a new failure for the flap count: it is the first against a healthy GPU, or
-    /// it shows again during its hold time. A reason that follows another, as a recovery action follows an XID, belongs
-    /// to the same failure.
-    fn falls(&self, reason: &UnhealthyReason) -> bool {
+    /// Returns true if a reason counts as a new failure for the flap count: the GPU was healthy before, or the reason
+    /// shows again during its hold time. A reason that follows another, as a recovery action follows an XID, belongs to
+    /// the same failure. Trouble of the whole node is not a failure of the GPU.
+    fn is_new_failure(&self, reason: &UnhealthyReason) -> bool {
         let blames = |reason: &UnhealthyReason| {
             !matches!(reason, UnhealthyReason::FabricJoining | UnhealthyReason::DriverAway { .. })
         };
-        let broken = self.standing.iter().any(|standing| standing.reason.is(reason) && standing.steady.is_some());
-        let others = || self.standing.iter().filter(|standing| !standing.over);
+        let broken = self.reasons.iter().any(|standing| standing.reason.is(reason) && standing.steady.is_some());
+        let others = || self.reasons.iter().filter(|standing| !standing.is_over);
         blames(reason) && (broken || !others().any(|standing| blames(&standing.reason)))
     }
 
-    /// The hold time of this GPU now.
+    /// The hold time of this GPU now: `first` × 2^flaps, at most `first` × [`MAX_HOLD_FACTOR`].
     fn hold(&self, first: Duration) -> Duration {
         let doublings = 1 << self.record.flaps.unwrap_or(0).min(MAX_FLAPS);
-        first.saturating_mul(MAX_HOLD_TIME.min(doublings))
+        first.saturating_mul(MAX_HOLD_FACTOR.min(doublings))
     }
 
-    fn fall(&mut self) {
-        let hours = u32::try_from(self.well.as_secs() / DECAY.as_secs()).unwrap_or(u32::MAX);
+    /// Counts a failure. Each full [`DECAY_INTERVAL`] of health before it takes one doubling back.
+    fn count_failure(&mut self) {
+        let hours = u32::try_from(self.well.as_secs() / DECAY_INTERVAL.as_secs()).unwrap_or(u32::MAX);
         self.record.flaps = Some(match self.record.flaps {
             None => 0,
             Some(flaps) if hours == 0 => (flaps + 1).min(MAX_FLAPS),
@@ -317,25 +319,26 @@ impl GpuHealth {
         self.well = Duration::ZERO;
     }
 
-    /// Adds a reason, or starts the evidence against it again.
+    /// Adds a reason. If it stands already, it keeps its beginning, and the evidence that it has ended is discarded.
     fn begin(&mut self, reason: UnhealthyReason, now: Timestamp, seen_poll_since: bool) {
-        let full = self.standing.len() >= MAX_REASONS;
-        let known = self.standing.iter().position(|standing| standing.reason.is(&reason));
-        let Some(index) = known.or_else(|| full.then(|| self.standing.len() - 1)) else {
-            self.standing.push(Standing::new(reason, now, seen_poll_since));
+        let full = self.reasons.len() >= MAX_REASONS;
+        let known = self.reasons.iter().position(|standing| standing.reason.is(&reason));
+        let Some(index) = known.or_else(|| full.then(|| self.reasons.len() - 1)) else {
+            self.reasons.push(StandingReason::new(reason, now, seen_poll_since));
             return;
         };
-        let Some(standing) = self.standing.get_mut(index) else { return };
+        let Some(standing) = self.reasons.get_mut(index) else { return };
         let reason = match (&standing.reason, known) {
-            // No room is left: the last reason stands for the further ones too.
+            // The list is full: the last reason stands for all further ones.
             (UnhealthyReason::Xid { code, .. }, None) => UnhealthyReason::Xid { code: *code, instance: None },
             _ => reason,
         };
-        *standing = Standing::new(reason, standing.since, seen_poll_since);
+        *standing = StandingReason::new(reason, standing.since, seen_poll_since);
     }
 
-    fn remedy(&mut self, which: impl Fn(&Standing) -> bool) {
-        self.standing.iter_mut().for_each(|standing| standing.remedied |= which(standing));
+    /// Notes that the remedy of these reasons was observed.
+    fn remedy(&mut self, which: impl Fn(&StandingReason) -> bool) {
+        self.reasons.iter_mut().for_each(|standing| standing.remedied |= which(standing));
     }
 
     /// Returns true if the poll shows something that only a reset causes.
@@ -343,13 +346,13 @@ impl GpuHealth {
         let seen = &self.record.seen;
         let fewer = matches!((seen.uncorrectable_ecc, poll.uncorrectable_ecc), (Some(was), Some(is)) if is < was);
         let remapped = seen.remap_pending && poll.row_remapping.is_some_and(|rows| !rows.pending);
-        // The driver takes neither back of a GPU that stays attached (PDB_PROP_GPU_IS_LOST in open-gpu-kernel-modules).
+        // While a GPU stays attached, the driver ends neither state (PDB_PROP_GPU_IS_LOST in open-gpu-kernel-modules).
         let answers = (seen.reset_required || seen.lost) && poll.reach == Reach::Answers;
         let back = seen.off_bus && poll.on_bus == Some(true);
         fewer || remapped || answers || back
     }
 
-    /// Takes over the facts of a poll. An unknown fact leaves the last known one.
+    /// Takes over the facts of a poll. An unknown fact leaves the last known value.
     fn learn(&mut self, poll: &HealthPoll, unreachable: &BTreeSet<GpuUuid>) {
         let GpuRecord { seen, accepted, links, far_ends, .. } = &mut self.record;
         seen.action = poll.recovery_action.or(seen.action);
@@ -374,31 +377,30 @@ impl GpuHealth {
             };
             self.links_down = down.iter().filter(own_fault).copied().collect();
         }
-        // What an operator accepted stays accepted until it changes.
+        // A value that an operator accepted stays accepted until it changes.
         accepted.action = accepted.action.filter(|action| seen.action == Some(*action));
         accepted.fabric = accepted.fabric.filter(|fabric| seen.fabric == Some(*fabric));
         accepted.row_remap_failed &= seen.row_remap_failed;
         accepted.uncorrectable_ecc = accepted.uncorrectable_ecc.min(seen.uncorrectable_ecc);
     }
 
-    /// The reasons that a poll shows, without those that need a second look: one bad answer is no failure. These wait in
-    /// `doubted` for the next poll; during a hold they neither count for the reason nor against it.
-    fn shown_twice(&mut self, poll: &HealthPoll) -> Vec<UnhealthyReason> {
+    /// The reasons that a poll shows, without those that need a second look, because one bad answer is not a failure.
+    /// The latter wait in `doubted` for the next poll, and during a hold they neither extend nor restart it.
+    fn proven_reasons(&mut self, poll: &HealthPoll) -> Vec<UnhealthyReason> {
         let before = core::mem::take(&mut self.doubted);
         let counts = |reason: &UnhealthyReason| {
-            let stands =
-                |standing: &Standing| standing.reason.is(reason) && standing.steady.is_none() && !standing.over;
+            let stands = |other: &StandingReason| other.reason.is(reason) && other.steady.is_none() && !other.is_over;
             !reason.needs_second_look()
                 || before.iter().any(|doubt| doubt.is(reason))
-                || self.standing.iter().any(stands)
+                || self.reasons.iter().any(stands)
         };
-        let (shown, doubted) = self.shown(poll).into_iter().partition(counts);
+        let (shown, doubted) = self.shown_reasons(poll).into_iter().partition(counts);
         self.doubted = doubted;
         shown
     }
 
     /// The reasons that a poll shows.
-    fn shown(&self, poll: &HealthPoll) -> Vec<UnhealthyReason> {
+    fn shown_reasons(&self, poll: &HealthPoll) -> Vec<UnhealthyReason> {
         let (seen, accepted) = (&self.record.seen, &self.record.accepted);
         let mut shown = Vec::new();
         match &poll.reach {
@@ -418,7 +420,7 @@ impl GpuHealth {
         if poll.row_remapping.is_some_and(|rows| rows.failed) && !accepted.row_remap_failed {
             shown.push(UnhealthyReason::RowRemapFailed);
         }
-        // If the driver has recovery action or row remapping, these say more than the count.
+        // A driver with recovery actions or row remapping says more by these than by the count.
         let counts = seen.action.is_none() && !seen.remaps;
         if let Some(count) = poll.uncorrectable_ecc.filter(|count| *count > accepted.uncorrectable_ecc.unwrap_or(0))
             && counts
@@ -441,19 +443,19 @@ impl GpuHealth {
     }
 }
 
-impl Standing {
+impl StandingReason {
     fn new(reason: UnhealthyReason, since: Timestamp, seen_poll_since: bool) -> Self {
-        Self { reason, since, steady: None, seen_poll_since, remedied: false, over: false }
+        Self { reason, since, steady: None, seen_poll_since, remedied: false, is_over: false }
     }
 
-    /// Returns true if it is about links that all end at unreachable GPUs.
-    fn has_links_to(&self, far_ends: &BTreeMap<u32, GpuUuid>, unreachable: &BTreeSet<GpuUuid>) -> bool {
+    /// Returns true if the reason is NVLinks that are down and all end at unreachable GPUs.
+    fn ends_at_unreachable(&self, far_ends: &BTreeMap<u32, GpuUuid>, unreachable: &BTreeSet<GpuUuid>) -> bool {
         let UnhealthyReason::LinksDown { links } = &self.reason else { return false };
         links.iter().all(|link| far_ends.get(link).is_some_and(|far_end| unreachable.contains(far_end)))
     }
 
-    /// Returns true if a poll that does not show the reason is evidence that it has ended. It ends if that lasts through
-    /// the hold time, and [`UnhealthyReason::FabricJoining`] at once.
+    /// Returns true if a poll that does not show the reason is evidence that it has ended. The reason ends when
+    /// evidence has lasted for the hold time; [`UnhealthyReason::FabricJoining`] ends at once.
     fn passes(&self, poll: &HealthPoll) -> bool {
         // The driver's recovery action overrides the table. Without one, a reset must have been observed.
         let healed = match poll.recovery_action {
@@ -490,7 +492,7 @@ impl Standing {
     }
 }
 
-/// Returns true if neither a new driver nor an operator ends the reason: the GPU cannot be polled.
+/// Returns true if neither a load of the driver nor an operator ends the reason, because the GPU cannot be polled.
 fn outlasts(reason: &UnhealthyReason) -> bool {
     matches!(reason, UnhealthyReason::Quarantined { .. } | UnhealthyReason::DriverAway { .. } | UnhealthyReason::OffBus)
 }

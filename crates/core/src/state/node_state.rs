@@ -6,7 +6,7 @@ use alloc::sync::Arc;
 use core::time::Duration;
 
 use super::availability::Held;
-use super::free_at_admission::whole;
+use super::free_at_admission::healthy_whole_gpus;
 use super::{
     Availability, Device, Door, Event, Expectation, GpuSharing, Hardware, Health, HealthRecord, Ledger, MpsShare,
     NumaHints, Offers, Opening, ResourceName, ResourcePlan, Timestamp, UnhealthyReason, XidPolicy,
@@ -228,7 +228,7 @@ impl NodeState {
 
     /// The status of the GPU that has these devices.
     fn status<'a>(&'a self, gpu: &'a Gpu, mut devices: Vec<&'a Device>) -> GpuStatus<'a> {
-        let mut reasons: Vec<_> = self.hardware.standing(&gpu.uuid).collect();
+        let mut reasons: Vec<_> = self.hardware.reasons(&gpu.uuid).collect();
         devices.retain(|device| !self.hardware.has_lost(device));
         let mut is_healthy = reasons.is_empty() && devices.is_empty();
         for device in &devices {
@@ -258,8 +258,8 @@ impl NodeState {
         let held = self.held.as_ref().as_ref()?;
         let held: GpuSet = held.iter().filter_map(|gpu| self.topology().position(gpu)).collect();
         let resources = self.offers.resources().values();
-        let by_resource = resources.map(|resource| whole(&self.hardware, resource.devices().values()));
-        let of_dra = whole(&self.hardware, self.offers.through_dra().iter());
+        let by_resource = resources.map(|resource| healthy_whole_gpus(&self.hardware, resource.devices().values()));
+        let of_dra = healthy_whole_gpus(&self.hardware, self.offers.through_dra().iter());
         Some(by_resource.chain([of_dra]).map(|free| free.without(held)).collect())
     }
 

@@ -1,7 +1,7 @@
 //! [`HealthPoll`]: the driver's answers about one GPU's health in one round of cheap calls: raw facts, no judgement.
 //!
 //! The NVML adapter makes these values every few seconds; `health` decides what each means. Unknown, unsupported and
-//! unanswered facts stay `None`: silence is no failure.
+//! unanswered facts stay `None`: a missing answer is not a failure.
 
 use crate::prelude::*;
 use core::fmt;
@@ -21,12 +21,12 @@ pub struct HealthPoll {
     pub row_remapping: Option<RowRemapping>,
     /// Uncorrectable ECC errors since the driver was loaded (volatile counter).
     pub uncorrectable_ecc: Option<u64>,
-    /// Numbers of the NVLinks that are not active, ascending; `None` if the links cannot be asked. While MIG is on, no
-    /// link counts as missing.
+    /// Numbers of the NVLinks that are not active, ascending; `None` if NVML does not report the links. While MIG is
+    /// on, no link counts as missing.
     pub nvlinks_down: Option<Vec<u32>>,
-    /// The NVLink fabric (`nvmlDeviceGetGpuFabricInfoV`), where the driver says anything of it.
+    /// The NVLink fabric (`nvmlDeviceGetGpuFabricInfoV`), if the driver reports it.
     pub fabric: Option<FabricHealth>,
-    /// True if the kernel still lists it on the PCI bus.
+    /// True if the kernel still lists the GPU on the PCI bus.
     pub on_bus: Option<bool>,
 }
 
@@ -39,7 +39,7 @@ pub enum Reach {
     Unknown,
     /// The GPU answered.
     Answers,
-    /// NVML_ERROR_GPU_IS_LOST: it has fallen off the bus.
+    /// NVML_ERROR_GPU_IS_LOST: the GPU has fallen off the bus.
     Lost {
         /// The C function.
         call: String,
@@ -118,9 +118,9 @@ impl From<u32> for RecoveryAction {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RowRemapping {
-    /// A remapping waits for the next reset.
+    /// True if a remapping waits for the next reset.
     pub pending: bool,
-    /// A remapping failed: no spare row was left.
+    /// True if a remapping failed because no spare row was left.
     pub failed: bool,
 }
 

@@ -43,9 +43,9 @@ fn differs(now: &Option<String>, then: &Option<String>) -> bool {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct HealthRecord {
-    /// The form of the record; 0 in a record that nobody wrote.
+    /// The version of the format; 0 in a record that was never written.
     pub version: u32,
-    /// The boot and the driver of that time.
+    /// The boot and the load of the driver in which the record was written.
     pub identity: NodeIdentity,
     /// The GPUs' records.
     pub gpus: BTreeMap<GpuUuid, GpuRecord>,
@@ -57,16 +57,16 @@ pub struct HealthRecord {
     /// Those of them that several claims share.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub dra_shares: BTreeMap<GpuUuid, GpuShares>,
-    /// The best that was free when the device plugin gave devices.
+    /// The best bandwidth that was free when the device plugin gave devices.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub admissions: Vec<AdmissionRecord>,
-    /// The best that was free when claims were prepared, by their UIDs.
+    /// The best bandwidth that was free when claims were prepared, by their UIDs.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub claim_admissions: BTreeMap<String, FreeThen>,
 }
 
 impl HealthRecord {
-    /// The form that this version writes and reads.
+    /// The version of the format that this linkwise writes and reads.
     pub const VERSION: u32 = 1;
 }
 
@@ -78,14 +78,15 @@ pub struct GpuRecord {
     pub reasons: Vec<KeptReason>,
     /// The number of doublings of its hold time; `None` before it first failed.
     pub flaps: Option<u32>,
-    /// NVLinks that were active once.
+    /// The numbers of the NVLinks that were active once.
     pub links: BTreeSet<u32>,
-    /// The GPUs of this node at their far ends.
+    /// The GPUs of this node at the far ends of NVLinks, by the link's number.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub far_ends: BTreeMap<u32, GpuUuid>,
     /// The findings that an operator accepted.
     pub accepted: Accepted,
-    /// An operator's word that it takes no new work ([`UnhealthyReason::Cordoned`]). No new driver and no boot ends it.
+    /// An operator's order that the GPU takes no new work ([`UnhealthyReason::Cordoned`]). It outlasts boots and loads
+    /// of the driver.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cordon: Option<KeptReason>,
     /// The facts of the last poll. They show a reset between two processes of ours.
@@ -104,7 +105,7 @@ pub struct KeptReason {
     pub remedied: bool,
 }
 
-/// The driver's report on a GPU at the time when an operator declared it well.
+/// The driver's report on a GPU at the time at which an operator cleared its reasons.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Accepted {
@@ -134,11 +135,11 @@ pub struct LastSeen {
     pub uncorrectable_ecc: Option<u64>,
     /// The state of its fabric.
     pub fabric: Option<FabricHealth>,
-    /// True if the driver refused it until a reset.
+    /// True if the driver refused the GPU until a reset.
     pub reset_required: bool,
-    /// True if the driver could not reach it any more.
+    /// True if the driver could not reach the GPU any more.
     pub lost: bool,
-    /// True if the kernel did not list it on the PCI bus.
+    /// True if the kernel did not list the GPU on the PCI bus.
     pub off_bus: bool,
 }
 
@@ -149,15 +150,15 @@ pub struct AdmissionRecord {
     pub resource: String,
     /// The ids that were given.
     pub devices: BTreeSet<String>,
-    /// The best that was free.
+    /// The best bandwidth that was free.
     pub then: FreeThen,
 }
 
-/// The best that a number of GPUs could have been at an admission, MB/s.
+/// The best collective bandwidth, in MB/s, that as many GPUs as were given could have had at an admission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FreeThen {
-    /// The best collective of the free GPUs.
+    /// The best among the GPUs that were free, those given included.
     pub free: u64,
-    /// The best collective of the healthy GPUs, held or not.
+    /// The best among the healthy GPUs, held or not.
     pub healthy: u64,
 }

@@ -80,9 +80,9 @@ fn gpu_xid_fails_that_gpu_once() {
     let health = Health::Unhealthy { reason: UnhealthyReason::Xid { code: 79, instance: None }, since: NOON };
     assert_eq!(effects, [Effect::HealthChanged { gpu: uuid(1), mig: None, health }, Effect::Publish, Effect::Keep]);
     let (state, again) = state.apply(xid(79), NOON);
-    assert_eq!(again, [], "the same again is no news");
+    assert_eq!(again, [], "a repeated XID is not news");
     let (state, another) = state.apply(xid(48), NOON);
-    assert_eq!(another, [Effect::Keep], "the first reason is the one that people are told");
+    assert_eq!(another, [Effect::Keep], "people see the first reason");
     let (state, unknown) = state.apply(Event::DoubleBitEcc(uuid(9)), NOON);
     assert_eq!((healthy(&state), unknown), (vec!["GPU-0"], vec![]), "no GPU of this node");
 }
@@ -106,7 +106,7 @@ fn xid_of_mig_instance_fails_that_instance_alone() {
     assert_eq!(reason.to_string(), "XID 79 of GPU instance 1, compute instance 0");
     health.fail(reason.clone(), NOON);
     health.fail(reason, NOON);
-    assert_eq!(health.standing().count(), 1, "the same reason stands once");
+    assert_eq!(health.reasons().count(), 1, "the same reason stands once");
     let devices = [Some(instance(1, Some(0))), Some(instance(1, Some(1))), Some(instance(2, Some(0))), None];
     assert_eq!(devices.map(|device| hit(&health, device)), [true, false, false, true]);
     // An event without a compute instance is about all of them; one without any instance, about the GPU.

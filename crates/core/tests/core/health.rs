@@ -156,7 +156,7 @@ fn recovery_action_keeps_gpu_unhealthy_until_none() {
     world.tell(xid(95)).polls(3, &well()).polls(100, &acts(RecoveryAction::GpuReset));
     assert_eq!(world.reason(), "XID 95");
     let standing: Vec<String> =
-        world.snapshot.hardware().standing(&uuid(0)).map(|(reason, _)| reason.to_string()).collect();
+        world.snapshot.hardware().reasons(&uuid(0)).map(|(reason, _)| reason.to_string()).collect();
     assert_eq!(standing, ["XID 95", "the driver asks for: GPU reset"]);
     assert_eq!(world.heals_after(&well(), 20), Some(7));
     // A recovery action counts without an XID too.
@@ -539,7 +539,7 @@ fn xid_storm_is_one_transition_and_few_log_lines() {
     for code in 1_000..101_000 {
         world.tell(xid(code));
     }
-    assert!(world.snapshot.hardware().standing(&uuid(0)).count() <= 32);
+    assert!(world.snapshot.hardware().reasons(&uuid(0)).count() <= 32);
     assert!(world.snapshot.hardware().record().gpus[&uuid(0)].reasons.len() <= 32);
     world.polls(5, &well()).tell(xid(200_000));
     assert!(!world.polls(4, &well()).healthy());
@@ -576,7 +576,7 @@ fn disabled_health_checks_leave_every_gpu_healthy() {
         let mut world = silenced(XidSet::default());
         world.effects.clear();
         assert!(world.polls(3, &poll).healthy(), "{poll:?}");
-        let standing: Vec<_> = world.snapshot.hardware().standing(&uuid(0)).map(|(reason, _)| reason.clone()).collect();
+        let standing: Vec<_> = world.snapshot.hardware().reasons(&uuid(0)).map(|(reason, _)| reason.clone()).collect();
         let [reason] = &standing[..] else { panic!("{standing:?}") };
         let reported = Effect::NotCounted(uuid(0), reason.clone());
         assert_eq!(world.effects.iter().filter(|effect| **effect == reported).count(), 1, "{:?}", world.effects);

@@ -415,7 +415,7 @@ impl World {
         for (gpu, owed) in self.owed.iter().enumerate() {
             if healthy(&self.snapshot, gpu) {
                 assert!(owed.nothing(), "GPU {gpu} is healthy and owes {owed:?}");
-                assert_eq!(self.snapshot.hardware().standing(&uuid(gpu)).count(), 0, "GPU {gpu}: a reason stands");
+                assert_eq!(self.snapshot.hardware().reasons(&uuid(gpu)).count(), 0, "GPU {gpu}: a reason stands");
             }
         }
         self.verdicts.push([0, 1, 2].map(|gpu| healthy(&self.snapshot, gpu)));
@@ -440,7 +440,7 @@ impl World {
         source.falls_silent(&mut poll);
         self.polled_long(&poll);
         for gpu in 0..2 {
-            for (reason, _) in self.snapshot.hardware().standing(&uuid(gpu)) {
+            for (reason, _) in self.snapshot.hardware().reasons(&uuid(gpu)) {
                 // Without a recovery action, a reason that needs a reset may wait for one that shows.
                 assert!(source.ends(reason, self.word), "GPU {gpu} without {source:?}: {reason} never ends");
             }
@@ -467,7 +467,7 @@ impl World {
 
     fn all_are_healthy(&self, when: &str) {
         for gpu in 0..GPUS {
-            let standing: Vec<_> = self.snapshot.hardware().standing(&uuid(gpu)).map(|(reason, _)| reason).collect();
+            let standing: Vec<_> = self.snapshot.hardware().reasons(&uuid(gpu)).map(|(reason, _)| reason).collect();
             assert!(healthy(&self.snapshot, gpu), "GPU {gpu} {when}: {standing:?}");
         }
     }

@@ -144,7 +144,7 @@ fn reasons(
     health: Option<&Health>,
     concerns: impl Fn(&UnhealthyReason) -> bool,
 ) -> Vec<UnhealthyReason> {
-    let counting = state.hardware().counting(&gpu.uuid);
+    let counting = state.hardware().counting_reasons(&gpu.uuid);
     let mut reasons: Vec<_> = counting.filter(|reason| concerns(reason)).cloned().collect();
     if let Some(reason) = health.and_then(Health::reason)
         && concerns(reason)

@@ -114,7 +114,7 @@ impl ClaimManager {
             };
             let is_gone = |state: &NodeState| {
                 // Scans keep what they saw last of a GPU that is lost, and the driver has said that nothing is left.
-                if state.hardware().standing(&gpu).any(|(reason, _)| reason.is_loss()) {
+                if state.hardware().reasons(&gpu).any(|(reason, _)| reason.is_loss()) {
                     return true;
                 }
                 let topology = state.topology();
