@@ -10,7 +10,9 @@ rm -rf "$folder"
 mkdir -p "$folder/src"
 cp docs/book.toml "$folder/"
 pages=(README.md ARCHITECTURE.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs/*.md {benches,manifests,manifests/examples,tests}/README.md)
-cp --parents "${pages[@]}" docs/images/* "$folder/src/"
+# Pages link to these too.
+others=(LICENSE docs/images/* docs/traces/* manifests/{monitoring,examples,examples/claims}/*.yaml tests/nvml/real.rs)
+cp --parents "${pages[@]}" "${others[@]}" "$folder/src/"
 
 # The links of a page to other pages, a line each: depth, page, title.
 contents() {
