@@ -42,7 +42,8 @@ const PACE: Pace = Pace {
     start: Duration::from_secs(10),
     quit: Duration::from_millis(1500),
     probe: Duration::from_secs(5),
-    pauses: (Duration::from_secs(1), Duration::from_secs(60)),
+    first_pause: Duration::from_secs(1),
+    longest_pause: Duration::from_secs(60),
 };
 
 /// The time from one reading of the orders to the next: a small file.

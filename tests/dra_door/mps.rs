@@ -64,7 +64,7 @@ fn node() -> (Node, Daemons) {
                 let is_exclusive = |order: &&MpsOrder| order.exclusive && how.shm().is_some();
                 let gpus = daemons.values().filter(is_exclusive).flat_map(|order| &order.gpus);
                 let exclusive = gpus.map(|gpu| gpu.gpu.clone()).chain(left.lock().unwrap().clone()).collect();
-                let away = || "the MPS daemon does not serve it".to_owned();
+                let away = || "the MPS daemon does not serve".to_owned();
                 let states = daemons.into_keys();
                 let states = states.map(|name| (name, how.shm().ok_or_else(away))).collect();
                 let trouble = (how == Mood::Unreachable).then(|| "cannot write orders".to_owned());
@@ -134,7 +134,7 @@ async fn claim_without_a_daemon_is_refused_until_there_is_one() {
     let kubelet = node.serve().await;
     let asks = by_mps(&node, "a", &[("gpus", "gpu-0")]);
     for (mood, words) in [
-        (Mood::Away, "is not ready: the MPS daemon does not serve it; `linkwise mps-control-daemon` has to run"),
+        (Mood::Away, "is not ready: the MPS daemon does not serve; `linkwise mps-control-daemon` has to run"),
         (
             Mood::Unreachable,
             "does not have for claims: cannot write orders; the overlay dra-mps and the chart's dra.mps",

@@ -84,10 +84,13 @@ async fn orders_that_are_wrong_change_nothing() {
     for (wrong, words) in [
         ("{".to_owned(), "EOF"),
         (text.replace("\"version\": 1", "\"version\": 2"), "its version is 2; this linkwise reads 1"),
-        (text.replace(": 30", ": 0"), "an order is for 0 percent of the threads"),
-        (text.replace(": 30", ": 101"), "an order is for 101 percent of the threads"),
-        (text.replace(": 2048", ": 0"), "an order is for no memory"),
-        (text.replace("\"gpus\": [\n        {", "\"gpus\": [{\"gpu\":\"X\"},{\"gpu\":\"X\"},{"), "have a GPU twice"),
+        (text.replace(": 30", ": 0"), "an order has 0 percent of the threads"),
+        (text.replace(": 30", ": 101"), "an order has 101 percent of the threads"),
+        (text.replace(": 2048", ": 0"), "an order has a memory limit of 0 MiB"),
+        (
+            text.replace("\"gpus\": [\n        {", "\"gpus\": [{\"gpu\":\"X\"},{\"gpu\":\"X\"},{"),
+            "a GPU is twice in the orders",
+        ),
         (text.replace(&one, "../../etc"), "'../../etc' is not a GPU UUID"),
         (empty.to_owned(), "an order names no GPU"),
         ("x".repeat(300 << 10), "longer than 262144 bytes"),
@@ -185,11 +188,11 @@ async fn shared_memory_that_the_host_would_not_see_is_refused() {
     put(&node, &[1], std::slice::from_ref(&own));
     let mut daemon = Daemon::in_a_container_without_propagation(&node);
     let line = daemon.logged("MPS daemon failed").await;
-    assert!(line.contains("needs mountPropagation: Bidirectional"), "{line}");
+    assert!(line.contains("set mountPropagation: Bidirectional"), "{line}");
     let why = || ready(&node, &own).unwrap_err();
-    until(|| why().contains("the host does not see that")).await;
+    until(|| why().contains("the host would not see the mount")).await;
     put(&node, &[], &[]);
-    until(|| why() == "the MPS daemon does not serve it").await;
+    until(|| why() == "the MPS daemon does not serve").await;
 }
 
 #[tokio::test]

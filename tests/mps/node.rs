@@ -43,7 +43,8 @@ impl Node {
                 start: LIMIT,
                 quit: LIMIT,
                 probe: Duration::from_millis(20),
-                pauses: (Duration::from_millis(10), Duration::from_millis(100)),
+                first_pause: Duration::from_millis(10),
+                longest_pause: Duration::from_millis(100),
             },
         };
         let shared = cfg!(may_mount).then(|| SharedFolder::new(&folder.path().join("root")));

@@ -126,7 +126,7 @@ async fn slots(kubelet: &KubeletBox, healthy: usize, unhealthy: usize) {
 async fn nvidia_example_is_offered_once_limits_hold() {
     let (shared, setup) = Shared::dgx(README);
     let (node, kubelet) = setup.start_beside_kubelet().await;
-    node.ready(503, "nvidia.com/gpu: its MPS control daemon is not ready: the MPS daemon does not serve it").await;
+    node.ready(503, "nvidia.com/gpu: its MPS control daemon is not ready: the MPS daemon does not serve").await;
     assert_eq!(kubelet.state().resources[GPU].registrations, 0);
     let daemons = shared.daemons();
     registered(&kubelet, 1, 80).await;
@@ -186,7 +186,7 @@ async fn dead_control_daemon_withdraws_its_slots() {
     let line = daemons.said("nvidia-cuda-mps-control ended: signal: 9 (SIGKILL)").await;
     assert_eq!(line["level"], "WARN");
     let line = node.process.said("MPS daemon not ready").await;
-    assert!(line["why"].as_str().unwrap().starts_with("the MPS daemon does not serve it"), "{line}");
+    assert!(line["why"].as_str().unwrap().starts_with("the MPS daemon does not serve"), "{line}");
     shared.refuse_start(false);
     slots(&kubelet, 6, 0).await;
     kubelet.admit(&Pod::single("after", GPU, 1), None).await.unwrap();
@@ -294,5 +294,5 @@ async fn unsupported_mps_sharing_is_named() {
     let long = ["a".repeat(60), "b".repeat(40)].join(".");
     let naming = format!("linkwise: {{naming: true}}\nresources:\n  gpus: [{{pattern: '*', name: {long}/gpu}}]\n");
     replace(&shared.config(), &(naming + &replicas(2).replace(GPU, &format!("{long}/gpu"))));
-    node.process.said("longer than a socket's path may be").await;
+    node.process.said("longer than a socket's path can be").await;
 }

@@ -1,8 +1,8 @@
-//! Commands to a control daemon: one to the standard input of one nvidia-cuda-mps-control, one answer.
+//! Commands to a control daemon. Each command goes to the standard input of an nvidia-cuda-mps-control of its own,
+//! which prints the answer.
 //!
-//! Called by `daemon`. Every command has a deadline; every error names the command and the answer.
-//!
-//! A program that is late is killed.
+//! Called by `daemon`. Every command has a deadline, after which the program is killed; every error names the command
+//! and the answer.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -19,8 +19,8 @@ use super::limits::Limits;
 use linkwise_core::quote::quoted;
 use linkwise_core::state::ResourceName;
 
-/// The shell's words in a new mount namespace: it becomes the program of the second argument and those that follow, whose
-/// /dev/shm is the first.
+/// The shell script that runs in a new mount namespace: it mounts its first argument at /dev/shm, and executes the
+/// others.
 const IN_NAMESPACE: &str = "mount --bind \"$0\" /dev/shm && exec \"$@\"";
 
 /// The control daemon of one resource, running or not.
@@ -29,7 +29,7 @@ pub struct Control {
     program: PathBuf,
     /// Variables by which nvidia-cuda-mps-control finds its daemon.
     environment: Vec<(&'static str, OsString)>,
-    /// The shared memory that is the daemon's /dev/shm; `None` for that of this process.
+    /// The shared memory that is mounted as the daemon's /dev/shm; `None` if the daemon has that of this process.
     shm: Option<PathBuf>,
     deadline: Duration,
 }
@@ -38,7 +38,7 @@ pub struct Control {
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
     /// There is no answer.
-    #[error("'{0}'")]
+    #[error("cannot send '{0}'")]
     NoAnswer(String, #[source] ProgramError),
     /// A limit that was set reads back as another one: the command, its answer, and the answer that confirms the limit.
     #[error("'{}' answered {}, not {}: the limit does not hold", .0, quoted(.1), .2)]
@@ -56,7 +56,7 @@ impl Control {
         let mut environment: Vec<(&str, OsString)> = vec![
             ("CUDA_MPS_PIPE_DIRECTORY", pipe.into()),
             ("CUDA_MPS_LOG_DIRECTORY", log.into()),
-            // GPUs have NVML's order; CUDA's default is the fastest GPU first.
+            // The daemon has to number GPUs as NVML does; CUDA's default is the fastest GPU first.
             ("CUDA_DEVICE_ORDER", "PCI_BUS_ID".into()),
         ];
         if limits.shown_only {
@@ -67,8 +67,8 @@ impl Control {
         Ok(Self { program: settings.programs.control.clone(), environment, shm, deadline: settings.pace.answer })
     }
 
-    /// The daemon itself. One with a shared memory of its own runs in a mount namespace, which has all else as the
-    /// container has it, also later.
+    /// The command that starts the daemon. A daemon with shared memory of its own runs in a mount namespace of its own,
+    /// which follows all other mounts of the container.
     pub(super) fn foreground(&self) -> Command {
         let mut command = Command::new(if self.shm.is_some() { Path::new("unshare") } else { &self.program });
         if let Some(shm) = &self.shm {
@@ -80,7 +80,7 @@ impl Control {
     }
 
     /// Sends a command; returns the answer.
-    pub async fn ask(&self, command: &str) -> Result<String, ControlError> {
+    pub async fn send(&self, command: &str) -> Result<String, ControlError> {
         let mut program = Command::new(&self.program);
         let answer = run(program.envs(self.environment.clone()), &format!("{command}\n"), self.deadline).await;
         answer.map_err(|source| ControlError::NoAnswer(command.to_owned(), source))

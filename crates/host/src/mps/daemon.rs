@@ -5,9 +5,9 @@
 //!
 //! The GPUs of a daemon have the compute mode EXCLUSIVE_PROCESS while they are shared, as NVIDIA's daemon sets it: a
 //! client that does not go through MPS would otherwise take memory that no limit covers. Nothing else in linkwise
-//! changes a GPU. Before a GPU's mode is set, a record of it goes to the MPS root; the record is removed once the mode
-//! is DEFAULT again. So even if this process is killed, the next one sets back the modes that this one set, and never a
-//! mode that an operator set.
+//! changes a compute mode. Before a GPU's mode is set, a record of the GPU is written to the MPS root; it is removed
+//! once the mode is DEFAULT again. So even if this process is killed, the next one sets back the modes that this one
+//! set, and never a mode that an operator set.
 
 use std::fs::{self, File};
 use std::io;
@@ -32,8 +32,8 @@ use linkwise_core::topology::GpuUuid;
 const PROBE: &str = "get_default_active_thread_percentage";
 /// The command that ends the daemon; its servers have a second to end by themselves.
 const QUIT: &str = "quit -t 1";
-/// The time between two probes of a daemon that was just started, until it answers.
-const PROBE_AGAIN: Duration = Duration::from_millis(50);
+/// The time between two probes of a daemon that starts or ends.
+const PROBE_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The programs of the driver.
 #[derive(Clone, Debug)]
@@ -44,7 +44,7 @@ pub struct Programs {
     pub smi: PathBuf,
 }
 
-/// The longest times for the daemon's work.
+/// The time limits and intervals of a control daemon.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
     /// The limit for one command to the control daemon, or one call of nvidia-smi.
@@ -55,8 +55,10 @@ pub struct Pace {
     pub quit: Duration,
     /// The time between two probes of a daemon that serves.
     pub probe: Duration,
-    /// The pauses before the daemon is started again: they double from the first to the second.
-    pub pauses: (Duration, Duration),
+    /// The pause before a daemon that failed is started again; it doubles with each failure.
+    pub first_pause: Duration,
+    /// The longest such pause.
+    pub longest_pause: Duration,
 }
 
 /// The settings of a control daemon, except its resource.
@@ -68,7 +70,7 @@ pub struct Settings {
     pub programs: Programs,
     /// The folder in which the kernel shows SELinux, `/sys/fs/selinux`; it is missing if SELinux is disabled.
     pub selinuxfs: PathBuf,
-    /// The longest times for the daemon's work.
+    /// The time limits and intervals.
     pub pace: Pace,
 }
 
@@ -83,14 +85,14 @@ pub enum MpsError {
     Predecessor(#[source] Option<ControlError>),
     #[error("cannot set the compute mode of {0} to {1}")]
     ComputeMode(GpuUuid, &'static str, #[source] ProgramError),
-    #[error("cannot label {0} for SELinux: containers may not reach the control daemon")]
+    #[error("cannot label {0} for SELinux, and containers may be denied the control daemon's sockets")]
     Label(PathBuf, #[source] io::Error),
-    #[error("cannot mount a tmpfs at {0} (it takes a privileged container)")]
+    #[error("cannot mount a tmpfs at {0} (only a privileged container can)")]
     Mount(PathBuf, #[source] Box<dyn std::error::Error + Send + Sync>),
     /// The host would not see a mount.
     #[error(
-        "the shared memory of claims is mounted below {0}, and the host does not see that: the container needs \
-         mountPropagation: Bidirectional there"
+        "cannot mount the shared memory of claims below {0}: the host would not see the mount; set mountPropagation: \
+         Bidirectional on the container's mount of that path"
     )]
     NotShared(PathBuf),
     #[error("cannot start nvidia-cuda-mps-control")]
@@ -122,7 +124,7 @@ impl Daemon {
         command.stdin(Stdio::null()).process_group(0).kill_on_drop(true);
         let child = command.spawn().map_err(MpsError::Spawn)?;
         let group = child.id().and_then(|id| Pid::from_raw(i32::try_from(id).ok()?));
-        let mut daemon = Self { child, group, control, limits: each(limits), pace };
+        let mut daemon = Self { child, group, control, limits: limit_list(limits), pace };
         tokio::select! {
             status = daemon.child.wait() => return Err(status.map_or_else(MpsError::Spawn, MpsError::Ended)),
             confirmed = configure(&daemon.control, &daemon.limits, pace.start) => confirmed?,
@@ -130,15 +132,15 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// Waits until the daemon fails, and returns the reason. Each probe confirms the limit of the threads, and that of
-    /// one GPU's memory in turn. Cancel safe.
+    /// Waits until the daemon fails, and returns the reason. Each probe confirms the thread limit, and the memory limit
+    /// of one GPU after another. Cancel safe.
     pub async fn watch(&mut self) -> MpsError {
         let probes = async {
             for limit in self.limits.iter().cycle() {
                 sleep(self.pace.probe).await;
                 let threads = self.limits.last().filter(|_| matches!(limit, Limit::Memory(..)));
                 for limit in threads.into_iter().chain([limit]) {
-                    if let Err(error) = hold(&self.control, *limit).await {
+                    if let Err(error) = enforce(&self.control, *limit).await {
                         return error.into();
                     }
                 }
@@ -151,11 +153,11 @@ impl Daemon {
         }
     }
 
-    /// Ends the daemon in order; after its time it is killed.
+    /// Tells the daemon to quit; kills it after [`Pace::quit`].
     pub async fn end(mut self) {
         let orderly = async {
-            // A daemon that did not take the command does not end, and is killed below.
-            let _ = self.control.ask(QUIT).await;
+            // A daemon that did not take the command does not end: dropping `self` kills it after the timeout.
+            let _ = self.control.send(QUIT).await;
             self.child.wait().await
         };
         let _ = timeout(self.pace.quit, orderly).await;
@@ -172,14 +174,14 @@ impl Drop for Daemon {
     }
 }
 
-/// Sets the limits of a daemon that has just been started, and reads them back.
+/// Waits until a daemon that was just started answers, sets its limits, and reads them back.
 async fn configure(control: &Control, limits: &[Limit], start: Duration) -> Result<(), MpsError> {
     let began = Instant::now();
-    while let Err(error) = control.ask(PROBE).await {
+    while let Err(error) = control.send(PROBE).await {
         if began.elapsed() >= start {
             return Err(MpsError::Silent(began.elapsed(), error));
         }
-        sleep(PROBE_AGAIN).await;
+        sleep(PROBE_INTERVAL).await;
     }
     for limit in limits {
         set_limit(control, *limit).await?;
@@ -190,15 +192,15 @@ async fn configure(control: &Control, limits: &[Limit], start: Duration) -> Resu
 /// One limit of a daemon.
 #[derive(Clone, Copy, Debug)]
 enum Limit {
-    /// Of the threads, in percent.
+    /// The limit of the threads, in percent.
     Threads(u32),
-    /// Of the memory of the GPU with this number, in MiB.
+    /// The limit of the memory of the GPU with this number, in MiB.
     Memory(u32, u64),
 }
 
-/// The limits of a daemon; that of the threads comes last.
-fn each(limits: &Limits) -> Vec<Limit> {
-    let memory = limits.memory.iter().filter_map(|one| Some(Limit::Memory(one.device, one.mib?)));
+/// The limits of a daemon, one by one; the limit of the threads comes last.
+fn limit_list(limits: &Limits) -> Vec<Limit> {
+    let memory = limits.memory.iter().filter_map(|limit| Some(Limit::Memory(limit.device, limit.mib?)));
     memory.chain([Limit::Threads(limits.thread_percentage)]).collect()
 }
 
@@ -207,7 +209,7 @@ async fn set_limit(control: &Control, limit: Limit) -> Result<(), ControlError> 
         Limit::Threads(percent) => format!("set_default_active_thread_percentage {percent}"),
         Limit::Memory(device, mib) => format!("set_default_device_pinned_mem_limit {device} {mib}M"),
     };
-    control.ask(&set).await?;
+    control.send(&set).await?;
     confirm(control, limit).await
 }
 
@@ -216,7 +218,7 @@ async fn confirm(control: &Control, limit: Limit) -> Result<(), ControlError> {
         Limit::Threads(percent) => (PROBE.to_owned(), format!("{percent}.0")),
         Limit::Memory(device, mib) => (format!("get_default_device_pinned_mem_limit {device}"), format!("{mib}M")),
     };
-    let answer = control.ask(&get).await?;
+    let answer = control.send(&get).await?;
     let holds = match limit {
         Limit::Threads(percent) => is_percentage(&answer, percent),
         Limit::Memory(_, mib) => is_memory(&answer, mib),
@@ -224,13 +226,13 @@ async fn confirm(control: &Control, limit: Limit) -> Result<(), ControlError> {
     if holds { Ok(()) } else { Err(ControlError::NotHeld(get, answer, wanted)) }
 }
 
-/// Confirms a limit, and sets it again where a client has changed it: each client that runs as root may. Fails if it
-/// does not hold then.
-async fn hold(control: &Control, limit: Limit) -> Result<(), ControlError> {
+/// Confirms a limit. Sets it again if a client has changed it, which every client that runs as root can do. Fails if
+/// the limit does not hold after that.
+async fn enforce(control: &Control, limit: Limit) -> Result<(), ControlError> {
     match confirm(control, limit).await {
         Err(error @ ControlError::NotHeld(..)) => {
             let why = chain(&error);
-            tracing::warn!(why, "MPS limit changed by a client, set again; clients started meanwhile keep the other");
+            tracing::warn!(why, "MPS limit changed by a client, set again; clients started meanwhile keep the change");
             set_limit(control, limit).await
         }
         confirmed => confirmed,
@@ -241,24 +243,24 @@ async fn hold(control: &Control, limit: Limit) -> Result<(), ControlError> {
 pub(super) async fn end_predecessor(control: &Control, within: Duration) -> Result<(), MpsError> {
     let began = Instant::now();
     loop {
-        let source = match control.ask(PROBE).await {
+        let source = match control.send(PROBE).await {
             // No daemon answers.
             Err(ControlError::NoAnswer(_, ProgramError::Failed(..))) => return Ok(()),
             Err(error @ ControlError::NoAnswer(_, ProgramError::Run(..))) => return Err(error.into()),
             Err(error) => Some(error),
-            Ok(_) => control.ask(QUIT).await.err(),
+            Ok(_) => control.send(QUIT).await.err(),
         };
         if began.elapsed() >= within {
             return Err(MpsError::Predecessor(source));
         }
-        sleep(PROBE_AGAIN).await;
+        sleep(PROBE_INTERVAL).await;
     }
 }
 
 const EXCLUSIVE_PROCESS: &str = "EXCLUSIVE_PROCESS";
 const DEFAULT: &str = "DEFAULT";
 
-/// Sets GPUs to EXCLUSIVE_PROCESS, each with a record. If one cannot be set, the modes of others may be; [`set_back`]
+/// Sets GPUs to EXCLUSIVE_PROCESS, each with a record. If one GPU fails, others may be set all the same; [`set_back`]
 /// covers them all.
 pub async fn set_exclusive(settings: &Settings, gpus: &[&GpuUuid]) -> Result<(), MpsError> {
     let folder = settings.layout.exclusive();
@@ -266,25 +268,25 @@ pub async fn set_exclusive(settings: &Settings, gpus: &[&GpuUuid]) -> Result<(),
     for path in gpus.iter().map(|gpu| folder.join(gpu.as_str())) {
         record(&path).map_err(|source| MpsError::Write(path, source))?;
     }
-    try_join_all(gpus.iter().map(|gpu| set(settings, gpu, EXCLUSIVE_PROCESS))).await.map(drop)
+    try_join_all(gpus.iter().map(|gpu| set_mode(settings, gpu, EXCLUSIVE_PROCESS))).await.map(drop)
 }
 
-/// Sets recorded GPUs for which `is_due` is true back to DEFAULT. All are tried; those that failed stay on record, and
-/// the first error is returned.
+/// Sets recorded GPUs for which `is_due` is true back to DEFAULT. All are tried; the records of GPUs that failed stay,
+/// and the first error is returned.
 pub async fn set_back(settings: &Settings, is_due: impl Fn(&GpuUuid) -> bool) -> Result<(), MpsError> {
     let folder = settings.layout.exclusive();
     let recorded = exclusive_gpus(&settings.layout);
     let recorded = recorded.map_err(|source| MpsError::Write(folder.clone(), source))?;
     let gpus: Vec<GpuUuid> = recorded.into_iter().filter(is_due).collect();
     let set_back = async |gpu: &GpuUuid| {
-        set(settings, gpu, DEFAULT).await?;
+        set_mode(settings, gpu, DEFAULT).await?;
         let path = folder.join(gpu.as_str());
         fs::remove_file(&path).map_err(|source| MpsError::Write(path, source))
     };
     join_all(gpus.iter().map(set_back)).await.into_iter().collect()
 }
 
-async fn set(settings: &Settings, gpu: &GpuUuid, mode: &'static str) -> Result<(), MpsError> {
+async fn set_mode(settings: &Settings, gpu: &GpuUuid, mode: &'static str) -> Result<(), MpsError> {
     let mut command = Command::new(&settings.programs.smi);
     command.args(["-i", gpu.as_str(), "-c", mode]);
     let set = control::run(&mut command, "", settings.pace.answer).await;

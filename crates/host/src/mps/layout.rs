@@ -93,12 +93,12 @@ impl Layout {
     pub fn check(&self, resource: &ResourceName) -> Result<(), LayoutError> {
         let path = self.pipe(resource).join(LONGEST_PIPE);
         let problem = if Path::new(resource.as_str()).starts_with(MPS_SHM) {
-            format!(
-                "a resource of the domain '{MPS_SHM}' cannot be shared by MPS, whose clients have that folder as /dev/shm"
-            )
+            format!("cannot share the domain '{MPS_SHM}' by MPS: MPS clients mount the folder of that name as /dev/shm")
         } else if path.as_os_str().len() > MAX_SOCKET_PATH {
-            let (path, most) = (path.display(), MAX_SOCKET_PATH);
-            format!("the control daemon's socket would be {path}, longer than a socket's path may be ({most} bytes)")
+            let path = path.display();
+            format!(
+                "the control daemon's socket {path} is longer than a socket's path can be ({MAX_SOCKET_PATH} bytes)"
+            )
         } else {
             return Ok(());
         };
@@ -141,7 +141,7 @@ mod tests {
         let fits = format!("{}/gpu", "a".repeat(longest).replacen("aa", "a.", 20));
         assert_eq!(check(&fits), Ok(()), "{fits}");
         let long = check(&format!("{fits}s")).unwrap_err();
-        assert!(long.contains("longer than a socket's path may be") && long.contains("gpus/pipe"), "{long}");
+        assert!(long.contains("longer than a socket's path can be") && long.contains("gpus/pipe"), "{long}");
         assert!(check("shm/gpu").unwrap_err().contains("/dev/shm"));
     }
 }

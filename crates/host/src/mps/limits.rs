@@ -23,7 +23,8 @@ pub struct Limits {
     /// them do not use MPS.
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub exclusive: bool,
-    /// Set if the daemon and its clients have a shared memory of their own: for claims, except by an older release.
+    /// Set if the daemon and its clients have shared memory of their own, as those of claims have. Earlier releases
+    /// gave claims none, and do not write this key.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub own_shm: bool,
 }
@@ -73,16 +74,17 @@ impl Limits {
 
     /// The GPUs, in the order in which the daemon numbers them.
     pub fn gpus(&self) -> impl Iterator<Item = &GpuUuid> {
-        self.memory.iter().map(|one| &one.gpu)
+        self.memory.iter().map(|limit| &limit.gpu)
     }
 
-    /// Returns true if a daemon with these limits also meets `wanted`. This is so after a GPU has left, which ends no
-    /// CUDA work. Device numbers count as well: NVML gives a GPU another number when one before it has left.
+    /// Returns true if a daemon with these limits also meets `wanted`. It still does after a GPU has left, so
+    /// that the daemon is not restarted, which would end CUDA work. Device numbers have to agree too, because NVML
+    /// renumbers GPUs after one that left.
     pub fn hold(&self, wanted: &Self) -> bool {
         let same_gpus = self.gpus().eq(wanted.gpus());
-        // A daemon that sees GPUs by name loses those after one that has left (CUDA_VISIBLE_DEVICES), and a daemon that
-        // sees all GPUs may number GPUs of others.
-        let seen = if self.shown_only { same_gpus } else { !wanted.shown_only };
+        // CUDA ignores all GPUs in CUDA_VISIBLE_DEVICES after one that has left, so a daemon with such a list needs all
+        // of its GPUs. A daemon that sees all GPUs does not meet limits for one that may see only its own.
+        let has_gpus = if self.shown_only { same_gpus } else { !wanted.shown_only };
         let held = |one: &MemoryLimit| {
             let any =
                 |same: &dyn Fn(&MemoryLimit) -> bool| self.memory.iter().any(|own| same(own) && own.mib == one.mib);
@@ -90,7 +92,7 @@ impl Limits {
         };
         self.thread_percentage == wanted.thread_percentage
             && self.exclusive == wanted.exclusive
-            && seen
+            && has_gpus
             && wanted.memory.iter().all(held)
     }
 }

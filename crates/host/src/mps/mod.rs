@@ -1,10 +1,13 @@
 //! CUDA MPS: the control daemons that share a GPU among processes.
 //!
-//! An adapter with two sides that meet in the MPS root, a folder of the host that both have mounted. `supervise` keeps
-//! one nvidia-cuda-mps-control running for each resource, and for GPUs of claims, as [`Orders`] tell it (`linkwise
-//! mps-control-daemon`, which has the privileges for this and reads no configuration). [`readiness`] is the plugin's side, which starts no process
-//! and asks no driver. `publish::injection` decides what a container gets. docs/mps.md describes the whole. Called by
-//! the program; this module never spawns a task, and never touches a GPU that its resources do not name.
+//! Two programs meet in the MPS root, a folder of the host that both have mounted:
+//!
+//! - `linkwise mps-control-daemon` has the privileges to run control daemons, and reads no configuration. It calls
+//!   [`supervise()`] for each resource, and for the GPUs of claims, that the plugin's [`Orders`] list.
+//! - The plugin, `linkwise run`, writes the orders and calls [`readiness`]. It starts no process and asks no driver.
+//!
+//! `publish::injection` decides what a container gets. docs/mps.md describes the whole. This module never spawns a
+//! task, and never touches a GPU that its resources do not name.
 
 mod control;
 mod daemon;

@@ -1,9 +1,9 @@
 //! Orders: the control daemons that the plugin wants for shared resources and for prepared claims, in one file under
 //! the MPS root.
 //!
-//! The plugin (`linkwise run`) derives the file from its configuration, its GPUs and the claims' checkpoints, and writes
-//! it; `linkwise mps-control-daemon` follows it and needs neither. The file is written whole, and its earlier content
-//! does not count: the next plugin corrects everything that a killed one left behind.
+//! The plugin (`linkwise run`) derives the file from its configuration, its GPUs and the claims' checkpoints, and
+//! writes it; `linkwise mps-control-daemon` follows it and needs none of them. The file is written whole, and its
+//! earlier content does not count: the next plugin corrects everything that a killed one left behind.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -29,7 +29,7 @@ const MAX_FILE: u64 = 256 << 10;
 /// The content of the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Orders {
-    /// The GPUs that DRA has. Only a `mps-control-daemon` that observes the GPUs itself, of an earlier version, reads
+    /// The GPUs that DRA has. Only an `mps-control-daemon` of an earlier release, which observes the GPUs itself, reads
     /// them.
     pub gpus: BTreeSet<GpuUuid>,
     /// The control daemons for claims, by their names under the MPS root.
@@ -49,7 +49,7 @@ struct File {
 }
 
 impl Orders {
-    /// Writes the orders under the MPS root. Without orders and without a file, nothing is made. Fails if there is no
+    /// Writes the orders under the MPS root; removes the file if there are no orders. Fails if there are orders and no
     /// MPS root.
     pub fn write(&self, layout: &Layout) -> io::Result<()> {
         let path = layout.orders();
@@ -87,16 +87,16 @@ impl Orders {
         for order in daemons {
             let percent = order.thread_percentage;
             if !(1..=100).contains(&percent) {
-                return Err(invalid(&format!("an order is for {percent} percent of the threads")));
+                return Err(invalid(&format!("an order has {percent} percent of the threads, not 1 to 100")));
             }
             if order.gpus.iter().any(|gpu| gpu.mib == Some(0)) {
-                return Err(invalid("an order is for no memory"));
+                return Err(invalid("an order has a memory limit of 0 MiB"));
             }
             let name = order.name().ok_or_else(|| invalid("an order names no GPU"))?;
             let mut seen = BTreeSet::new();
             let is_twice = !order.gpus.iter().all(|gpu| seen.insert(&gpu.gpu));
             if is_twice || orders.daemons.values().any(|other| other.overlaps(&order)) {
-                return Err(invalid("two orders, or one, have a GPU twice"));
+                return Err(invalid("a GPU is twice in the orders"));
             }
             layout.check(&name).map_err(|error| invalid(&error.to_string()))?;
             orders.daemons.insert(name, order);
@@ -118,7 +118,7 @@ pub fn prepare_orders(settings: &Settings) -> Result<(), MpsError> {
 }
 
 impl Layout {
-    /// The folder of the file; only the plugin writes there. No resource's folder has a name that begins like this one.
+    /// The folder of the file; only the plugin writes there. No resource's folder has a name that begins with a dot.
     pub fn orders_folder(&self) -> std::path::PathBuf {
         self.root().join(".dra")
     }

@@ -1,17 +1,18 @@
-//! The folders that daemons and clients share as /dev/shm: file systems in memory, on the host. Daemons of resources
-//! have one together, each daemon of claims has its own.
+//! The folders that daemons and clients share as /dev/shm: file systems in memory, on the host. The daemons of
+//! resources share one; each daemon of claims has its own.
 //!
-//! The one of all is mounted by `linkwise mps-control-daemon mount-shm`, which runs once, privileged, before the
-//! daemon. The command, its options and the size are those of the NVIDIA plugin
-//! (`cmd/mps-control-daemon/mount/mount-shm.go`). Unlike there, an existing mount stays, because running pods have it;
-//! it grows if it is smaller.
+//! `linkwise mps-control-daemon mount-shm` mounts the common one. It runs once, privileged, before the daemon. The
+//! command, its options and the size are those of the NVIDIA plugin (`cmd/mps-control-daemon/mount/mount-shm.go`).
+//! Unlike that plugin, linkwise keeps an existing mount, because running pods use it, and makes it larger if it is too
+//! small.
 //!
-//! The one of a claim is mounted by `supervise`. It stays as long as the daemon is ordered, also when that is started
-//! anew, and in another process: containers have it. Another claim gets another one.
+//! `supervise` mounts the one of a daemon of claims. It stays as long as the daemon is ordered, even if the daemon or
+//! this process is started again, because containers use it. Later claims of the GPU get a new one.
 //!
 //! Containers under SELinux may use files with the type of their own files, and no other files of the host's /run. So
-//! the pipe directory and the folder of orders get that label before a control daemon starts: sockets get the type of
-//! their folder. The label is that of the NVIDIA plugin (`cmd/mps-control-daemon/mps/daemon.go`).
+//! the pipe directory and the folder of orders get that label. They get it before a control daemon starts, because
+//! sockets get the type of their folder. The label is that of the NVIDIA plugin
+//! (`cmd/mps-control-daemon/mps/daemon.go`).
 
 use std::ffi::CString;
 use std::io::ErrorKind;
@@ -37,14 +38,14 @@ const FALLBACK_KIB: u64 = 64 << 10;
 /// `TMPFS_MAGIC` of linux/magic.h.
 const TMPFS: u64 = 0x0102_1994;
 
-/// The longest time for `mount`.
-const WITHIN: Duration = Duration::from_secs(60);
+/// The time limit for `mount`.
+const MOUNT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The flags of both kinds.
+/// The flags of a daemon's own mount; `mount_shm` gives the common mount the same ones, as text.
 const FLAGS: MountFlags =
     MountFlags::NOSUID.union(MountFlags::NODEV).union(MountFlags::NOEXEC).union(MountFlags::RELATIME);
 
-/// The result for the shared memory.
+/// The result of [`mount_shm`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shm {
     /// The shared memory was mounted.
@@ -75,7 +76,7 @@ pub async fn mount_shm(layout: &Layout, meminfo: &Path, mount: &Path) -> Result<
     let mut mount = Command::new(mount);
     let options = format!("{remount}rw,nosuid,nodev,noexec,relatime,size={wanted}k");
     mount.args(["-t", "tmpfs", "-o", options.as_str(), "shm"]).arg(&path);
-    let mounted = control::run(&mut mount, "", WITHIN).await;
+    let mounted = control::run(&mut mount, "", MOUNT_TIMEOUT).await;
     mounted.map(|_| done).map_err(|source| MpsError::Mount(path, source.into()))
 }
 
@@ -108,8 +109,8 @@ pub fn unmount_own_shm(layout: &Layout, resource: &ResourceName) -> io::Result<(
     files::remove_for_this_boot(&layout.own_shm_record(resource)).map(drop)
 }
 
-/// Returns true if the shared memory of the last claims of a daemon is there still, also where the daemon's process has
-/// died. The plugin asks, in whose container nothing of it is seen.
+/// Returns true if the shared memory of a daemon's earlier claims is still mounted, even if the daemon's process has
+/// died. The plugin's container does not see the mount, so this looks for the record of it.
 pub fn keeps_own_shm(layout: &Layout, resource: &ResourceName) -> bool {
     layout.own_shm_record(resource).exists()
 }
@@ -127,8 +128,8 @@ fn is_mounted(path: &Path) -> io::Result<bool> {
     Ok(fs::metadata(path)?.dev() != fs::metadata(path.join(".."))?.dev())
 }
 
-/// Returns true if what this process mounts below a path appears on the host: it has the mounts of the host, or shares
-/// its own.
+/// Returns true if a mount of this process below a path appears on the host: the process has the host's mounts, or
+/// shares its own.
 fn is_seen_by_the_host(path: &Path) -> bool {
     let [first, own] = ["1", "self"].map(|process| fs::read_link(format!("/proc/{process}/ns/mnt")).ok());
     let mounts = || fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
@@ -158,7 +159,8 @@ fn half_of_memory(meminfo: &str) -> Option<u64> {
     total.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib / 2)
 }
 
-/// The label that every container may read and write. It has no categories: containers of all pods come there.
+/// The label that every container may read and write. It has no categories, because containers of all pods use these
+/// files.
 const LABEL: &[u8] = b"system_u:object_r:container_file_t:s0\0";
 
 /// Labels a folder and its files, if SELinux is enabled: the kernel shows it at `selinuxfs`. Fails at the first path

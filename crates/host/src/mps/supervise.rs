@@ -1,15 +1,15 @@
-//! Keeps the control daemon of one resource, or of GPUs of claims, running; keeps its marker correct, and its GPUs
-//! exclusive if they should be.
+//! Keeps the control daemon of one resource, or of GPUs of claims, running, with a correct marker and, if the limits
+//! say so, with its GPUs in the compute mode EXCLUSIVE_PROCESS.
 //!
-//! Called by the program, which owns the task. The marker exists only while the limits hold, and is removed first. The
-//! compute mode stays EXCLUSIVE_PROCESS between two daemons: clients start again at once, and a client that found the
-//! GPU open would take memory that no limit covers. The mode is set back when the supervisor ends, at any point.
+//! Called by `mps-control-daemon`, which owns the task. The marker exists only while the limits hold: it is removed
+//! before the daemon is ended. The compute mode stays EXCLUSIVE_PROCESS between two daemons, because clients start
+//! again at once, and a client that found the mode DEFAULT would take memory that no limit covers. The mode is set back
+//! when the supervisor is told to end, at whatever stage it is.
 //!
 //! The marker is the file that shows that a resource's limits hold, while the process that wrote it lives. The plugin
-//! reads it, but not during an admission: a resource may be offered while [`readiness`] is `Ok`, and at no other time.
-//! The writer holds a kernel lock on the file, which ends with the process: so the file of a killed daemon does not
-//! count, even after a reboot of the node. A process id would not do: the plugin is in another container, with other
-//! process ids.
+//! reads it, but not during an admission: a resource may be offered only while [`readiness`] is `Ok`. The writer holds
+//! a kernel lock on the file, which ends with the process, so that the marker of a killed process does not count, even
+//! after a reboot of the node. A process id would not do: the plugin is in another container, with other process ids.
 
 use std::fs::{File, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
@@ -39,13 +39,13 @@ pub enum DaemonEvent {
     Serving,
     /// SELinux may deny containers the daemon's sockets.
     NotLabelled(MpsError),
-    /// The daemon does not serve, or no longer; it is started again after a pause.
+    /// The daemon did not start to serve, or stopped serving; it is started again after this pause.
     Failed(MpsError, Duration),
-    /// The daemon ended as requested; the error is a compute mode that is not set back.
+    /// The daemon ended as requested; the error, if any, is a compute mode that could not be set back.
     Ended(Option<MpsError>),
 }
 
-/// Serves one resource until `shutdown`.
+/// Keeps the daemon of one resource running until `shutdown`.
 pub async fn supervise(
     settings: &Settings,
     resource: &ResourceName,
@@ -53,31 +53,31 @@ pub async fn supervise(
     shutdown: &CancellationToken,
     mut report: impl FnMut(DaemonEvent),
 ) {
-    let (first, longest) = settings.pace.pauses;
-    let mut backoff = Backoff::new(first, longest);
+    let mut backoff = Backoff::new(settings.pace.first_pause, settings.pace.longest_pause);
     while !shutdown.is_cancelled() {
         let began = Instant::now();
-        if let Err(why) = one_daemon(settings, resource, limits, shutdown, &mut report).await {
+        if let Err(error) = run_daemon(settings, resource, limits, shutdown, &mut report).await {
             // The pause doubles even if each daemon serves and dies soon after.
-            let again_in = backoff.failed_after(began.elapsed());
-            // For the plugin, which says it in the events of pods. Without it, the log alone has the reason.
-            let _ = files::write_for_this_boot(&settings.layout.failure(resource), chain(&why).as_bytes(), 0o600);
-            report(DaemonEvent::Failed(why, again_in));
-            shutdown.run_until_cancelled(tokio::time::sleep(again_in)).await;
+            let pause = backoff.failed_after(began.elapsed());
+            // The plugin reads the reason from this file and reports it. If the write fails, only the log has the
+            // reason.
+            let _ = files::write_for_this_boot(&settings.layout.failure(resource), chain(&error).as_bytes(), 0o600);
+            report(DaemonEvent::Failed(error, pause));
+            shutdown.run_until_cancelled(tokio::time::sleep(pause)).await;
         }
     }
     forget_failure(settings, resource);
-    let own = |gpu: &GpuUuid| limits.gpus().any(|one| one == gpu);
-    report(DaemonEvent::Ended(set_back(settings, own).await.err()));
+    let is_own = |gpu: &GpuUuid| limits.gpus().any(|own| own == gpu);
+    report(DaemonEvent::Ended(set_back(settings, is_own).await.err()));
 }
 
 fn forget_failure(settings: &Settings, resource: &ResourceName) {
-    // One that stays counts for nothing while the marker is there.
+    // If the file stays, it does not count while the marker exists: `readiness` reads the marker first.
     let _ = files::remove_for_this_boot(&settings.layout.failure(resource));
 }
 
 /// Runs one daemon from its start to its end; `Ok` if `shutdown` ended it.
-async fn one_daemon(
+async fn run_daemon(
     settings: &Settings,
     resource: &ResourceName,
     limits: &Limits,
@@ -108,14 +108,14 @@ async fn one_daemon(
     report(DaemonEvent::Serving);
     let failed = shutdown.run_until_cancelled(daemon.watch()).await;
     drop(marker);
-    if let Some(why) = failed {
-        return Err(why);
+    if let Some(error) = failed {
+        return Err(error);
     }
     daemon.end().await;
     Ok(())
 }
 
-/// The longest file that is read, in bytes; 16 GPUs take about 1,500.
+/// The longest marker, or file with a failure, that is read, in bytes; a marker of 16 GPUs takes about 1,500.
 const MAX_FILE: u64 = 64 << 10;
 
 /// A marker in place; dropping it removes the file.
@@ -129,10 +129,10 @@ pub struct Marker {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum NotReady {
-    #[error("the MPS daemon does not serve it")]
+    #[error("the MPS daemon does not serve")]
     NoMarker,
     /// The daemon failed, with the reason.
-    #[error("the MPS daemon does not serve it: {0}")]
+    #[error("the MPS daemon does not serve: {0}")]
     Failed(String),
     /// The process that wrote the marker has ended.
     #[error("the MPS daemon is gone and left {0} behind")]
@@ -169,7 +169,7 @@ pub fn readiness(layout: &Layout, resource: &ResourceName, wanted: &Limits) -> R
     shm_of_ready(layout, resource, wanted).map(drop)
 }
 
-/// [`readiness`], and the shared memory that the daemon has.
+/// Checks a resource as [`readiness`] does, and returns the shared memory that its daemon has.
 pub fn shm_of_ready(layout: &Layout, resource: &ResourceName, wanted: &Limits) -> Result<MpsShm, NotReady> {
     let path = layout.marker(resource);
     let unreadable = |why: &dyn std::error::Error| NotReady::Unreadable(path.clone(), why.to_string());
