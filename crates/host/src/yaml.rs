@@ -1,7 +1,7 @@
-//! YAML for people: the faults of a text in plain words, and a text that a terminal shows as it is.
+//! YAML for people: errors in plain words, and output that is safe to print on a terminal.
 //!
-//! Called by all that reads YAML which a person wrote, and by all that prints YAML. serde-saphyr limits nodes, depth and
-//! the multiplication of aliases, so that a small hostile file stays small.
+//! Called wherever linkwise reads YAML that a person wrote, or prints YAML. serde-saphyr limits nodes, depth and the
+//! multiplication of aliases, so that a small hostile file cannot take much memory.
 
 use std::borrow::Cow;
 
@@ -9,7 +9,7 @@ use linkwise_core::quote::{escaped, one_line};
 use serde::Serialize;
 use serde_saphyr::{Error, MessageFormatter, SnippetMode, UserMessageFormatter};
 
-/// The messages of serde-saphyr, in plain words where they have names of Rust.
+/// Formats the messages of serde-saphyr, with plain words in place of the names of Rust types.
 struct PlainWords;
 
 impl MessageFormatter for PlainWords {
@@ -30,11 +30,11 @@ impl MessageFormatter for PlainWords {
     }
 }
 
-fn whole_number(most: u64) -> String {
-    format!("expected a whole number from 0 to {most}")
+fn whole_number(max: u64) -> String {
+    format!("expected a whole number from 0 to {max}")
 }
 
-/// The fault of a text in one line, with its place.
+/// Formats an error of a YAML text as one line, with its place in the text.
 pub fn fault(error: &Error) -> String {
     one_line(&error.render_with_options(serde_saphyr::render_options! {
         formatter: &PlainWords,
@@ -42,7 +42,8 @@ pub fn fault(error: &Error) -> String {
     }))
 }
 
-/// Writes YAML. Text with characters that a terminal obeys becomes JSON, which is YAML that can escape each of them.
+/// Writes YAML. If the text has characters that control a terminal, writes JSON: it is YAML that can escape all of
+/// them.
 pub fn write(value: &impl Serialize) -> Result<String, String> {
     let text = serde_saphyr::to_string(value).map_err(|error| one_line(&error.to_string()))?;
     if escaped(&text) == text {
