@@ -449,7 +449,7 @@ fn versions(count: u32) -> Vec<Spec> {
         names: vec![minor.to_string(), format!("GPU-{minor}")],
         nodes: vec![format!("/dev/nvidia{minor}")],
         files: vec![],
-        present: true,
+        is_present: true,
     };
     let description = |gpus: u32| Description {
         driver_root: "/".to_owned(),

@@ -21,11 +21,11 @@ const MOUNT_OPTIONS: [&str; 5] = ["ro", "nosuid", "nodev", "rbind", "rprivate"];
 /// one.
 const SOCKET_OPTIONS: [&str; 5] = ["nosuid", "nodev", "noexec", "rbind", "rprivate"];
 
-/// The variable with which the NVIDIA runtime adds no GPUs of its own to those of CDI, for any NVIDIA_VISIBLE_DEVICES
-/// of the image.
-const NOTHING_BY_ENVIRONMENT: &str = "NVIDIA_VISIBLE_DEVICES=void";
+/// The variable that keeps the NVIDIA runtime from adding GPUs to those of CDI, whatever NVIDIA_VISIBLE_DEVICES the
+/// image sets.
+const NO_GPUS_BY_ENVIRONMENT: &str = "NVIDIA_VISIBLE_DEVICES=void";
 
-/// The specs of a node, at most one a kind; a kind without devices has none.
+/// The specs of a node: one for each kind that has devices.
 pub fn specs(description: &Description) -> Vec<Spec> {
     let gpus = Spec::new(GPU_CLASS, gpu_devices(description), common(description));
     let others = description.others.iter().filter_map(|(class, entries)| {
@@ -35,12 +35,12 @@ pub fn specs(description: &Description) -> Vec<Spec> {
     gpus.into_iter().chain(others).collect()
 }
 
-/// Each GPU and MIG device under each of its names, and all of them.
+/// The devices of the GPU kind: one for each name of a GPU or MIG device, and `all`.
 fn gpu_devices(description: &Description) -> Vec<Device> {
     let mut devices: Vec<Device> = description.gpus.iter().flat_map(|gpu| description.devices(gpu)).collect();
     let mut taken = BTreeSet::new();
     devices.retain(|device| is_name(&device.name) && taken.insert(device.name.clone()));
-    let present = description.gpus.iter().filter(|gpu| gpu.present).flat_map(|gpu| &gpu.nodes);
+    let present = description.gpus.iter().filter(|gpu| gpu.is_present).flat_map(|gpu| &gpu.nodes);
     let all: BTreeSet<DeviceNode> = present.map(|path| description.node(path)).collect();
     if !all.is_empty() {
         let container_edits = ContainerEdits { device_nodes: all.into_iter().collect(), ..ContainerEdits::default() };
@@ -61,7 +61,7 @@ fn common(description: &Description) -> ContainerEdits {
     let sockets = driver.sockets.iter();
     mounts.extend(sockets.map(|socket| description.mount(&socket.host, &socket.container, &SOCKET_OPTIONS)));
     ContainerEdits {
-        env: vec![NOTHING_BY_ENVIRONMENT.to_owned()],
+        env: vec![NO_GPUS_BY_ENVIRONMENT.to_owned()],
         device_nodes: description.control_nodes.iter().map(|path| description.node(path)).collect(),
         mounts,
         hooks: hooks(description),
@@ -73,8 +73,8 @@ fn common(description: &Description) -> ContainerEdits {
 fn hooks(description: &Description) -> Vec<Hook> {
     let (Some(hooks), driver) = (&description.hooks, &description.driver) else { return Vec::new() };
     let program = hooks.program.rsplit('/').next().unwrap_or(&hooks.program);
-    // In nvidia-ctk the hooks are one level down.
-    let nested = (program == "nvidia-ctk").then_some("hook");
+    // The hooks of nvidia-ctk are below its subcommand `hook`.
+    let subcommand = (program == "nvidia-ctk").then_some("hook");
     let each = |option: &str, values: &mut dyn Iterator<Item = String>| {
         let words: Vec<String> = values.flat_map(|value| [option.to_owned(), value]).collect();
         (!words.is_empty()).then_some(words)
@@ -91,7 +91,7 @@ fn hooks(description: &Description) -> Vec<Hook> {
     ];
     let used = named.into_iter().filter(|(name, _)| description.has_hook(name));
     let hook = |(name, words): (&str, Option<Vec<String>>)| {
-        let own = [Some(program), nested, Some(name)].into_iter().flatten().map(str::to_owned);
+        let own = [Some(program), subcommand, Some(name)].into_iter().flatten().map(str::to_owned);
         let args = own.chain(words?).collect();
         Some(Hook { hook_name: "createContainer", path: hooks.program.clone(), args })
     };
@@ -103,7 +103,7 @@ impl Description {
         self.hooks.as_ref().is_some_and(|hooks| hooks.names.contains(name))
     }
 
-    /// A device under each of its names.
+    /// The devices of an entry, one for each of its names.
     fn devices(&self, entry: &DeviceEntry) -> impl Iterator<Item = Device> {
         let container_edits = ContainerEdits {
             device_nodes: entry.nodes.iter().map(|path| self.node(path)).collect(),
@@ -225,11 +225,12 @@ impl ContainerEdits {
     }
 }
 
-/// The least version that has all of it. Of the fields used here, 0.5.0 brought names that begin with a digit and
-/// `hostPath` of device nodes; the rest is in 0.3.0, the oldest that runtimes still read.
+/// The least version of the format that has all fields of these devices and edits. Of the fields that linkwise uses,
+/// 0.5.0 brought names that begin with a digit, and `hostPath` of device nodes; 0.3.0, the oldest version that runtimes
+/// still read, has all others.
 fn least_version(devices: &[Device], edits: &ContainerEdits) -> &'static str {
-    let digit = |device: &Device| !device.name.starts_with(|c: char| c.is_ascii_alphabetic());
+    let has_digit = |device: &Device| !device.name.starts_with(|c: char| c.is_ascii_alphabetic());
     let all = devices.iter().map(|device| &device.container_edits).chain([edits]);
     let mut nodes = all.flat_map(|edits| &edits.device_nodes);
-    if devices.iter().any(digit) || nodes.any(|node| node.host_path.is_some()) { "0.5.0" } else { "0.3.0" }
+    if devices.iter().any(has_digit) || nodes.any(|node| node.host_path.is_some()) { "0.5.0" } else { "0.3.0" }
 }

@@ -1,5 +1,5 @@
-//! The driver's other files for containers: programs, firmware, configuration, the X server's modules, sockets. Reads
-//! folders below the driver root.
+//! The driver's files for containers, except its libraries: programs, firmware, configuration, the X server's modules,
+//! sockets. Reads folders below the driver root.
 //!
 //! The files are those of `pkg/nvcdi/driver-nvml.go`, `internal/discover/graphics.go` and `internal/discover/ipc.go` of
 //! NVIDIA/nvidia-container-toolkit v1.20.
@@ -45,7 +45,7 @@ const VULKAN: [&str; 3] = ["icd.d/nvidia_icd.json", "icd.d/nvidia_layers.json", 
 /// The folders of the X server's modules, beside the folders of libraries.
 const X_FOLDERS: [&str; 4] = ["/usr/lib/xorg", "/usr/lib64/xorg", "/usr/X11R6/lib", "/usr/X11R6/lib64"];
 
-/// The folders of its modules below each of these.
+/// The folders of the X server's modules below each of `X_FOLDERS`.
 const X_MODULES: [&str; 4] =
     ["modules/drivers", "modules/extensions", "modules/updates/drivers", "modules/updates/extensions"];
 
@@ -74,8 +74,8 @@ pub(super) fn files(root: &Path, sysfs: &Path, loaded: Option<&str>, found: Opti
         let host = first(&["/etc", "/usr/local/share", "/usr/share", ""], &format!("vulkan/{name}"), Path::is_file)?;
         Some(DriverFile { host, container: format!("/etc/vulkan/{name}") })
     });
-    // The driver connects to /var/run. Hosts have it as a link to /run, but not every image does; a host's link with an
-    // absolute target leads elsewhere in our container.
+    // The driver connects to sockets below /var/run, which not every image has as a link to /run. The host's /run is
+    // tried first, because a link with an absolute target leads elsewhere in our container.
     let sockets = SOCKETS.iter().filter_map(|name| {
         Some(DriverFile { host: first(&["/run", "/var/run"], name, is_socket)?, container: format!("/var/run/{name}") })
     });
@@ -113,8 +113,8 @@ fn firmware(root: &Path, sysfs: &Path, version: &str) -> Vec<String> {
 /// The X server's modules, and the link to one of them.
 fn x_modules(root: &Path, found: &Found, links: &mut Vec<Link>) -> Vec<String> {
     let libraries: BTreeSet<&str> = found.libraries.iter().filter_map(|path| Some(path.rsplit_once('/')?.0)).collect();
-    let beside = libraries.iter().map(|folder| format!("{folder}/xorg"));
-    let servers = beside.chain(X_FOLDERS.map(str::to_owned));
+    let xorg = libraries.iter().map(|folder| format!("{folder}/xorg"));
+    let servers = xorg.chain(X_FOLDERS.map(str::to_owned));
     let modules = servers.flat_map(|server| X_MODULES.map(|modules| format!("{server}/{modules}")));
     let folders: Vec<String> = libraries.iter().map(|folder| format!("{folder}/nvidia/xorg")).chain(modules).collect();
     let first = |name: &str| {
@@ -131,7 +131,7 @@ fn x_modules(root: &Path, found: &Found, links: &mut Vec<Link>) -> Vec<String> {
     first("nvidia_drv.so").into_iter().chain(glx).collect()
 }
 
-/// The names in a folder, sorted; empty if it cannot be read. A name that is not UTF-8 cannot stand in JSON.
+/// The names in a folder, sorted; empty if it cannot be read. A name that is not UTF-8 is left out: JSON has none.
 pub(super) fn entries(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
@@ -139,7 +139,7 @@ pub(super) fn entries(folder: &Path) -> Vec<String> {
     names
 }
 
-/// A path from a root, below another one.
+/// An absolute path, taken below another root.
 pub(super) fn below(root: &Path, path: &str) -> PathBuf {
     root.join(path.trim_start_matches('/'))
 }

@@ -86,10 +86,10 @@ pub(super) struct LibraryFinder {
     reads: u64,
 }
 
-/// The state of a file, or of a folder: equal as long as no name in it came or went.
+/// The state of a file or folder. The state of a folder is equal as long as no name in it comes or goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stamp {
-    place: (u64, u64),
+    device_and_inode: (u64, u64),
     /// The ctime, since the epoch. Unlike the mtime, no program sets it back.
     changed: Duration,
 }
@@ -99,7 +99,7 @@ impl Stamp {
         let metadata = fs::metadata(path).ok()?;
         let seconds = u64::try_from(metadata.ctime()).unwrap_or(0);
         let nanoseconds = u32::try_from(metadata.ctime_nsec()).unwrap_or(0);
-        Some(Self { place: (metadata.dev(), metadata.ino()), changed: Duration::new(seconds, nanoseconds) })
+        Some(Self { device_and_inode: (metadata.dev(), metadata.ino()), changed: Duration::new(seconds, nanoseconds) })
     }
 }
 
@@ -109,11 +109,12 @@ impl LibraryFinder {
         Self { root, settled_after: SETTLED_AFTER, key: (None, Vec::new()), found: None, reads: 0 }
     }
 
-    /// The libraries of the loaded driver, whose version is `loaded`; without one, those of the libcuda that exists.
+    /// The libraries of the loaded driver, whose version is `loaded`; without a version, those of the libcuda that
+    /// exists.
     pub fn find(&mut self, loaded: Option<&str>) -> Option<&Found> {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let cache = self.root.join("etc/ld.so.cache");
-        let stamps = usual(&self.root).iter().chain([&cache]).map(|path| Stamp::of(path)).collect();
+        let stamps = usual_folders(&self.root).iter().chain([&cache]).map(|path| Stamp::of(path)).collect();
         let key = (loaded.map(str::to_owned), stamps);
         let settled = |stamp: &Stamp| now.saturating_sub(stamp.changed) >= self.settled_after;
         if key != self.key || !key.1.iter().flatten().all(settled) {
@@ -126,7 +127,7 @@ impl LibraryFinder {
 }
 
 /// The folders that may hold the driver.
-fn usual(root: &Path) -> Vec<PathBuf> {
+fn usual_folders(root: &Path) -> Vec<PathBuf> {
     with_vdpau(FOLDERS.iter().map(|folder| root.join(folder)))
 }
 
@@ -137,7 +138,7 @@ fn with_vdpau(folders: impl Iterator<Item = PathBuf>) -> Vec<PathBuf> {
 
 fn read(root: &Path, loaded: Option<&str>) -> Option<Found> {
     let root = root.canonicalize().ok()?;
-    let mut folders = usual(&root);
+    let mut folders = usual_folders(&root);
     let version = version_in(&folders, loaded).or_else(|| {
         let unusual = folders_of(&root, "libcuda.so.1");
         folders = with_vdpau(unusual.iter().map(|folder| root.join(folder)));
@@ -162,7 +163,7 @@ fn read(root: &Path, loaded: Option<&str>) -> Option<Found> {
     Some(Found { version, libraries, links })
 }
 
-/// The links that lead to libraries: those beside them, and those that programs expect.
+/// The links that lead to libraries: those in the libraries' folders, and those that programs expect.
 fn links(root: &Path, libraries: &BTreeSet<String>, of_driver: &str) -> BTreeMap<String, Link> {
     let mut links = BTreeMap::new();
     let mut add = |folder: &str, name: &str, target: &str, library: &str| {
@@ -173,11 +174,11 @@ fn links(root: &Path, libraries: &BTreeSet<String>, of_driver: &str) -> BTreeMap
     let split = || libraries.iter().filter_map(|path| Some((path.rsplit_once('/')?, path)));
     for folder in split().map(|((folder, _), _)| folder).collect::<BTreeSet<_>>() {
         let here = root.join(folder.trim_start_matches('/'));
-        let beside = entries(&here).into_iter().filter_map(|name| Some((link_beside(&here.join(&name))?, name)));
-        let beside: BTreeMap<String, String> = beside.map(|(target, name)| (name, target)).collect();
-        for (name, target) in &beside {
+        let targets = entries(&here).into_iter().filter_map(|name| Some((local_target(&here.join(&name))?, name)));
+        let targets: BTreeMap<String, String> = targets.map(|(target, name)| (name, target)).collect();
+        for (name, target) in &targets {
             // libcuda.so leads to libcuda.so.1, and that to libcuda.so.550.54.15; a longer chain is not a library's.
-            let chain = std::iter::successors(Some(target), |name| beside.get(*name)).take(4);
+            let chain = std::iter::successors(Some(target), |name| targets.get(*name)).take(4);
             let mut ends = chain.filter_map(|name| libraries.get(&format!("{folder}/{name}")));
             ends.next().into_iter().for_each(|library| add(folder, name, target, library));
         }
@@ -192,8 +193,8 @@ fn links(root: &Path, libraries: &BTreeSet<String>, of_driver: &str) -> BTreeMap
     links
 }
 
-/// The driver's version, if a libcuda in these folders has it: `loaded`, otherwise that of the first folder with a
-/// libcuda.
+/// The driver's version: `loaded`, if these folders have its libcuda. If `loaded` is `None`, the version in the first
+/// folder with a libcuda.
 fn version_in(folders: &[PathBuf], loaded: Option<&str>) -> Option<String> {
     let Some(loaded) = loaded else { return folders.iter().find_map(|folder| newest_in(folder)) };
     let name = format!("{LIBCUDA}{loaded}");
@@ -214,13 +215,13 @@ fn newest_in(folder: &Path) -> Option<String> {
 }
 
 /// The target of a link, if it is a name in the link's own folder.
-fn link_beside(path: &Path) -> Option<String> {
+fn local_target(path: &Path) -> Option<String> {
     let target = fs::read_link(path).ok()?;
     let target = target.to_str()?;
     (!target.contains('/')).then(|| target.to_owned())
 }
 
-/// The numbers in a version: in `550.54.15`, and in the `1` of `libcuda.so.1`.
+/// The numbers of a version, such as `550.54.15`, or the `1` of `libcuda.so.1`; `None` for any other text.
 fn numbers(version: &str) -> Option<Vec<u64>> {
     version.split('.').map(|number| number.parse().ok()).collect()
 }

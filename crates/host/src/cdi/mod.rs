@@ -75,15 +75,15 @@ pub struct Description {
 /// A device of a spec.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceEntry {
-    /// Its names. A GPU that is gone has no index any more: another GPU may have it now.
+    /// Its names in CDI. A GPU that has left the node is not named by its index, which another GPU may have now.
     pub names: Vec<String>,
     /// Its nodes.
     pub nodes: Vec<String>,
     /// Files and folders below the driver root that come with it.
     pub files: Vec<String>,
-    /// Set if it is part of the device `all`. A GPU that is gone is not, but keeps its entry for the containers that
-    /// hold it.
-    pub present: bool,
+    /// Set if it is part of the device `all`. A GPU that has left the node is not, but keeps its entry for the
+    /// containers that hold it.
+    pub is_present: bool,
 }
 
 /// The driver's files for containers.
@@ -147,14 +147,15 @@ pub enum Warning {
     /// The libraries are missing: CUDA will not start in a container whose image does not bring them along.
     #[error("no {0} below {1}: containers get device nodes, but no driver libraries; looked in {2}")]
     NoLibraries(String, String, String),
-    /// No hook makes links or runs ldconfig in the container.
-    #[error("no {0}: libraries are mounted under the names of their links instead, and found where the image looks")]
+    /// No hook makes links or runs ldconfig in the container, which finds libraries only where its image looks for
+    /// them.
+    #[error("no {0}: instead of hooks, libraries are mounted under the names of their links")]
     NoHook(String),
     /// A GPU without a known device node.
-    #[error("the minor number of {0} is unknown: it has no device node, and is left out of the CDI spec")]
+    #[error("the minor number of {0} is unknown, and so is its device node: the GPU is left out of the CDI spec")]
     NoMinor(GpuUuid),
     /// A MIG device has no capabilities: with its GPU's node alone, a container could open no part of the GPU.
-    #[error("the kernel lists no capabilities of {0}: it is left out of the CDI spec")]
+    #[error("the kernel lists no capabilities of {0}: the MIG device is left out of the CDI spec")]
     NoCapabilities(MigUuid),
     /// The control node is missing: no container can use a GPU without it.
     #[error("no {0} below {1}: the CDI spec names no control node, and CUDA will not start")]

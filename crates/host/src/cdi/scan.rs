@@ -5,7 +5,7 @@
 //!
 //! [`Hooks`]: a runtime refuses every container whose spec names a hook that the toolkit's program does not have. So
 //! hooks that came after the first release are used only if the program contains their names. The program is read, not
-//! run: it is a program of the host, for the host's libraries, and this container may lack both those and the right.
+//! run: this container may lack the host's libraries, which the program needs, and the right to run it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -46,7 +46,7 @@ pub struct Roots {
     pub sysfs: PathBuf,
 }
 
-/// The parts of the specs beside GPUs.
+/// The settings of a scan: the hooks, and the devices beside GPUs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Options {
     /// The hooks' program, on the host; our container need not see its path. `None` stands for the toolkit's program,
@@ -101,7 +101,7 @@ impl Scanner {
         channels.into_iter().filter(|channel| !self.existing([imex_node(*channel)]).is_empty()).collect()
     }
 
-    /// The device nodes among these that exist, by their paths in a container.
+    /// The paths, as containers have them, at which there are device nodes.
     fn existing(&self, paths: impl IntoIterator<Item = String>) -> Vec<String> {
         let dev = self.dev_here();
         paths.into_iter().filter(|path| is_device(&below(dev, path))).collect()
@@ -147,7 +147,7 @@ impl Scanner {
 
     /// All GPUs that were ever offered, and the MIG devices that are offered and exist.
     ///
-    /// A GPU that is gone stays, because its containers may be started again. A MIG device that is gone does not: the
+    /// A GPU that has left stays, because its containers may be started again. A MIG device that has left does not: the
     /// numbers of its instances, and with them its nodes, go to the next device that is made. A container that is
     /// started again under the old name would get another container's device.
     fn devices(&self, snapshot: &NodeState, warnings: &mut Vec<Warning>) -> Vec<DeviceEntry> {
@@ -161,7 +161,7 @@ impl Scanner {
         let migs = topology.mig_devices().iter().filter(|mig| migs.contains(&mig.uuid));
         let migs = migs.filter_map(|mig| Some((topology.gpus().get(mig.parent)?, Some(mig), true)));
         let mut entries = Vec::new();
-        for (gpu, mig, present) in gpus.chain(migs) {
+        for (gpu, mig, is_present) in gpus.chain(migs) {
             let chosen = ChosenDevice { gpu, mig };
             let Ok(mut nodes) = chosen.nodes() else {
                 match mig {
@@ -172,12 +172,12 @@ impl Scanner {
                 }
                 continue;
             };
-            if present && mig.is_none_or(|mig| mig.profile.extension == MigExtension::Graphics) {
+            if is_present && mig.is_none_or(|mig| mig.profile.extension == MigExtension::Graphics) {
                 nodes.extend(self.dri(gpu.pci));
             }
-            let ids = present.then_some(DeviceIds::Index).into_iter().chain([DeviceIds::Uuid]);
+            let ids = is_present.then_some(DeviceIds::Index).into_iter().chain([DeviceIds::Uuid]);
             let names = ids.map(|ids| chosen.id(ids)).collect();
-            entries.push(DeviceEntry { names, nodes, files: Vec::new(), present });
+            entries.push(DeviceEntry { names, nodes, files: Vec::new(), is_present });
         }
         entries
     }
@@ -213,7 +213,7 @@ impl Scanner {
             if !nodes.is_empty() {
                 let files = files.iter().filter(|path| below(&self.roots.driver_here, path).exists());
                 let files = files.map(|path| (*path).to_owned()).collect();
-                others.push((class, vec![DeviceEntry { names: vec![ALL.to_owned()], nodes, files, present: true }]));
+                others.push((class, vec![DeviceEntry { names: vec![ALL.to_owned()], nodes, files, is_present: true }]));
             }
         }
         others
@@ -259,9 +259,10 @@ pub(super) const DISABLE_DEVICE_NODE_MODIFICATION: &str = "disable-device-node-m
 pub(super) const UPDATE_APPLICATION_PROFILE: &str = "update-application-profile";
 
 /// The hooks of every release that has CDI hooks (from 1.16).
-const FIRST: [&str; 2] = [CREATE_SYMLINKS, UPDATE_LDCACHE];
+const FIRST_HOOKS: [&str; 2] = [CREATE_SYMLINKS, UPDATE_LDCACHE];
 
-const LATER: [&str; 3] = [ENABLE_CUDA_COMPAT, DISABLE_DEVICE_NODE_MODIFICATION, UPDATE_APPLICATION_PROFILE];
+/// The hooks of later releases.
+const LATER_HOOKS: [&str; 3] = [ENABLE_CUDA_COMPAT, DISABLE_DEVICE_NODE_MODIFICATION, UPDATE_APPLICATION_PROFILE];
 
 /// The number of bytes that are read at once; longer than any name.
 const CHUNK: usize = 64 << 10;
@@ -273,7 +274,7 @@ pub(super) struct HookReader {
 }
 
 impl HookReader {
-    /// The hooks of the program at `path` in this container; if it cannot be seen, those of every release.
+    /// The hooks of the program at `path` in this container; without a path, those of every release.
     pub fn of(&mut self, path: Option<&Path>) -> BTreeSet<&'static str> {
         // If NVIDIA's operator installed the toolkit, the program is a script that starts `NAME.real`.
         let real = |path: &Path| PathBuf::from(format!("{}.real", path.display()));
@@ -282,20 +283,20 @@ impl HookReader {
         if self.last.as_ref().is_none_or(|(last, _)| *last != stamps) {
             // A program that cannot be read counts as having the hooks of every release.
             let later = files.iter().flat_map(|path| later_hooks(path).unwrap_or_default());
-            self.last = Some((stamps, FIRST.into_iter().chain(later).collect()));
+            self.last = Some((stamps, FIRST_HOOKS.into_iter().chain(later).collect()));
         }
         self.last.as_ref().map(|(_, hooks)| hooks.clone()).unwrap_or_default()
     }
 }
 
-/// The later hooks whose names are in a file.
+/// The hooks of later releases whose names are in a file.
 fn later_hooks(path: &Path) -> io::Result<BTreeSet<&'static str>> {
     let mut file = File::open(path)?;
     let mut hooks = BTreeSet::new();
     let mut window = Vec::new();
     while file.by_ref().take(CHUNK as u64).read_to_end(&mut window)? > 0 {
         let is_in = |name: &&str| window.windows(name.len()).any(|bytes| bytes == name.as_bytes());
-        hooks.extend(LATER.into_iter().filter(is_in));
+        hooks.extend(LATER_HOOKS.into_iter().filter(is_in));
         // A name may lie across two chunks.
         window.drain(..window.len().saturating_sub(64));
     }
@@ -313,16 +314,16 @@ mod tests {
         let path = folder.path().join("nvidia-cdi-hook");
         let mut reader = HookReader::default();
         let mut hooks = || reader.of(Some(&path)).into_iter().collect::<Vec<_>>();
-        assert_eq!(hooks(), FIRST, "there is no program");
+        assert_eq!(hooks(), FIRST_HOOKS, "there is no program");
         fs::write(&path, "create-symlinks update-ldcache chmod").unwrap();
-        assert_eq!(hooks(), FIRST);
+        assert_eq!(hooks(), FIRST_HOOKS);
         // The names lie across two chunks, and at the end of the file.
-        let text = ["x".repeat(CHUNK - 5).as_str(), ENABLE_CUDA_COMPAT, &"y".repeat(CHUNK), LATER[1]].concat();
+        let text = ["x".repeat(CHUNK - 5).as_str(), ENABLE_CUDA_COMPAT, &"y".repeat(CHUNK), LATER_HOOKS[1]].concat();
         fs::write(&path, text).unwrap();
         assert_eq!(hooks(), [CREATE_SYMLINKS, DISABLE_DEVICE_NODE_MODIFICATION, ENABLE_CUDA_COMPAT, UPDATE_LDCACHE]);
         fs::write(&path, "#!/bin/sh").unwrap();
         fs::write(folder.path().join("nvidia-cdi-hook.real"), UPDATE_APPLICATION_PROFILE).unwrap();
         assert_eq!(hooks(), [CREATE_SYMLINKS, UPDATE_APPLICATION_PROFILE, UPDATE_LDCACHE]);
-        assert_eq!(HookReader::default().of(None).into_iter().collect::<Vec<_>>(), FIRST);
+        assert_eq!(HookReader::default().of(None).into_iter().collect::<Vec<_>>(), FIRST_HOOKS);
     }
 }
