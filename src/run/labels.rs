@@ -216,7 +216,7 @@ impl FileWriter {
                 } else if backoff.is_failing() {
                     tracing::info!(file = %self.file, "the labels' file is as it should be again");
                 }
-                self.metrics.is_written(now());
+                self.metrics.correct_at(now());
                 backoff.reset();
                 None
             }

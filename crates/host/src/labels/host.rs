@@ -11,13 +11,13 @@ use linkwise_core::publish::labels::{HostFacts, Vgpu};
 use linkwise_system::files;
 
 /// The most bytes of the machine type file that are read; a label's value has 63 characters.
-const MACHINE_TYPE: u64 = 4096;
+const MAX_MACHINE_TYPE: u64 = 4096;
 
 const NVIDIA: &str = "0x10de";
 
 /// The facts of this host. `sysfs` is the path of its /sys; an empty path stands for no machine type file.
 pub fn host(machine_type_file: &Path, sysfs: &Path) -> HostFacts {
-    let text = files::read(machine_type_file, MACHINE_TYPE).ok().and_then(|bytes| String::from_utf8(bytes).ok());
+    let text = files::read(machine_type_file, MAX_MACHINE_TYPE).ok().and_then(|bytes| String::from_utf8(bytes).ok());
     HostFacts { machine_type: text, vgpu: vgpu(&sysfs.join("bus/pci/devices")) }
 }
 
@@ -28,9 +28,8 @@ fn vgpu(devices: &Path) -> Vgpu {
     let mut found = Vgpu::Absent;
     for device in entries.flatten().map(|entry| entry.path()) {
         if fs::read_to_string(device.join("vendor")).is_ok_and(|vendor| vendor.trim() == NVIDIA) {
-            match files::read(&device.join("config"), MAX_CONFIGURATION_SPACE)
-                .map_or(Vgpu::Unknown, |space| guest(&space))
-            {
+            let space = files::read(&device.join("config"), MAX_CONFIGURATION_SPACE);
+            match space.map_or(Vgpu::Unknown, |space| vgpu_in(&space)) {
                 Vgpu::Absent => {}
                 Vgpu::Unknown => return Vgpu::Unknown,
                 present => found = present,
@@ -44,13 +43,13 @@ fn vgpu(devices: &Path) -> Vgpu {
 const MAX_CONFIGURATION_SPACE: u64 = 4096;
 
 /// The part that every device has, in bytes. A process without privileges reads 64 bytes of it.
-const WHOLE: usize = 256;
+const STANDARD_SPACE: usize = 256;
 
 /// The status register's low byte, and its bit that there is a capability list.
 const STATUS: (usize, u8) = (0x06, 0x10);
 
-/// The offset of the list's first entry.
-const FIRST: usize = 0x34;
+/// The offset of the byte with the offset of the list's first entry.
+const CAPABILITIES_POINTER: usize = 0x34;
 
 /// The most capabilities: 48 of 4 bytes fit behind the header.
 const MAX_CAPABILITIES: usize = 48;
@@ -59,20 +58,20 @@ const MAX_CAPABILITIES: usize = 48;
 const VENDOR_SPECIFIC: u8 = 0x09;
 
 /// The first bytes of a virtual GPU's content.
-const VIRTUAL: &[u8] = b"VF";
+const VGPU_SIGNATURE: &[u8] = b"VF";
 
-/// The virtual GPU that the device with this configuration space is; unknown if only the first part could be read.
-fn guest(space: &[u8]) -> Vgpu {
-    let Some(space) = space.get(..WHOLE) else { return Vgpu::Unknown };
+/// The virtual GPU that a device is, by its configuration space; unknown if less than `STANDARD_SPACE` could be read.
+fn vgpu_in(space: &[u8]) -> Vgpu {
+    let Some(space) = space.get(..STANDARD_SPACE) else { return Vgpu::Unknown };
     match capability(space).and_then(|capability| Some((capability, capability.get(3..5)?))) {
-        Some((capability, VIRTUAL)) => {
+        Some((capability, VGPU_SIGNATURE)) => {
             let driver = host_driver(capability);
             let text = |at: usize| {
-                let bytes = driver?.get(at..at + TEXT)?;
-                let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(TEXT);
+                let bytes = driver?.get(at..at + TEXT_LENGTH)?;
+                let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(TEXT_LENGTH);
                 String::from_utf8(bytes.get(..end)?.to_vec()).ok()
             };
-            Vgpu::Present { driver_version: text(2), driver_branch: text(2 + TEXT) }
+            Vgpu::Present { driver_version: text(2), driver_branch: text(2 + TEXT_LENGTH) }
         }
         _ => Vgpu::Absent,
     }
@@ -83,7 +82,7 @@ fn capability(space: &[u8]) -> Option<&[u8]> {
     if space.get(status)? & has_list == 0 {
         return None;
     }
-    let mut at = usize::from(space.get(FIRST)? & !3);
+    let mut at = usize::from(space.get(CAPABILITIES_POINTER)? & !3);
     for _ in 0..MAX_CAPABILITIES {
         let [id, next, length] = space.get(at..at + 3)?.try_into().ok()?;
         if at == 0 {
@@ -99,7 +98,7 @@ fn capability(space: &[u8]) -> Option<&[u8]> {
 }
 
 /// The length of a text of the host driver's record, NUL-padded.
-const TEXT: usize = 10;
+const TEXT_LENGTH: usize = 10;
 
 /// The record with id 0, the host driver's: id, length, version, branch. Records begin behind the signature.
 fn host_driver(capability: &[u8]) -> Option<&[u8]> {
@@ -129,7 +128,7 @@ mod tests {
     fn with(capability: &[u8]) -> Vec<u8> {
         let mut space = vec![0; 256];
         space[STATUS.0] = STATUS.1;
-        space[FIRST] = 0x60;
+        space[CAPABILITIES_POINTER] = 0x60;
         space[0x60..0x63].copy_from_slice(&[0x01, 0x80, 0x08]);
         space[0x80..0x80 + capability.len()].copy_from_slice(capability);
         space
@@ -145,30 +144,30 @@ mod tests {
 
     #[test]
     fn vgpu_capability_has_the_hosts_driver() {
-        assert_eq!(guest(&space()), virtual_gpu("460.16", "r460_00"));
+        assert_eq!(vgpu_in(&space()), virtual_gpu("460.16", "r460_00"));
         let long = *b"\x09\x00\x20VF\x07\x05xyz\x00\x16550.54.161r550_40\x00\x00\x00";
-        assert_eq!(guest(&with(&long)), virtual_gpu("550.54.161", "r550_40"));
+        assert_eq!(vgpu_in(&with(&long)), virtual_gpu("550.54.161", "r550_40"));
     }
 
     #[test]
     fn space_without_capability_is_physical() {
-        assert_eq!(guest(&[0; 256]), Vgpu::Absent);
-        assert_eq!(guest(&with(&[0x09, 0x00, 0x1b, b'N', b'V'])), Vgpu::Absent);
-        assert_eq!(guest(&with(&[0x10, 0x00, 0x02])), Vgpu::Absent);
-        assert_eq!(guest(&with(&[0x10, 0x80, 0x02])), Vgpu::Absent, "a list without end");
-        assert_eq!(guest(&[0; 64]), Vgpu::Unknown, "read without privileges");
-        assert_eq!(guest(&[]), Vgpu::Unknown);
+        assert_eq!(vgpu_in(&[0; 256]), Vgpu::Absent);
+        assert_eq!(vgpu_in(&with(&[0x09, 0x00, 0x1b, b'N', b'V'])), Vgpu::Absent);
+        assert_eq!(vgpu_in(&with(&[0x10, 0x00, 0x02])), Vgpu::Absent);
+        assert_eq!(vgpu_in(&with(&[0x10, 0x80, 0x02])), Vgpu::Absent, "a list without end");
+        assert_eq!(vgpu_in(&[0; 64]), Vgpu::Unknown, "read without privileges");
+        assert_eq!(vgpu_in(&[]), Vgpu::Unknown);
     }
 
     #[test]
     fn torn_capability_is_virtual_without_driver() {
         let nothing = Vgpu::Present { driver_version: None, driver_branch: None };
-        assert_eq!(guest(&with(&[0x09, 0x00, 0x05, b'V', b'F'])), nothing);
-        assert_eq!(guest(&with(&[0x09, 0x00, 0x09, b'V', b'F', 0x01, 0x00, 0x01, 0x00])), nothing, "no length");
+        assert_eq!(vgpu_in(&with(&[0x09, 0x00, 0x05, b'V', b'F'])), nothing);
+        assert_eq!(vgpu_in(&with(&[0x09, 0x00, 0x09, b'V', b'F', 0x01, 0x00, 0x01, 0x00])), nothing, "no length");
         // Spaces of any bytes give a result.
         for seed in 0..=255_u8 {
             let bytes: Vec<u8> = (0..=255_u8).map(|at| at.wrapping_mul(seed).wrapping_add(seed ^ 0x35)).collect();
-            assert_ne!(guest(&bytes), Vgpu::Unknown);
+            assert_ne!(vgpu_in(&bytes), Vgpu::Unknown);
         }
     }
 

@@ -67,7 +67,8 @@ impl LabelsFile {
         }
     }
 
-    /// Returns true if the output is a file: standard output is not compared.
+    /// Returns true if the output is a file. Only a file can have the labels already; standard output gets them each
+    /// time.
     pub fn is_file(&self) -> bool {
         self.path.is_some()
     }
@@ -82,7 +83,7 @@ impl std::fmt::Display for LabelsFile {
     }
 }
 
-/// Counts labels and writes of their file.
+/// The metrics of labels and of writes of their file.
 #[derive(Clone, Debug, Default)]
 pub struct LabelMetrics {
     labels: Gauge,
@@ -96,7 +97,7 @@ impl LabelMetrics {
     pub fn register(registry: &mut Registry) -> Self {
         let dropped = "Labels left out because Kubernetes would refuse their value";
         let writes = "Writes of the labels' file: ok (it changed) or failed (the last one stays)";
-        let last = "When the labels' file was last as it should be, in seconds since 1970; 0 before the first time";
+        let last = "When the labels' file was last correct, in seconds since 1970; 0 before the first time";
         Self {
             labels: new(registry, "labels", "Labels of this node, 0 before the first"),
             dropped: new(registry, "labels_dropped", dropped),
@@ -111,13 +112,13 @@ impl LabelMetrics {
         self.dropped.set(number(dropped));
     }
 
-    /// Counts a change of the file, or a failure of one.
+    /// Counts a write that changed the file, or one that failed.
     pub fn written(&self, ok: bool) {
         self.writes.get_or_create(&[("outcome", if ok { "ok" } else { "failed" })]).inc();
     }
 
-    /// Records that the file was correct at this second.
-    pub fn is_written(&self, seconds: u64) {
+    /// Records that the file was correct at this time, in seconds since 1970.
+    pub fn correct_at(&self, seconds: u64) {
         self.last_write.set(seconds);
     }
 }
