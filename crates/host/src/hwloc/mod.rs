@@ -1,9 +1,9 @@
 //! The host in hwloc's view: NUMA nodes, packages, the PCI tree down to GPUs and NICs.
 //!
 //! libhwloc writes what it discovers as XML, and `machines` reads that, as it reads a file of another host. This module
-//! adds the facts that hwloc lacks and that come from sysfs: the greatest speed of a PCI link (hwloc has the present
-//! one), a NUMA node of -1, a NIC's rate. Called by `src/run` and `src/commands` at start and on rediscovery, never
-//! during an admission (10 to 30 ms). Knows nothing of NVML.
+//! adds the facts that hwloc lacks and that sysfs has: the greatest speed of a PCI link (hwloc has the present one),
+//! the NUMA node of a device, which can be unknown (-1), and the rate of a NIC. Called by `src/run` and `src/commands`
+//! at start and on rediscovery, never during an admission, because it takes 10 to 30 ms. Knows nothing of NVML.
 
 mod sysfs;
 
@@ -40,7 +40,7 @@ fn discover() -> Result<Topology, Box<dyn std::error::Error>> {
     Ok(builder.map_err(|error| error.to_string())?.build()?)
 }
 
-/// The host of a hwloc topology. NVML knows its GPUs better than hwloc does.
+/// The host of a hwloc topology. The facts that hwloc has of GPUs are dropped: NVML has better ones.
 fn read(topology: &Topology) -> Result<HostObservation, Box<dyn std::error::Error>> {
     let xml = topology.export_xml(XMLExportFlags::empty())?;
     Ok(machines::of_hwloc(xml.as_str())?)

@@ -12,14 +12,14 @@ pub(super) struct Sysfs(pub PathBuf);
 const NVIDIA: u32 = 0x10de;
 /// PCI base class of display controllers (PCI Code and ID Assignment, class 03h).
 const DISPLAY: u32 = 0x03;
-/// The kernel driver for which GPUs are served.
+/// The kernel driver whose GPUs linkwise serves.
 const DRIVER: &str = "nvidia";
 
 /// The NVIDIA GPUs on the PCI bus, each with the kernel driver it is bound to.
 pub type BusGpus = BTreeMap<PciAddress, Option<String>>;
 
-/// The GPUs that another driver than NVIDIA's holds, such as vfio-pci or nouveau, with that driver: they are not
-/// served. A GPU that no driver holds is not among them: NVIDIA's may still take it.
+/// The GPUs that another driver than NVIDIA's holds, such as vfio-pci or nouveau, with that driver. linkwise does not
+/// serve them. A GPU that no driver holds is not among them, because NVIDIA's driver may still take it.
 pub fn held_by_others(gpus: &BusGpus) -> impl Iterator<Item = (PciAddress, &str)> {
     let others = gpus.iter().filter_map(|(pci, driver)| Some((*pci, driver.as_deref()?)));
     others.filter(|(_, driver)| *driver != DRIVER)
@@ -62,20 +62,20 @@ fn bound_to(device: &Path) -> Option<String> {
     Some(link.file_name()?.to_string_lossy().into_owned())
 }
 
-/// The evidence that this is WSL2, below one of these roots: the paravirtual GPU's node, or the driver's library at the
-/// path that only WSL has. Its GPUs are on no PCI bus and have no device nodes of their own.
+/// The path, below one of these roots, that shows that this is WSL2: the paravirtual GPU's node, or the driver's
+/// library in the folder that only WSL has. The GPUs of WSL2 are on no PCI bus and have no device nodes of their own.
 pub fn wsl<'r>(roots: impl IntoIterator<Item = &'r Path>) -> Option<PathBuf> {
     let signs = |root: &'r Path| ["dev/dxg", "usr/lib/wsl/lib/libnvidia-ml.so.1"].map(|sign| root.join(sign));
     roots.into_iter().flat_map(signs).find(|sign| sign.exists())
 }
 
-/// Returns true if this host is one of NVIDIA's Tegra systems (Jetson), by the kernel's name for the SoC. Its own GPU
-/// is on no PCI bus, and NVML does not have it.
+/// Returns true if this host is one of NVIDIA's Tegra systems (Jetson), by the kernel's name for the SoC. The GPU of
+/// a Tegra is on no PCI bus, and NVML does not list it.
 pub fn is_tegra(sysfs: &Path) -> bool {
     fs::read_to_string(sysfs.join("devices/soc0/family")).is_ok_and(|family| family.to_lowercase().starts_with("tegra"))
 }
 
-/// The RDMA devices of this host with their device nodes: `mlx5_0` has `/dev/infiniband/uverbs0`. The kernel names both.
+/// The RDMA devices of this host with their device nodes, such as `mlx5_0` with `/dev/infiniband/uverbs0`.
 pub fn rdma_nodes(sysfs: &Path) -> BTreeMap<String, String> {
     let entries = fs::read_dir(sysfs.join("class/infiniband_verbs")).into_iter().flatten().flatten();
     let nodes = entries.filter_map(|entry| {
@@ -105,8 +105,8 @@ impl Sysfs {
     }
 
     /// The root bus above a function, by the kernel's name: the first folder below /sys/devices, such as `pci0000:17`.
-    /// Kubernetes' `resource.kubernetes.io/pcieRoot` is that name. There is none if the folder is not a PCI root (a
-    /// Hyper-V guest).
+    /// Kubernetes' `resource.kubernetes.io/pcieRoot` is that name. `None` if the folder is not a PCI root, as in a
+    /// Hyper-V guest.
     pub fn pcie_root(&self, pci: PciAddress) -> Option<String> {
         let folder = fs::canonicalize(self.0.join(format!("bus/pci/devices/{pci}"))).ok()?;
         let below = folder.strip_prefix(fs::canonicalize(self.0.join("devices")).ok()?).ok()?;
@@ -119,18 +119,18 @@ impl Sysfs {
         self.0.join(format!("bus/pci/devices/{pci}/physfn")).exists()
     }
 
-    /// The rate of a NIC, Mbit/s.
+    /// The rate of a NIC, in Mbit/s.
     pub fn nic_rate(&self, nic: &NicObservation) -> Option<u32> {
         match nic.kind {
             NicKind::Rdma => self.rdma_rate(&nic.name),
-            // It is unknown (-1, or an error) while the link is down.
+            // The rate is unknown (-1, or an error) while the link is down.
             NicKind::Ethernet => {
                 NicObservation::rate(self.read(&format!("class/net/{}/speed", nic.name))?.parse().ok()?)
             }
         }
     }
 
-    /// The summed rates of an RDMA device's ports whose links are up, Mbit/s; unknown if none is.
+    /// The sum of the rates of an RDMA device's ports whose links are up, in Mbit/s; unknown if no link is up.
     fn rdma_rate(&self, name: &str) -> Option<u32> {
         let ports = fs::read_dir(self.0.join(format!("class/infiniband/{name}/ports"))).ok()?;
         let rate = |port: PathBuf| {

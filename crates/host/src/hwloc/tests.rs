@@ -1,5 +1,5 @@
-//! What libhwloc has of an invented machine and of recorded ones, which it reads from XML. libhwloc reads XML only here:
-//! with its own parser, or with libxml2's if that plugin is installed.
+//! The facts that libhwloc reads of an invented machine and of recorded ones, from XML. Only these tests have libhwloc
+//! read XML: with its own parser, or with libxml2's if that plugin is installed.
 
 use super::*;
 use std::os::unix::fs::symlink;
@@ -138,7 +138,8 @@ fn live_host_is_read_without_failure() {
     assert_eq!(linkwise_core::topology::NodeTopology::assemble(&observed).1, []);
 }
 
-/// Each file that libhwloc can read says the same when libhwloc has written it anew, and names what libhwloc has.
+/// Each file gives the same host before and after libhwloc has read and written it, with the NUMA nodes, NICs and GPUs
+/// that libhwloc reports.
 #[test]
 fn xml_reader_agrees_with_libhwloc() {
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
