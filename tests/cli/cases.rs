@@ -390,9 +390,9 @@ fn numbers_of_a_file_are_bounded_and_named_by_key() {
     let (status, text) = said(&["topology", "--node", &files.put("long.xml", &dump(&mask))]);
     assert!(status == 0 && text.contains("GPU0  X     0,2,4,") && text.contains(" ...  0"), "{text}");
     assert!(text.contains("NUMA node 0, CPUs 0,2,4,") && text.lines().all(|line| line.len() < 250), "{text}");
-    assert!(text.contains("999999000 MT/s x16 is no PCIe link; taken as unknown"), "{text}");
+    assert!(text.contains("999999000 MT/s x16 is not a PCIe link; taken as unknown"), "{text}");
     let (_, text) = said(&["topology", "--node", &files.put("longer.xml", &dump(&["55555555"; 1000].join(",")))]);
-    assert!(text.contains("is no CPU mask; its CPUs are unknown"), "{text}");
+    assert!(text.contains("is not a CPU mask; its CPUs are unknown"), "{text}");
 }
 
 #[test]

@@ -16,9 +16,9 @@ use linkwise_core::topology::{
     NicObservation, NodeObservation, NumaNodeId, NumaNodeObservation, PackageId, PciAddress, PciKind, PciObservation,
 };
 
-/// The limits, enough for a host of some thousand CPUs: cores and caches nest below 40 deep. Text stands in lists that
-/// are not read.
-const LIMITS: Limits = Limits { depth: 128, elements: 1 << 17, text: true };
+/// The limits, enough for a host of some thousand CPUs: cores and caches nest below 40 deep. Lists that are not read
+/// have text.
+const LIMITS: Limits = Limits { depth: 128, elements: 1 << 17, can_have_text: true };
 /// The most bridges inside of each other. Real ones stay below 12; a node file takes two levels for each, and its
 /// reader stops at 64.
 const MAX_BRIDGES: usize = 24;
@@ -37,7 +37,7 @@ pub(super) fn parse(name: &str, topology: Element<'_>) -> Result<Machine, XmlErr
         return Err(XmlError::at(topology, "no Machine object in the hwloc XML"));
     };
     let mut notes = Notes::new("hwloc XML");
-    let all = |is_one: fn(Element<'_>) -> bool| root.descendants().filter(move |object| is_one(*object));
+    let all = |is_wanted: fn(Element<'_>) -> bool| root.descendants().filter(move |object| is_wanted(*object));
     let inside = packages_inside(root);
     let nodes =
         all(|object| kind(object) == "NUMANode").filter_map(|node| numa_node(node, &inside, &mut notes)).collect();
@@ -49,11 +49,11 @@ pub(super) fn parse(name: &str, topology: Element<'_>) -> Result<Machine, XmlErr
         host.numa_nodes.push(NumaNodeObservation { id: NumaNodeId(0), package: None, cpus: cpus(root) });
     }
     if host.numa_nodes.len() == 1 {
-        // The only NUMA node is no evidence that a bridge is on it.
+        // That a host has one NUMA node does not show that a bridge is on it.
         host.host_bridges.iter_mut().for_each(|bridge| bridge.numa = None);
     }
     if let Some(cpu) = &mut host.cpu {
-        // This is a fact of the machine before version 3, and of the whole topology from then on.
+        // The architecture is a fact of the machine before version 3, and of the whole topology from then on.
         cpu.arch = info([root, topology], "Architecture").map(excerpt).unwrap_or_default();
     }
     let gpus = gpus_in_order(all(is_gpu), &mut notes);
@@ -64,13 +64,13 @@ pub(super) fn parse(name: &str, topology: Element<'_>) -> Result<Machine, XmlErr
         source: vec!["hwloc XML".to_owned()],
         reconstructed: vec![
             "UUIDs are made from PCI addresses where hwloc has none".to_owned(),
-            "NVLinks, and what PCIe links can do, are unknown: hwloc does not record them".to_owned(),
+            "NVLinks and the greatest speeds of PCIe links are unknown: hwloc does not record them".to_owned(),
         ],
         observed: NodeObservation { gpus, host, failures: notes.into_failures(), ..NodeObservation::default() },
     })
 }
 
-/// The major version, which hwloc 1 did not write.
+/// The major version; 1 if there is none, because hwloc 1 did not write it.
 fn version(topology: Element<'_>) -> Result<u32, XmlError> {
     let Some(found) = topology.attribute("version") else { return Ok(1) };
     let major = found.split('.').next().and_then(|major| major.parse().ok());
@@ -101,8 +101,8 @@ fn host_bridge(
     (!devices.is_empty()).then_some(HostBridgeObservation { numa, package, root: None, devices })
 }
 
-/// A GPU or NIC, or a bridge with such devices below. Ports alternate on the way down; `port` is the kind of a bridge
-/// here.
+/// A GPU or NIC, or a bridge with such devices below. Upstream and downstream ports alternate on the way down; `port`
+/// is the kind of port that a bridge at this depth is.
 fn device(object: Element<'_>, port: PciKind, depth: usize, version: u32, notes: &mut Notes) -> Option<PciObservation> {
     let (port, nics, devices) = match kind(object) {
         "Bridge" if depth > MAX_BRIDGES => {

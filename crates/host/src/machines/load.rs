@@ -1,4 +1,4 @@
-//! Loads a machine by a name or a path; the content of a file tells its format.
+//! Loads a machine by a name or a path; the content of a file decides its format.
 //!
 //! A node file is YAML: this module has its keys, its reader and its writer.
 
@@ -24,8 +24,8 @@ pub fn load(name_or_path: &str) -> Result<Machine, MachineError> {
     }
 }
 
-/// Reads a file's bytes by their content. `path` is their origin: messages name it, and a dump, which has no name of
-/// its own, is called after its last part. Reads no file.
+/// Reads a machine from the bytes of a file, whose content decides the format. Messages name `path`, the origin of the
+/// bytes; a dump, which has no name of its own, is called after the last part of `path`. Opens no file.
 pub fn of_bytes(path: &str, bytes: Vec<u8>) -> Result<Machine, MachineError> {
     let not_text = |error: FromUtf8Error| MachineError::NotText(path.to_owned(), error.utf8_error().valid_up_to());
     let text = String::from_utf8(bytes).map_err(not_text)?;
@@ -83,7 +83,7 @@ fn bytes_of(name_or_path: &str) -> Result<Vec<u8>, MachineError> {
     })
 }
 
-/// Returns true for a text without a folder and without an extension: it was hardly meant as a file.
+/// Returns true for a text without a folder and an extension, which was probably not meant as a file.
 fn looks_like_a_name(text: &str) -> bool {
     !text.contains('/') && Path::new(text).extension().is_none()
 }

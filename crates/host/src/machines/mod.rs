@@ -1,9 +1,9 @@
-//! Machines as files: the built-in ones, node files (`linkwise snapshot` writes one), NCCL topology dumps, hwloc XML, the
-//! matrix of `nvidia-smi topo -m`.
+//! Machines as files: the built-in ones, node files (`linkwise snapshot` writes one), NCCL topology dumps, hwloc XML,
+//! the matrix of `nvidia-smi topo -m`.
 //!
 //! Owns the format of node files, version 1: raw facts under `observed`, their sources under `source`, facts that were
-//! filled in under `reconstructed`. Recognises a file by its content. Called by the composition roots, and by `hwloc` for
-//! this host; derives nothing, and calls neither NVML nor libhwloc nor the kubelet.
+//! filled in under `reconstructed`. Recognises a file by its content. Called by the program's commands, and by `hwloc`
+//! for this host; derives nothing, and calls neither NVML nor libhwloc nor the kubelet.
 
 mod hwloc_xml;
 mod load;
@@ -70,8 +70,8 @@ pub struct Machine {
     pub observed: NodeObservation,
 }
 
-/// Models by a part of their names, with their compute capabilities (developer.nvidia.com/cuda-gpus). The first that fits
-/// counts.
+/// Parts of the names of GPU models, with the compute capability (developer.nvidia.com/cuda-gpus). The first part that
+/// a name contains counts.
 const MODELS: [(&str, &str); 22] = [
     ("P100", "6.0"),
     ("V100", "7.0"),
@@ -97,9 +97,9 @@ const MODELS: [(&str, &str); 22] = [
     ("RTX PRO 6000", "12.0"),
 ];
 
-/// The reason why a model gives no rate.
+/// The error for a model whose compute capability is not known.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("no model is known by '{0}' (known: {known})", known = MODELS.map(|(model, _)| model).join(", "))]
+#[error("model '{0}' is not known (known: {known})", known = MODELS.map(|(model, _)| model).join(", "))]
 pub struct UnknownModel(String);
 
 impl Machine {
@@ -130,13 +130,14 @@ pub struct BuiltIn {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum MachineError {
-    #[error("no machine is called '{0}' and there is no such file (built-in machines: {names})", names = BUILT_IN.map(|(name, _)| name).join(", "))]
+    #[error("no machine is called '{0}' and there is no such file (built-in machines: {names})",
+        names = BUILT_IN.map(|(name, _)| name).join(", "))]
     Unknown(String),
     #[error("cannot read node file '{0}': {1}")]
     Read(String, io::Error),
-    #[error("node file '{0}' is larger than {most} MiB", most = MAX_FILE_BYTES >> 20)]
+    #[error("node file '{0}' is larger than {max} MiB", max = MAX_FILE_BYTES >> 20)]
     TooLarge(String),
-    /// The file is not text; the first byte that is not UTF-8, counted from 0.
+    /// The file is not text: the file, and its first byte that is not UTF-8, counted from 0.
     #[error("node file '{0}' is not UTF-8 text (byte {1})")]
     NotText(String, usize),
     #[error("'{0}' is neither a node file (it has no version), nor XML, nor the text of nvidia-smi topo -m")]
@@ -150,7 +151,7 @@ pub enum MachineError {
     #[error("{0} '{1}': {2}")]
     Xml(&'static str, String, XmlError),
     /// The file is NCCL's graph of a topology, not the topology.
-    #[error("'{0}' is an NCCL graph dump; the topology is what NCCL_TOPO_DUMP_FILE writes")]
+    #[error("'{0}' is an NCCL graph dump, not a topology; give the file that NCCL_TOPO_DUMP_FILE writes")]
     NcclGraph(String),
     #[error("'{0}' is XML with the root <{1}>, neither <system> (an NCCL topology dump) nor <topology> (hwloc)")]
     UnknownXml(String, String),

@@ -1,9 +1,10 @@
-//! The matrix that `nvidia-smi topo -m` prints, as a machine: what people have where a node file is asked for.
+//! Reads the matrix that `nvidia-smi topo -m` prints as a machine, because people often have this text and no node
+//! file.
 //!
-//! The text has levels, numbers of NVLinks, the NICs' levels, NUMA nodes and their CPUs. Models, rates and addresses are
-//! unknown: a PCI tree is made in which the text's levels come out, and addresses are made of the GPUs' indices. Reads
-//! drivers from 2017 on (SOC for SYS), colours, tabs that became blanks, and rows that a mail or an issue has wrapped.
-//! Called by `machines`.
+//! The text has levels, numbers of NVLinks, the NICs' levels, NUMA nodes and their CPUs. Models and rates are unknown.
+//! The PCI tree is made so that it gives the levels of the text, and addresses are made from the GPUs' indices. Reads
+//! the text of drivers from 2017 on (SOC for SYS), with colours, with tabs that became blanks, and with rows that a
+//! mail or an issue has wrapped. Called by `machines`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,21 +19,21 @@ use linkwise_core::topology::{
 /// The PCI domain of the made-up addresses: no machine has it.
 const DOMAIN: u32 = 0xf000;
 
-/// The most NVLinks of a GPU (`NVML_NVLINK_MAX_LINKS` of nvml.h). One that seems to have more has each pair's number by
-/// way of NVSwitches.
+/// The most NVLinks of a GPU (`NVML_NVLINK_MAX_LINKS` of nvml.h). If a row adds up to more, the links lead to
+/// NVSwitches, and each pair of GPUs has the same ones.
 const MAX_LINKS: u32 = 18;
 
 /// The most GPUs and NICs of a matrix, and the longest name.
 const MAX_NAMES: usize = 256;
 const MAX_NAME: usize = 64;
 
-/// The longest line in bytes, and the most words of it: those of a row with the most names. A longer line is none of a
-/// matrix.
+/// The longest line in bytes, and the most words of a line: as many as a row with `MAX_NAMES` names can have. A longer
+/// line is not part of a matrix.
 const MAX_LINE: usize = 1 << 16;
 const MAX_WORDS: usize = MAX_NAMES + 16;
 
 /// The fault of a text of several machines.
-const SECOND: &str = "a second matrix: give one machine's alone";
+const SECOND_MATRIX: &str = "a second matrix: give one machine's alone";
 
 /// The fault of a matrix, with the line of the text, from 1.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -68,7 +69,7 @@ struct Device {
     name: String,
     /// NVML's index of a GPU.
     gpu: Option<u32>,
-    /// By the place of the other device.
+    /// The cells of its row, by the place of the other device.
     cells: BTreeMap<usize, Cell>,
     cpus: Option<String>,
     numa: Option<NumaNodeId>,
@@ -80,7 +81,7 @@ pub(super) fn is_matrix(text: &str) -> bool {
     text.lines().take(1000).take_while(of_node_file).any(|line| is_head(&words(line)))
 }
 
-/// The head's first word is a GPU, and no level follows it.
+/// Returns true for the head of a matrix: its first word is a GPU, and no level follows.
 fn is_head(words: &[String]) -> bool {
     let is_next = |word: &String| gpu_index(word).is_some() || word == "CPU" || Cell::of(word).is_none();
     matches!(words, [first, second, ..] if gpu_index(first).is_some() && is_next(second) && !second.ends_with(':'))
@@ -126,25 +127,22 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Machine, TopoError> {
     let mut devices: Vec<Device> = names.iter().map(|name| Device::of(name)).collect();
     let distinct: BTreeSet<&String> = names.iter().collect();
     if distinct.len() < names.len() || names.iter().any(|name| name.len() > MAX_NAME) {
-        return Err(TopoError(at, "the head of the matrix has a name twice, or one that is none".to_owned()));
+        return Err(TopoError(at, "the head of the matrix has a name twice, or one that is too long".to_owned()));
     }
     let mut seen = BTreeSet::new();
     while let Some((number, mut row)) = lines.next_if(|(_, words)| !is_legend(words)) {
         if is_head(&row) && row.get(1).is_some_and(|word| gpu_index(word).is_some()) {
-            return Err(TopoError(number, SECOND.to_owned()));
+            return Err(TopoError(number, SECOND_MATRIX.to_owned()));
         }
         let Some(place) = names.iter().position(|name| *name == row[0]) else {
-            return Err(TopoError(number, format!("{} is in no column of the matrix", excerpt(&row[0]))));
+            return Err(TopoError(number, format!("the matrix has no column {}", excerpt(&row[0]))));
         };
         // A wrapped row goes on in lines that begin with no name.
         while let Some((_, more)) = lines.next_if(|(_, words)| !is_legend(words) && !names.contains(&words[0])) {
             row.extend(more);
         }
         if !seen.insert(place) {
-            return Err(TopoError(
-                number,
-                format!("a second row of {}: give one machine's matrix alone", names[place]),
-            ));
+            return Err(TopoError(number, format!("a second row of {}: give one machine's alone", names[place])));
         }
         devices[place].read(number, names, &row[1..])?;
     }
@@ -153,7 +151,7 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Machine, TopoError> {
     }
     for (number, words) in lines {
         if is_head(&words) {
-            return Err(TopoError(number, SECOND.to_owned()));
+            return Err(TopoError(number, SECOND_MATRIX.to_owned()));
         }
         // `NIC0: mlx5_0`, from drivers of 2022 on.
         if let [name, stands_for] = words.as_slice()
@@ -168,7 +166,7 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Machine, TopoError> {
     Ok(machine(name, devices))
 }
 
-/// A row begins with a name of the head, and a level follows.
+/// Returns true for a row: it begins with a name of the head, and a level follows.
 fn is_row(words: &[String], head: &[String]) -> bool {
     matches!(words, [name, cell, ..] if head.contains(name) && Cell::of(cell).is_some())
 }
@@ -190,7 +188,7 @@ impl Device {
                 TopoError(line, format!("{} to {name}: {what} (expected {expected})", self.name))
             };
             let word = row.get(place).ok_or_else(|| wrong("no cell"))?;
-            let cell = Cell::of(word).ok_or_else(|| wrong(&format!("{} is no level", excerpt(word))))?;
+            let cell = Cell::of(word).ok_or_else(|| wrong(&format!("{} is not a level", excerpt(word))))?;
             if (cell == Cell::Own) != (*name == self.name) {
                 return Err(wrong(&format!("{} is out of place", excerpt(word))));
             }
@@ -210,8 +208,9 @@ impl Device {
     }
 }
 
-/// The cell of two devices: what either row has, the farther where they differ.
-fn between(devices: &[Device], a: usize, b: usize) -> Option<Cell> {
+/// The cell of two devices, from either row. If the rows differ, the farther level or the lesser number of NVLinks
+/// counts.
+fn cell_of(devices: &[Device], a: usize, b: usize) -> Option<Cell> {
     let cell = |from: usize, to: usize| devices.get(from)?.cells.get(&to).copied();
     match (cell(a, b), cell(b, a)) {
         (Some(Cell::Level(one)), Some(Cell::Level(other))) => Some(Cell::Level(one.max(other))),
@@ -233,7 +232,7 @@ fn machine(name: &str, devices: Vec<Device>) -> Machine {
         .map(|(a, b)| ProbeFailure {
             subject: format!("{} and {}", devices[a].name, devices[b].name),
             call: "nvidia-smi topo -m".to_owned(),
-            error: "the two rows differ; the farther level counts".to_owned(),
+            error: "the two rows differ; the farther level, or the lesser number of NVLinks, counts".to_owned(),
         })
         .collect();
     let numa_nodes: BTreeMap<NumaNodeId, String> =
@@ -252,10 +251,10 @@ fn machine(name: &str, devices: Vec<Device>) -> Machine {
     let mut reconstructed = vec![
         "PCI addresses and UUIDs are made from the GPUs' indices: the text has none".to_owned(),
         "models and the rates of links and NICs are unknown: the text has none".to_owned(),
-        "a PCI tree in which the text's levels come out".to_owned(),
+        "the PCI tree is made so that it gives the levels of the text".to_owned(),
     ];
     if has_switches {
-        reconstructed.push(format!("NVLinks lead to NVSwitches: no GPU has more than {MAX_LINKS}"));
+        reconstructed.push(format!("NVLinks lead to NVSwitches, because no GPU has more than {MAX_LINKS} NVLinks"));
     }
     Machine {
         version: VERSION,
@@ -267,16 +266,16 @@ fn machine(name: &str, devices: Vec<Device>) -> Machine {
     }
 }
 
-/// The numbers of NVLinks of a GPU, by the other device.
+/// The numbers of NVLinks of a GPU, each with the other device.
 fn links(devices: &[Device], from: usize) -> Vec<(usize, u32)> {
-    let links = (0..devices.len()).filter_map(|to| match between(devices, from, to)? {
+    let links = (0..devices.len()).filter_map(|to| match cell_of(devices, from, to)? {
         Cell::NvLinks(count) => Some((to, count)),
         Cell::Own | Cell::Level(_) => None,
     });
     links.collect()
 }
 
-/// A GPU with its NVLinks, and with its level to each other one for which the text has a level.
+/// A GPU with its NVLinks, and with its level to each other GPU for which the text has a level.
 fn gpu(
     devices: &[Device],
     (place, address): (usize, PciAddress),
@@ -290,16 +289,16 @@ fn gpu(
         next += count;
         NvLinkObservation { links: numbers.collect(), remote, active: true }
     };
-    let most = links.iter().map(|(_, count)| *count).max().unwrap_or(0).min(MAX_LINKS);
+    let max = links.iter().map(|(_, count)| *count).max().unwrap_or(0).min(MAX_LINKS);
     let ends = match has_switches {
-        true if most == 0 => Vec::new(),
-        true => vec![end(NvLinkRemote::Switch(None), most)],
+        true if max == 0 => Vec::new(),
+        true => vec![end(NvLinkRemote::Switch(None), max)],
         false => links
             .iter()
             .filter_map(|(to, count)| Some(end(NvLinkRemote::Gpu(devices[*to].address()?), *count)))
             .collect(),
     };
-    let levels = devices.iter().enumerate().filter_map(|(other, to)| match between(devices, place, other)? {
+    let levels = devices.iter().enumerate().filter_map(|(other, to)| match cell_of(devices, place, other)? {
         Cell::Level(level) => Some((to.gpu?, level)),
         Cell::Own | Cell::NvLinks(_) => None,
     });
@@ -308,9 +307,9 @@ fn gpu(
     GpuObservation { numa: device.numa, nvlinks: Some(ends), common_ancestors, ..unnamed_gpu(index, address) }
 }
 
-/// The devices in groups; two are in one where their level is this one or nearer, directly or through others.
+/// Groups the devices: two are in one group if their level is `farthest` or nearer, directly or through others.
 fn groups(devices: &[Device], places: &[usize], farthest: TopologyLevel) -> Vec<Vec<usize>> {
-    let is_near = |a: usize, b: usize| matches!(between(devices, a, b), Some(Cell::Level(level)) if level <= farthest);
+    let is_near = |a: usize, b: usize| matches!(cell_of(devices, a, b), Some(Cell::Level(level)) if level <= farthest);
     let mut groups: Vec<Vec<usize>> = Vec::new();
     for &place in places {
         let (joined, apart): (Vec<_>, Vec<_>) =
@@ -321,17 +320,18 @@ fn groups(devices: &[Device], places: &[usize], farthest: TopologyLevel) -> Vec<
     groups
 }
 
-/// A host bridge with the devices below it: a tree of switches for what is PXB or nearer, a switch for what is PIX.
+/// A host bridge with the devices below it. Devices at level PXB or nearer share a tree of switches, those at level PIX
+/// a switch.
 fn bridge(devices: &[Device], below: &[usize]) -> HostBridgeObservation {
     let own = below.iter().find_map(|place| devices[*place].numa);
-    // A NIC's row has no NUMA node; one that is NODE from a GPU is on that GPU's.
-    let beside = || {
+    // A NIC's row has no NUMA node; a NIC at level NODE from a GPU is on the GPU's NUMA node.
+    let neighbours = || {
         below.iter().find_map(|place| {
-            let is_beside = |other: &usize| between(devices, *place, *other) == Some(Cell::Level(TopologyLevel::Node));
-            (0..devices.len()).filter(is_beside).find_map(|other| devices[other].numa)
+            let is_near = |other: &usize| cell_of(devices, *place, *other) == Some(Cell::Level(TopologyLevel::Node));
+            (0..devices.len()).filter(is_near).find_map(|other| devices[other].numa)
         })
     };
-    let numa = own.or_else(beside);
+    let numa = own.or_else(neighbours);
     let trees = groups(devices, below, TopologyLevel::Multiple);
     let tree = |places: &Vec<usize>| {
         let leaves = groups(devices, places, TopologyLevel::Single);
@@ -408,7 +408,8 @@ mod tests {
                    GPU3    SOC     SOC      X      SOC     10-19,30-39\n\
                    mlx5_0  PHB     PHB     SOC      X\n";
         assert_eq!(matrix(old), ("X PIX SYS\nPIX X SYS\nSYS SYS X".to_owned(), "PHB\nPHB\nSYS".to_owned()));
-        let wrapped = "GPU0 GPU1 GPU2\nCPU Affinity NUMA\nAffinity\nGPU0 X NV4\nNV4 0-3 0\nGPU1 NV4 X NV4\n0-3 0\nGPU2\nNV4 NV4 X\n0-3 0";
+        let wrapped = "GPU0 GPU1 GPU2\nCPU Affinity NUMA\nAffinity\nGPU0 X NV4\nNV4 0-3 0\nGPU1 NV4 X NV4\n0-3 0\n\
+                       GPU2\nNV4 NV4 X\n0-3 0";
         assert_eq!(matrix(&wrapped.replace("GPU2\nNV4 NV4", "GPU2 NV4\nNV4")).0, "X NV4 NV4\nNV4 X NV4\nNV4 NV4 X");
         // A row is missing: the column has it.
         let partial = "GPU0 GPU1 CPU Affinity\nGPU1 PXB X 0-3\n";
@@ -434,7 +435,7 @@ mod tests {
     fn broken_matrices_are_refused_with_line_and_cell() {
         let error = |text: &str| parse("x", text).unwrap_err().to_string();
         for (text, words) in [
-            ("GPU0 GPU1\nGPU0 X PIX\nGPU1 NEAR X\n", "line 3: GPU1 to GPU0: NEAR is no level"),
+            ("GPU0 GPU1\nGPU0 X PIX\nGPU1 NEAR X\n", "line 3: GPU1 to GPU0: NEAR is not a level"),
             ("GPU0 GPU1\nGPU0 X PIX\nGPU1 PIX\n", "line 3: GPU1 to GPU1: no cell"),
             ("GPU0 GPU1\nGPU0 PIX X\n", "line 2: GPU0 to GPU0: PIX is out of place"),
             ("GPU0 GPU1\nGPU0 X PIX\nGPU0 X PIX\n", "line 3: a second row of GPU0"),

@@ -28,7 +28,7 @@ pub(super) struct Limits {
     pub depth: usize,
     pub elements: usize,
     /// Set if words between elements are skipped; otherwise they are an error.
-    pub text: bool,
+    pub can_have_text: bool,
 }
 
 /// The fault of an XML text, and its place: one line.
@@ -62,13 +62,13 @@ pub(super) fn document(text: &str) -> Result<Document<'_>, XmlError> {
         return Err(XmlError { line: 1, problem: format!("more than {} MiB of XML", MAX_BYTES >> 20) });
     }
     let tag = |at: usize| text.get(at + 1..).and_then(|rest| rest.split('<').next()).unwrap_or_default();
-    if let Some((at, problem)) = text.match_indices('<').find_map(|(at, _)| Some((at, hostile(tag(at))?))) {
+    if let Some((at, problem)) = text.match_indices('<').find_map(|(at, _)| Some((at, tag_fault(tag(at))?))) {
         return Err(XmlError { line: line_at(at), problem });
     }
     let options = ParsingOptions { allow_dtd: true, nodes_limit: MAX_NODES, ..ParsingOptions::default() };
     Document::parse_with_options(text.trim_start_matches('\u{feff}'), options).map_err(|error| {
         let (line, problem) = match &error {
-            Error::NoRootNode => (line_at(text.len()), "no element in it".to_owned()),
+            Error::NoRootNode => (line_at(text.len()), "the text has no element".to_owned()),
             Error::UnclosedRootNode | Error::UnexpectedEndOfStream => {
                 (line_at(text.len()), "the text ends before its elements are closed".to_owned())
             }
@@ -80,10 +80,10 @@ pub(super) fn document(text: &str) -> Result<Document<'_>, XmlError> {
 }
 
 /// Returns the reason to refuse a tag before the parser sees it: the parser compares each attribute with all before it,
-/// and replaces entities that multiply.
-fn hostile(tag: &str) -> Option<String> {
+/// and expands entities, which can multiply.
+fn tag_fault(tag: &str) -> Option<String> {
     if tag.starts_with("!DOCTYPE") && tag.contains('[') {
-        return Some("a document type with declarations of its own (entities) is not taken".to_owned());
+        return Some("a document type with declarations of its own (entities) is refused".to_owned());
     }
     let many = !tag.starts_with('!') && tag.matches(['"', '\'']).count() > 2 * MAX_ATTRIBUTES;
     many.then(|| format!("an element has more than {MAX_ATTRIBUTES} attributes"))
@@ -91,25 +91,25 @@ fn hostile(tag: &str) -> Option<String> {
 
 /// Checks the elements against the limits of their format.
 pub(super) fn check(root: Element<'_>, limits: &Limits) -> Result<(), XmlError> {
-    nested(root, limits.depth, limits)?;
+    check_element(root, limits.depth, limits)?;
     match root.descendants().filter(Node::is_element).nth(limits.elements) {
         Some(element) => Err(XmlError::at(element, format!("more than {} elements", limits.elements))),
         None => Ok(()),
     }
 }
 
-/// Checks an element and those inside; `left` is the number of levels that it may have.
-fn nested(element: Element<'_>, left: usize, limits: &Limits) -> Result<(), XmlError> {
+/// Checks an element and those inside; `left` is the number of levels that they may have.
+fn check_element(element: Element<'_>, left: usize, limits: &Limits) -> Result<(), XmlError> {
     let Some(left) = left.checked_sub(1) else {
         return Err(XmlError::at(element, format!("elements nest deeper than {}", limits.depth)));
     };
     for child in element.children() {
         let words = child.text().unwrap_or_default().trim();
-        if child.is_text() && !limits.text && !words.is_empty() {
+        if child.is_text() && !limits.can_have_text && !words.is_empty() {
             return Err(XmlError::at(child, format!("text where elements belong: '{}'", excerpt(words))));
         }
         if child.is_element() {
-            nested(child, left, limits)?;
+            check_element(child, left, limits)?;
         }
     }
     Ok(())
@@ -132,7 +132,7 @@ pub(super) fn line(element: Element<'_>) -> u32 {
 /// The most kinds of notes that are kept; further ones are counted.
 const MAX_KINDS: usize = 50;
 
-/// The notes, one for each kind of oddity, at its first place.
+/// Collects the oddities of a file: a note for each kind, at its first place.
 pub(super) struct Notes {
     /// The kind of the file, as the warnings name it.
     file: &'static str,
@@ -150,8 +150,8 @@ impl Notes {
     /// Notes an oddity of an element.
     pub fn add(&mut self, element: Element<'_>, what: impl Into<String>) {
         let error = what.into();
-        if let Some((_, again)) = self.kept.iter_mut().find(|(note, _)| note.error == error) {
-            *again += 1;
+        if let Some((_, repeats)) = self.kept.iter_mut().find(|(note, _)| note.error == error) {
+            *repeats += 1;
         } else if self.kept.len() == MAX_KINDS {
             self.more += 1;
         } else {
@@ -162,7 +162,7 @@ impl Notes {
         }
     }
 
-    /// Notes an oddity of an element that is left out or says nothing for it.
+    /// Notes an oddity of an element that is left out, or that lacks a fact. Returns `None` for the caller to return.
     pub fn none<T>(&mut self, element: Element<'_>, what: impl Into<String>) -> Option<T> {
         self.add(element, what);
         None
@@ -170,8 +170,8 @@ impl Notes {
 
     /// Returns all notes.
     pub fn into_failures(mut self) -> Vec<ProbeFailure> {
-        for (note, again) in self.kept.iter_mut().filter(|(_, again)| *again > 0) {
-            note.error.push_str(&format!(" ({again} more like it)"));
+        for (note, repeats) in self.kept.iter_mut().filter(|(_, repeats)| *repeats > 0) {
+            note.error.push_str(&format!(" ({repeats} more like it)"));
         }
         let error = format!("{} more, of other kinds", self.more);
         let rest = ProbeFailure { subject: self.file.to_owned(), call: "oddities".to_owned(), error };
@@ -186,7 +186,7 @@ impl Notes {
             None => text.parse().ok(),
         };
         if number.is_none() {
-            self.add(element, format!("{attribute} {} is no number; taken as unknown", quoted(text)));
+            self.add(element, format!("{attribute} {} is not a number; taken as unknown", quoted(text)));
         }
         number
     }

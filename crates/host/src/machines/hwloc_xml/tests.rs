@@ -27,8 +27,8 @@ fn with_devices(devices: &str) -> String {
         "<object type='NUMANode' os_index='0' cpuset='0x1'/><object type='NUMANode' os_index='1' cpuset='0x2'/>";
     let bridge = format!("<object type='Bridge' bridge_type='0-1'>\n{devices}</object>");
     format!(
-        "<topology version='3.0'><object type='Machine'><object type='Package' os_index='0' nodeset='0x3'>{nodes}\n{bridge}\
-         </object></object></topology>"
+        "<topology version='3.0'><object type='Machine'><object type='Package' os_index='0' nodeset='0x3'>{nodes}\n\
+         {bridge}</object></object></topology>"
     )
 }
 
@@ -69,7 +69,8 @@ fn single_numa_node_places_no_host_bridge() {
                   pci_type='0302 [10de:1db4]'/></object>";
     let host = |nodes: &str| {
         machine(&format!(
-            "<topology><object type='Machine' nodeset='0x1' cpuset='0x0000000f,,0x0'>{nodes}{device}</object></topology>"
+            "<topology><object type='Machine' nodeset='0x1' cpuset='0x0000000f,,0x0'>{nodes}{device}</object>\
+             </topology>"
         ))
         .observed
         .host

@@ -2,8 +2,8 @@
 //!
 //! Owns the meaning of its elements and attributes (source: NCCL's src/graph/xml.cc and topo.cc), and the facts that a
 //! dump lacks: host bridges, packages, UUIDs. Topology files that clouds ship are such dumps made by hand: they leave
-//! out `gpu` and `net`, and then the PCI class decides. An oddity becomes a warning (a [`ProbeFailure`]) that names the
-//! line; only a text that is not a dump at all is an error. Called by `machines`.
+//! out `gpu` and `net`, so that the PCI class decides about a device. An oddity becomes a warning (a [`ProbeFailure`])
+//! that names the line; only a text that is not a dump at all is an error. Called by `machines`.
 //!
 //! [`ProbeFailure`]: linkwise_core::topology::ProbeFailure
 
@@ -26,14 +26,14 @@ const VERSION: &str = "1";
 
 /// The limits of a dump. A node file takes two levels for each PCI device in another, and its reader stops at 64; real
 /// dumps stay below 12. NCCL itself stops at a few thousand elements.
-const LIMITS: Limits = Limits { depth: 28, elements: 1 << 14, text: false };
+const LIMITS: Limits = Limits { depth: 28, elements: 1 << 14, can_have_text: false };
 
 /// The devices found on the way through the PCI tree.
 struct Found<'d> {
     notes: Notes,
     gpus: Vec<Candidate<'d>>,
     /// Set if a NIC had to be named after its address.
-    unnamed_nics: bool,
+    has_unnamed_nics: bool,
 }
 
 /// Reads a dump by its root element; `title` becomes the machine's title.
@@ -41,9 +41,9 @@ pub(super) fn parse(title: &str, system: Element<'_>) -> Result<Machine, XmlErro
     xml::check(system, &LIMITS)?;
     // RCCL's dumps have NCCL's elements, and these (rccl/src/graph/xml.cc).
     if let Some(of_amd) = system.descendants().find(|it| it.has_tag_name("xgmi") || it.attribute("gcn").is_some()) {
-        return Err(XmlError::at(of_amd, "a dump of RCCL: linkwise knows no AMD GPUs"));
+        return Err(XmlError::at(of_amd, "a dump of RCCL: linkwise does not support AMD GPUs"));
     }
-    let mut found = Found { notes: Notes::new("NCCL dump"), gpus: Vec::new(), unnamed_nics: false };
+    let mut found = Found { notes: Notes::new("NCCL dump"), gpus: Vec::new(), has_unnamed_nics: false };
     match system.attribute("version") {
         Some(VERSION) => {}
         Some(other) => return Err(XmlError::version(system, "NCCL topology", other, "version 1")),
@@ -58,19 +58,19 @@ pub(super) fn parse(title: &str, system: Element<'_>) -> Result<Machine, XmlErro
     }
     let mut reconstructed = vec![
         "UUIDs are made from PCI addresses: a dump has none".to_owned(),
-        "a host bridge for each device below a CPU: a dump shows none, NODE may be PHB".to_owned(),
-        "packages are unknown: a dump does not have which NUMA nodes share one".to_owned(),
+        "a host bridge for each device below a CPU: a dump has none, so NODE may stand for PHB".to_owned(),
+        "packages are unknown: a dump does not say which NUMA nodes share one".to_owned(),
     ];
     if found.gpus.iter().any(|gpu| gpu.element.is_none()) {
         found.notes.add(system, "GPUs without a gpu element: their NVLinks are unknown, levels are those of PCIe");
-        reconstructed.push("GPUs are recognised by their PCI class, their order is that of their addresses".to_owned());
+        reconstructed.push("GPUs are recognised by their PCI class, and ordered by their addresses".to_owned());
     }
-    if found.unnamed_nics {
+    if found.has_unnamed_nics {
         reconstructed.push("NICs without a name are called by their PCI address".to_owned());
     }
     let gpus = observe_gpus(found.gpus, &mut found.notes);
     if gpus.is_empty() {
-        found.notes.add(system, "no GPU in it; NCCL_TOPO_DUMP_FILE, on the running machine, writes them");
+        found.notes.add(system, "no GPU in the dump; write one with NCCL_TOPO_DUMP_FILE on the running machine");
     }
     Ok(Machine {
         version: super::VERSION,
@@ -93,11 +93,11 @@ fn this_host<'d>(system: Element<'d>, notes: &mut Notes) -> Vec<Element<'d>> {
         }
     }
     let Some(first) = cpus.first().copied() else { return cpus };
-    let other = |cpu: &Element<'_>| cpu.attribute("host_hash") != first.attribute("host_hash");
-    if let Some(cpu) = cpus.iter().find(|cpu| other(cpu)) {
-        notes.add(*cpu, "of another host than the first one; other hosts are left out");
+    let is_other_host = |cpu: &Element<'_>| cpu.attribute("host_hash") != first.attribute("host_hash");
+    if let Some(cpu) = cpus.iter().find(|cpu| is_other_host(cpu)) {
+        notes.add(*cpu, "belongs to another host than the first CPU; other hosts are left out");
     }
-    cpus.retain(|cpu| !other(cpu));
+    cpus.retain(|cpu| !is_other_host(cpu));
     cpus
 }
 
@@ -107,12 +107,12 @@ fn observe_numa(cpu: Element<'_>, host: &mut HostObservation, notes: &mut Notes)
     match (&host.cpu, &model) {
         (None, Some(_)) => host.cpu = model,
         (Some(first), Some(other)) if first != other => {
-            notes.add(cpu, "another processor model than the first one; the first is taken for all");
+            notes.add(cpu, "the processor model differs from the first; the first is taken for all");
         }
         _ => {}
     }
     let id = match cpu.attribute("numaid") {
-        // This is the kernel's value for unknown.
+        // The kernel writes -1 for an unknown node.
         Some("-1") => return None,
         Some(_) => NumaNodeId(notes.number(cpu, "numaid")?),
         None => return notes.none(cpu, "without a numaid; its NUMA node is unknown"),
@@ -123,7 +123,7 @@ fn observe_numa(cpu: Element<'_>, host: &mut HostObservation, notes: &mut Notes)
     }
     let affinity = cpu.attribute("affinity").unwrap_or_default();
     let cpus = cpu_list(affinity).unwrap_or_else(|| {
-        notes.add(cpu, format!("affinity '{}' is no CPU mask; its CPUs are unknown", excerpt(affinity)));
+        notes.add(cpu, format!("affinity '{}' is not a CPU mask; its CPUs are unknown", excerpt(affinity)));
         String::new()
     });
     host.numa_nodes.push(NumaNodeObservation { id, package: None, cpus });
@@ -158,7 +158,7 @@ struct Candidate<'d> {
 
 /// The GPUs in the order of their indices.
 fn observe_gpus(mut candidates: Vec<Candidate<'_>>, notes: &mut Notes) -> Vec<GpuObservation> {
-    // NVML numbers GPUs by PCI address: this is the order of GPUs without an index.
+    // GPUs without an index get indices by PCI address, as NVML numbers GPUs.
     candidates.sort_by_key(|gpu| (gpu.pci, gpu.function.range().start));
     let mut addresses = BTreeSet::new();
     candidates.retain(|gpu| {
@@ -189,9 +189,9 @@ fn indices(candidates: &[Candidate<'_>], notes: &mut Notes) -> Vec<u32> {
         let element = gpu.element?;
         let index = notes.number(element, "dev");
         match index {
-            None => notes.add(element, "without a dev; it gets the next free index"),
+            None => notes.add(element, "without a dev; the GPU gets the next free index"),
             Some(index) if !taken.insert(index) => {
-                notes.add(element, format!("dev {index} is also that of another GPU; it gets the next free index"));
+                notes.add(element, format!("another GPU has dev {index} too; this GPU gets the next free index"));
                 return None;
             }
             Some(_) => {}
@@ -203,7 +203,7 @@ fn indices(candidates: &[Candidate<'_>], notes: &mut Notes) -> Vec<u32> {
     claimed.into_iter().map(|index| index.or_else(|| free.next()).unwrap_or(u32::MAX)).collect()
 }
 
-/// `sm` is the compute capability without its dot: 80, 103.
+/// The compute capability: `sm` has it without its dot, such as 80 or 103.
 fn capability(gpu: Element<'_>, notes: &mut Notes) -> Option<ComputeCapability> {
     let sm = notes.number(gpu, "sm")?;
     Some(ComputeCapability { major: sm / 10, minor: sm % 10 })
@@ -216,7 +216,7 @@ fn nvlinks(gpu: Element<'_>, gpus: &BTreeSet<PciAddress>, notes: &mut Notes) -> 
     for element in below(gpu) {
         match name(element) {
             "nvlink" => {}
-            // This is the link to the processor of a superchip. It does not lead to another GPU.
+            // NVLink-C2C leads to the processor of a superchip, not to another GPU.
             "c2c" => continue,
             _ => {
                 notes.add(element, "not expected below <gpu>; left out");
@@ -226,7 +226,7 @@ fn nvlinks(gpu: Element<'_>, gpus: &BTreeSet<PciAddress>, notes: &mut Notes) -> 
         let count = notes.number(element, "count").unwrap_or(0);
         let Some(end) = next.checked_add(count).filter(|end| count > 0 && *end <= MAX_NVLINKS) else {
             let count = element.attribute("count").map_or("none".to_owned(), excerpt);
-            notes.add(element, format!("{count} is no number of links (1 to {MAX_NVLINKS} for a GPU); left out"));
+            notes.add(element, format!("{count} is not a number of links (1 to {MAX_NVLINKS} for a GPU); left out"));
             continue;
         };
         let remote = remote(element, gpus, notes);
@@ -242,7 +242,7 @@ fn remote(link: Element<'_>, gpus: &BTreeSet<PciAddress>, notes: &mut Notes) -> 
     let target: Option<PciAddress> = link.attribute("target").and_then(|target| target.parse().ok());
     let class = link.attribute("tclass").unwrap_or_default().to_ascii_lowercase();
     match (class.as_str(), target) {
-        // The bridge of a POWER processor.
+        // This is the class of the bridge of a POWER processor.
         (class, _) if class.starts_with("0x068001") => NvLinkRemote::Cpu,
         (class, target) if class.starts_with("0x0680") => NvLinkRemote::Switch(target),
         (class, Some(target)) if class.starts_with("0x03") => NvLinkRemote::Gpu(target),
@@ -281,18 +281,18 @@ fn interfaces(nic: Element<'_>, function: Option<Element<'_>>, notes: &mut Notes
             continue;
         };
         let system_guid = net.attribute("guid").and_then(system_guid);
-        let rdma = function.is_some_and(is_rdma)
+        let is_rdma = function.is_some_and(is_rdma)
             || system_guid.is_some()
             || RDMA_NAMES.iter().any(|rdma| name.starts_with(rdma));
-        let kind = if rdma { NicKind::Rdma } else { NicKind::Ethernet };
+        let kind = if is_rdma { NicKind::Rdma } else { NicKind::Ethernet };
         let mbps = notes.number(net, "speed").and_then(NicObservation::rate);
         interfaces.push(NicObservation { mbps, system_guid, ..NicObservation::new(excerpt(name), kind) });
     }
     interfaces
 }
 
-/// The interface of a card with only its PCI function listed.
-fn unnamed(function: Element<'_>, pci: Option<PciAddress>) -> NicObservation {
+/// The interface of a card of which the dump lists only the PCI function.
+fn unnamed_nic(function: Element<'_>, pci: Option<PciAddress>) -> NicObservation {
     let kind = if is_rdma(function) { NicKind::Rdma } else { NicKind::Ethernet };
     let name = pci.map_or_else(|| "unnamed".to_owned(), |pci| pci.to_string());
     NicObservation::new(name, kind)
@@ -305,7 +305,7 @@ fn is_rdma(function: Element<'_>) -> bool {
     starts("class", INFINIBAND) || starts("vendor", MELLANOX) || (starts("vendor", AMAZON) && starts("device", EFA))
 }
 
-/// The system image GUID of an interface. NCCL's socket transport counts from 0 in its place.
+/// The system image GUID of an interface; `None` for the small numbers that NCCL's socket transport writes instead.
 fn system_guid(text: &str) -> Option<Guid> {
     let number = u64::from_str_radix(text.strip_prefix("0x")?, 16).ok()?;
     // NCCL prints the GUID as the verbs library has it, in network byte order.

@@ -1,4 +1,4 @@
-//! `pci`: GPUs, NICs and switches, recognised by their content or else by their PCI class.
+//! The `pci` elements: GPUs, NICs and switches, recognised by their content or else by their PCI class.
 //!
 //! NCCL counts every second port on the way up, so that one element stands for a whole switch.
 
@@ -25,7 +25,7 @@ pub(super) fn below_cpu<'d>(
             let device = observe(element, found)?;
             Some(HostBridgeObservation { numa, package: None, root: None, devices: vec![device] })
         }
-        // NCCL has these for virtual interfaces, such as bridges and tunnels, which are at no place.
+        // NCCL writes these for virtual interfaces, such as bridges and tunnels, which have no place in the tree.
         "nic" => found.notes.none(element, "a NIC without a PCI function is virtual; left out"),
         _ => found.notes.none(element, "not expected below <cpu>; left out"),
     }
@@ -44,7 +44,7 @@ fn observe<'d>(element: Element<'d>, found: &mut Found<'d>) -> Option<PciObserva
                 found.notes.add(child, "a part of a GPU that is divided by MLOPart; the parts are taken as one GPU");
             }
             "nic" => nics.extend(nccl::interfaces(child, Some(element), &mut found.notes)),
-            // This is a shortcut between switches, which changes no level.
+            // A link between switches changes no level.
             "pcilink" => {}
             _ => found.notes.add(child, "not expected here; left out"),
         }
@@ -57,8 +57,8 @@ fn observe<'d>(element: Element<'d>, found: &mut Found<'d>) -> Option<PciObserva
             None => return found.notes.none(element, "a GPU without a PCI address; left out"),
         },
         PciKind::Nic if nics.is_empty() => {
-            found.unnamed_nics = true;
-            nics.push(nccl::unnamed(element, pci));
+            found.has_unnamed_nics = true;
+            nics.push(nccl::unnamed_nic(element, pci));
         }
         _ => {}
     }
@@ -74,16 +74,16 @@ fn class(element: Element<'_>) -> Option<DisplayClass> {
 }
 
 /// The kind of a function; `None` for one that is not a GPU, NIC or switch.
-fn kind(element: Element<'_>, gpu: bool, nic: bool, has_below: bool, found: &mut Found<'_>) -> Option<PciKind> {
+fn kind(element: Element<'_>, has_gpu: bool, has_nic: bool, has_below: bool, found: &mut Found<'_>) -> Option<PciKind> {
     let class = element.attribute("class").unwrap_or_default().to_ascii_lowercase();
-    // The first part decides, as in NCCL: it writes a bare 0x03 or 0x02 if sysfs gave no class.
+    // The first digits decide, as in NCCL, which writes a bare 0x03 or 0x02 if sysfs gave no class.
     let is = |prefix: &str| class.starts_with(prefix);
-    let foreign = element.attribute("vendor").is_some_and(|vendor| !vendor.eq_ignore_ascii_case(NVIDIA));
+    let is_foreign = element.attribute("vendor").is_some_and(|vendor| !vendor.eq_ignore_ascii_case(NVIDIA));
     Some(match () {
-        () if gpu => PciKind::Gpu,
-        () if nic => PciKind::Nic,
-        // This is the display adapter of a server's management controller.
-        () if is("0x03") && foreign => return None,
+        () if has_gpu => PciKind::Gpu,
+        () if has_nic => PciKind::Nic,
+        // A display controller of another vendor belongs to the server's management controller.
+        () if is("0x03") && is_foreign => return None,
         () if is("0x0300") || is("0x0302") || class == "0x03" => PciKind::Gpu,
         () if is("0x02") => PciKind::Nic,
         // Bridges, and the data-direct functions of ConnectX-8, are switches if a device is below them.
@@ -97,9 +97,8 @@ fn kind(element: Element<'_>, gpu: bool, nic: bool, has_below: bool, found: &mut
         }
         () if class.is_empty() => return found.notes.none(element, "without a class, a gpu or a nic; left out"),
         () => {
-            return found
-                .notes
-                .none(element, format!("class {} is neither GPU, NIC nor bridge; left out", excerpt(&class)));
+            let class = excerpt(&class);
+            return found.notes.none(element, format!("class {class} is neither GPU, NIC nor bridge; left out"));
         }
     })
 }
@@ -111,7 +110,7 @@ fn address(element: Element<'_>, attribute: &str, notes: &mut Notes) -> Option<P
     };
     let address = text.parse().ok();
     if address.is_none() {
-        notes.add(element, format!("{attribute} {} is no PCI address; taken as unknown", quoted(text)));
+        notes.add(element, format!("{attribute} {} is not a PCI address; taken as unknown", quoted(text)));
     }
     address
 }
@@ -122,7 +121,7 @@ fn link(element: Element<'_>, notes: &mut Notes) -> Option<PcieLink> {
     let mts = speed.and_then(|speed| {
         let mts = PcieLink::megatransfers(speed);
         if mts.is_none() {
-            notes.add(element, format!("link_speed {} is no speed; taken as unknown", quoted(speed)));
+            notes.add(element, format!("link_speed {} is not a speed; taken as unknown", quoted(speed)));
         }
         mts
     });
@@ -130,7 +129,7 @@ fn link(element: Element<'_>, notes: &mut Notes) -> Option<PcieLink> {
     let (mts, width) = (mts?, width?);
     let link = PcieLink::new(mts, width);
     if link.is_none() {
-        notes.add(element, format!("{mts} MT/s x{width} is no PCIe link; taken as unknown"));
+        notes.add(element, format!("{mts} MT/s x{width} is not a PCIe link; taken as unknown"));
     }
     link
 }

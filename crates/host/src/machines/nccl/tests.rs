@@ -124,7 +124,7 @@ fn invalid_links_warn() {
     for count in ["0", "65", "4294967295", "99999999999", "-1", "x", ""] {
         warns(&one(&format!("<nvlink target='0000:02:00.0' count='{count}' tclass='0x068000'/>")), &["line 5", count]);
     }
-    warns(&one("<nvlink target='0000:02:00.0' tclass='0x068000'/>"), &["line 5", "none is no number of links"]);
+    warns(&one("<nvlink target='0000:02:00.0' tclass='0x068000'/>"), &["line 5", "none is not a number of links"]);
     let many = "<nvlink target='0000:02:00.0' count='60' tclass='0x068000'/>\n".repeat(1000);
     let links = machine(&format!("<system>{}</system>", one(&many))).observed.gpus[0].nvlinks.clone().unwrap();
     assert_eq!(links.iter().map(|group| group.links.len()).sum::<usize>(), 60);
@@ -142,38 +142,38 @@ fn missing_and_odd_attributes_warn() {
     for (inner, words) in [
         (cpu("<pci class='0x030200'/>"), &["line 3", "pci", "without a busid"][..]),
         (cpu("<pci class='0x030200'/>"), &["GPU without a PCI address; left out"]),
-        (cpu("<pci busid='zz' class='0x030200'/>"), &["line 3", "'zz' is no PCI address"]),
+        (cpu("<pci busid='zz' class='0x030200'/>"), &["line 3", "'zz' is not a PCI address"]),
         (cpu("<pci busid='0000:01:00.0'/>"), &["line 3", "pci 0000:01:00.0", "without a class"]),
         (cpu("<pci busid='0000:01:00.0' class='0x010802'/>"), &["class 0x010802 is neither"]),
         (
             cpu("<pci busid='0000:01:00.0' class='junk'><pci busid='0000:02:00.0' class='0x0302'/></pci>"),
             &["junk", "taken as a switch"],
         ),
-        (cpu("<pci busid='0000:01:00.0' class='0x0302' link_speed='fast' link_width='16'/>"), &["'fast' is no speed"]),
+        (cpu("<pci busid='0000:01:00.0' class='0x0302' link_speed='x' link_width='16'/>"), &["'x' is not a speed"]),
         (
             cpu("<pci busid='0000:01:00.0' class='0x0302' link_speed='8 GT/s' link_width='wide'/>"),
-            &["'wide' is no number"],
+            &["'wide' is not a number"],
         ),
         (cpu("<pci busid='0000:01:00.0' class='0x0302'><gpu sm='80'/></pci>"), &["without a dev"]),
         (
             cpu("<pci busid='0000:01:00.0' class='0x0302'><gpu dev='0' sm='eighty'/></pci>"),
-            &["sm 'eighty' is no number"],
+            &["sm 'eighty' is not a number"],
         ),
         (cpu("<pci busid='0000:01:00.0' class='0x0200'><nic><net speed='1'/></nic></pci>"), &["net", "without a name"]),
         (cpu("<gpu dev='0'/>"), &["line 3", "not expected below <cpu>"]),
         (cpu("<blob/>"), &["line 3", "blob", "not expected"]),
         ("<cpu/>".to_owned(), &["line 2", "without a numaid"]),
-        ("<cpu numaid='two'/>".to_owned(), &["'two' is no number"]),
-        ("<cpu numaid='0' affinity='xyz'/>".to_owned(), &["'xyz' is no CPU mask"]),
+        ("<cpu numaid='two'/>".to_owned(), &["'two' is not a number"]),
+        ("<cpu numaid='0' affinity='xyz'/>".to_owned(), &["'xyz' is not a CPU mask"]),
         ("<cpu numaid='0'/>\n<cpu numaid='0'/>".to_owned(), &["line 3", "NUMA node 0 twice"]),
         (
             "<cpu numaid='0' arch='x86_64'/>\n<cpu numaid='1' arch='arm64'/>".to_owned(),
-            &["line 3", "another processor"],
+            &["line 3", "the processor model differs"],
         ),
         ("<pci busid='0000:01:00.0'/>".to_owned(), &["line 2", "not expected below <system>"]),
         (gpu("0000:01:00.0", 0, "") + &gpu("0000:01:00.0", 1, ""), &["another GPU at this PCI address"]),
-        (gpu("0000:01:00.0", 3, "") + &gpu("0000:02:00.0", 3, ""), &["dev 3 is also that of another GPU"]),
-        (String::new(), &["line 1", "no GPU in it", "NCCL_TOPO_DUMP_FILE"]),
+        (gpu("0000:01:00.0", 3, "") + &gpu("0000:02:00.0", 3, ""), &["another GPU has dev 3 too"]),
+        (String::new(), &["line 1", "no GPU in the dump", "NCCL_TOPO_DUMP_FILE"]),
     ] {
         warns(&inner, words);
     }

@@ -2,7 +2,7 @@
 
 use super::*;
 
-const LIMITS: Limits = Limits { depth: 28, elements: 1 << 14, text: false };
+const LIMITS: Limits = Limits { depth: 28, elements: 1 << 14, can_have_text: false };
 
 fn tree(text: &str) -> Result<(), XmlError> {
     check(document(text)?.root_element(), &LIMITS)
@@ -16,8 +16,9 @@ fn refusal(text: &str) -> String {
 
 #[test]
 fn elements_have_lines_and_values() {
-    let text = "\u{feff}<?xml version='1.0'?>\n<!-- <x> ================================================================== -->\n\
-                <system version=\"1\">\n  <cpu numaid='0'\n    affinity=\"&quot;&#x41;\"/>\n\n  <cpu/>\n</system>\n<!-- end -->\n";
+    let text = "\u{feff}<?xml version='1.0'?>\n<!-- <x> =========================================== -->\n\
+                <system version=\"1\">\n  <cpu numaid='0'\n    affinity=\"&quot;&#x41;\"/>\n\n  <cpu/>\n</system>\n\
+                <!-- end -->\n";
     let document = document(text).unwrap();
     let system = document.root_element();
     assert_eq!((name(system), line(system), system.attribute("version")), ("system", 3, Some("1")));
@@ -69,7 +70,7 @@ fn documents_beyond_limits_are_refused() {
     assert!(refusal(&long(MAX_BYTES + 1)).contains("more than 16 MiB"));
 
     let words = "<a>1 2 3<b/></a>";
-    let worded = Limits { text: true, ..LIMITS };
+    let worded = Limits { can_have_text: true, ..LIMITS };
     assert!(check(document(words).unwrap().root_element(), &worded).is_ok());
     assert!(refusal(words).contains("'1 2 3'"));
 
