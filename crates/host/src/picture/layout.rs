@@ -9,7 +9,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-use super::looks::{Kind, LineKind, Style, fit, width, wrap};
+use super::style::{Kind, LineKind, Style, fit, width, wrap};
 use super::{Block, Link, Picture};
 
 const MARGIN: i64 = 24;
@@ -17,25 +17,27 @@ const MARGIN: i64 = 24;
 const PAD: i64 = 14;
 /// The space between packages, and between two devices below the same bar.
 const GAP: i64 = 12;
-const BAR: i64 = 22;
+const BAR_HEIGHT: i64 = 22;
 /// The distance from a bar to the next, or to the row of GPUs.
-const LEVEL: i64 = BAR + 16;
+const LEVEL_HEIGHT: i64 = BAR_HEIGHT + 16;
 /// The space between two rows of packages: a plane's bar, and counts on both sides.
-const BETWEEN: i64 = 122;
-/// The widest box that the text of a card may ask for, and that of a package or NUMA node.
-const WIDEST_TEXT: (i64, i64) = (170, 260);
-/// The narrowest picture: that of a machine with one GPU still has a title.
-const NARROWEST: i64 = 560;
-/// The width of a GPU in a page: it does not depend on the GPU's holder.
-const MARKED: i64 = 112;
+const ROW_GAP: i64 = 122;
+/// The widest text for which the box of a GPU or NIC grows.
+const MAX_CARD_TEXT: i64 = 170;
+/// The widest text for which a package or NUMA node grows.
+const MAX_FRAME_TEXT: i64 = 260;
+/// The least width of the packages: the title of a machine with one GPU needs room too.
+const MIN_WIDTH: i64 = 560;
+/// The width of a GPU in a page, so that it does not depend on the GPU's holder.
+const MARKED_WIDTH: i64 = 112;
 
 /// The least width for one end of a link at a GPU.
-const PORT: i64 = 15;
+const MIN_PORT_WIDTH: i64 = 15;
 /// The distance from one track to the next: a count's height and some space.
-const TRACK: i64 = 20;
-const PLANE: i64 = 34;
+const TRACK_HEIGHT: i64 = 20;
+const PLANE_HEIGHT: i64 = 34;
 /// The distance from the last track to a plane: room for the counts.
-const ABOVE_PLANE: i64 = 44;
+const PLANE_GAP: i64 = 44;
 
 /// A rectangle, in pixels from the top left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,18 +69,18 @@ pub(super) struct Text {
     pub style: Style,
     pub x: i64,
     pub y: i64,
-    pub centred: bool,
+    pub is_centred: bool,
 }
 
 pub(super) struct Shape {
     pub rect: Rect,
     pub kind: Kind,
     pub lines: Vec<String>,
-    /// The text that a viewer shows when pointed at; may be empty.
+    /// The text that a viewer shows when the pointer is on the shape; may be empty.
     pub tooltip: String,
-    /// Set if the text of a frame is at its bottom.
-    pub turned: bool,
-    /// The place of a GPU.
+    /// Set in a row that is upside down, where the text of a frame is at its bottom.
+    pub is_flipped: bool,
+    /// The index of a GPU in `NodeTopology::gpus`.
     pub gpu: Option<usize>,
 }
 
@@ -86,19 +88,19 @@ impl Shape {
     /// The lines at their places: at the head of a frame, or in the middle of any other box.
     pub fn texts(&self) -> Vec<Text> {
         let Rect { x, y, width, height } = self.rect;
-        let centred = !self.kind.is_frame();
-        let (air, x) = if centred { (4, self.rect.middle()) } else { (PAD, x + PAD) };
+        let is_centred = !self.kind.is_frame();
+        let (pad, x) = if is_centred { (4, self.rect.middle()) } else { (PAD, x + PAD) };
         let tall = height_of(self.kind, &self.lines);
-        let mut y = match centred {
+        let mut y = match is_centred {
             true => y + (height - tall) / 2,
-            false if self.turned => self.rect.bottom() - head(&self.lines) + 7,
+            false if self.is_flipped => self.rect.bottom() - head(&self.lines) + 7,
             false => y + 7,
         };
         let mut texts = Vec::new();
         for (number, line) in self.lines.iter().enumerate() {
             let style = self.kind.style(number);
-            let text = fit(line, style, width - 2 * air);
-            texts.push(Text { text, style, x, y: y + style.size(), centred });
+            let text = fit(line, style, width - 2 * pad);
+            texts.push(Text { text, style, x, y: y + style.size(), is_centred });
             y += style.line();
         }
         texts
@@ -132,7 +134,7 @@ pub(super) struct Layout {
     pub lines: Vec<Line>,
     pub shapes: Vec<Shape>,
     pub texts: Vec<Text>,
-    /// The boxes of GPUs, by their places.
+    /// The boxes of GPUs, by the indices of the GPUs.
     pub gpus: BTreeMap<usize, Rect>,
 }
 
@@ -141,12 +143,12 @@ impl Block {
         let line = |(number, line): (usize, &String)| width(line, self.kind.style(number));
         let mut lines = self.lines.iter().enumerate().map(line);
         let first = lines.next().unwrap_or(0);
-        let widest = |most: i64| lines.max().unwrap_or(0).min(most).max(first);
+        let widest = |limit: i64| lines.max().unwrap_or(0).min(limit).max(first);
         match self.kind {
-            kind if kind.is_frame() => row_width(&self.below).max(widest(WIDEST_TEXT.1)) + 2 * PAD,
-            Kind::Nic => widest(WIDEST_TEXT.0).min(WIDEST_TEXT.0) + 12,
-            Kind::Marked(..) => MARKED.max(self.ports * PORT),
-            kind if kind.is_leaf() => (widest(WIDEST_TEXT.0) + 14).max(76).max(self.ports * PORT),
+            kind if kind.is_frame() => row_width(&self.below).max(widest(MAX_FRAME_TEXT)) + 2 * PAD,
+            Kind::Nic => widest(MAX_CARD_TEXT).min(MAX_CARD_TEXT) + 12,
+            Kind::Marked(..) => MARKED_WIDTH.max(self.ports * MIN_PORT_WIDTH),
+            kind if kind.is_leaf() => (widest(MAX_CARD_TEXT) + 14).max(76).max(self.ports * MIN_PORT_WIDTH),
             _ => row_width(&self.below).max(first + 12),
         }
     }
@@ -157,7 +159,7 @@ impl Block {
         match self.kind {
             kind if kind.is_frame() => head(&self.lines) + below,
             kind if kind.is_leaf() => 0,
-            _ => LEVEL + below,
+            _ => LEVEL_HEIGHT + below,
         }
     }
 
@@ -174,11 +176,11 @@ fn row_width(blocks: &[Block]) -> i64 {
 
 /// The packages of the upper and the lower row; all are in the upper one if the picture is narrow enough.
 ///
-/// Direct links stay in one row (their tracks are below it), and so do several planes (a bar would be in the way of
-/// another's links from below).
+/// A machine with direct links has one row, because the tracks are below it. So has a machine with several planes,
+/// because the bar of one would be in the way of another's links from below.
 fn rows(picture: &Picture) -> [&[Block]; 2] {
     let all = picture.packages.as_slice();
-    if row_width(all) <= picture.widest || !picture.links.is_empty() || picture.planes.len() > 1 {
+    if row_width(all) <= picture.max_row_width || !picture.links.is_empty() || picture.planes.len() > 1 {
         return [all, &[]];
     }
     let splits = (1..=all.len()).rev().filter_map(|upper| all.split_at_checked(upper));
@@ -191,25 +193,25 @@ struct Row {
     /// The top of the GPUs, and their height.
     leaves: i64,
     leaf_height: i64,
-    /// The distance by which it moves down; a turned row has its bottom there.
+    /// The distance by which the row moves down. A flipped row is upside down: its y becomes `shift - y`.
     shift: i64,
-    turned: bool,
+    is_flipped: bool,
 }
 
 impl Row {
     fn y(&self, y: i64) -> i64 {
-        if self.turned { self.shift - y } else { self.shift + y }
+        if self.is_flipped { self.shift - y } else { self.shift + y }
     }
 
     fn rect(&self, rect: Rect) -> Rect {
-        Rect { y: self.y(if self.turned { rect.bottom() } else { rect.y }), ..rect }
+        Rect { y: self.y(if self.is_flipped { rect.bottom() } else { rect.y }), ..rect }
     }
 }
 
 impl Layout {
     pub fn new(picture: &Picture) -> Self {
         let rows = rows(picture);
-        let inside = rows.into_iter().map(row_width).fold(NARROWEST, i64::max);
+        let inside = rows.into_iter().map(row_width).fold(MIN_WIDTH, i64::max);
         let mut layout = Self { width: inside + 2 * MARGIN, ..Self::default() };
         let top = layout.title(picture, inside);
         let all = &picture.packages;
@@ -218,12 +220,12 @@ impl Layout {
         let mut bottom = if all.is_empty() { top } else { leaves + leaf_height + 2 * PAD };
         let planes = picture.planes.len();
         for (number, packages) in rows.into_iter().enumerate() {
-            let (shift, turned) = match (number, planes) {
+            let (shift, is_flipped) = match (number, planes) {
                 (0, _) => (0, false),
                 (_, 0) => (bottom + PAD - top, false),
-                _ => (2 * bottom + BETWEEN, true),
+                _ => (2 * bottom + ROW_GAP, true),
             };
-            let row = Row { leaves, leaf_height, shift, turned };
+            let row = Row { leaves, leaf_height, shift, is_flipped };
             let mut x = MARGIN + (inside - row_width(packages)) / 2;
             for package in packages {
                 layout.place(&row, package, x, top, bottom);
@@ -231,7 +233,7 @@ impl Layout {
             }
         }
         let routes = Routes::new(picture, &layout.gpus);
-        let room = routes.inner * TRACK;
+        let room = routes.inner * TRACK_HEIGHT;
         layout.frames.iter_mut().filter(|frame| frame.kind != Kind::Node).for_each(|frame| frame.rect.height += room);
         bottom += room;
         let inner = leaves + leaf_height + PAD + PAD / 2;
@@ -241,14 +243,14 @@ impl Layout {
         layout
     }
 
-    /// Places a block and the blocks below it; `bottom` is that of a frame.
+    /// Places a block and the blocks below it; a frame ends at `bottom`.
     fn place(&mut self, row: &Row, block: &Block, x: i64, y: i64, bottom: i64) {
         let (is_frame, is_leaf) = (block.kind.is_frame(), block.kind.is_leaf());
         let (y, height, start) = match block.kind {
             _ if is_frame => (y, bottom - y, y + head(&block.lines)),
             Kind::Nic => (row.leaves, block.leaf_height(), y),
             _ if is_leaf => (row.leaves, row.leaf_height, y),
-            _ => (y, BAR, y + LEVEL),
+            _ => (y, BAR_HEIGHT, y + LEVEL_HEIGHT),
         };
         let rect = Rect { x, y, width: block.width(), height };
         let lines = match block.lines.join(" ") {
@@ -258,8 +260,8 @@ impl Layout {
             _ => block.lines.iter().take(1).cloned().collect(),
         };
         let tooltip = if is_frame { block.lines.get(1).cloned().unwrap_or_default() } else { block.tooltip.clone() };
-        let shape =
-            Shape { rect: row.rect(rect), kind: block.kind, lines, tooltip, turned: row.turned, gpu: block.gpu };
+        let is_flipped = row.is_flipped;
+        let shape = Shape { rect: row.rect(rect), kind: block.kind, lines, tooltip, is_flipped, gpu: block.gpu };
         self.gpus.extend(block.gpu.map(|gpu| (gpu, shape.rect)));
         if is_frame {
             self.frames.push(shape)
@@ -286,7 +288,7 @@ impl Layout {
         for (number, line) in std::iter::once(title).chain(&picture.models).enumerate() {
             let style = if number == 0 { Style::Title } else { Style::Subtitle };
             for text in wrap(line, style, room) {
-                self.texts.push(Text { text, style, x: MARGIN, y: y + style.size(), centred: false });
+                self.texts.push(Text { text, style, x: MARGIN, y: y + style.size(), is_centred: false });
                 y += style.line() + 2;
             }
         }
@@ -303,19 +305,20 @@ impl Layout {
         lines.retain(|(kind, _)| self.lines.iter().any(|line| line.kind == *kind));
         let (mut x, mut y, mut bottom) = (MARGIN, top, top - PAD * 2);
         for (kind, text) in lines {
-            let wide = 34 + width(text, Style::Plain);
+            let (style, wide) = (Style::Plain, 34 + width(text, Style::Plain));
             if x > MARGIN && x + wide > MARGIN + room {
                 (x, y) = (MARGIN, y + 22);
             }
             let (points, count) = (vec![(x, y + 7), (x + 26, y + 7)], if kind == LineKind::Pcie { 1 } else { 2 });
             self.lines.push(Line { points, kind, count });
-            self.texts.push(Text { text: text.to_owned(), style: Style::Plain, x: x + 34, y: y + 11, centred: false });
+            self.texts.push(Text { text: text.to_owned(), style, x: x + 34, y: y + 11, is_centred: false });
             (x, bottom) = (x + wide + 24, y + 14);
         }
         bottom
     }
 
-    /// Adds a line of NVLinks; `middle` is that of the box with their count, given half of its width and some space.
+    /// Adds a line of NVLinks and the box with their count. `middle` returns the middle of that box; its argument is
+    /// half of the box's width and some space.
     fn add_links(&mut self, line: Line, middle: impl FnOnce(i64) -> (i64, i64)) {
         let (text, kind) = (format!("NV{}", line.count), line.kind);
         let wide = width(&text, Style::Count) + 8;
@@ -326,11 +329,11 @@ impl Layout {
 
     fn add_shape(&mut self, rect: Rect, kind: Kind, text: &str) {
         let lines = text.lines().map(str::to_owned).collect();
-        self.shapes.push(Shape { rect, kind, lines, tooltip: String::new(), turned: false, gpu: None });
+        self.shapes.push(Shape { rect, kind, lines, tooltip: String::new(), is_flipped: false, gpu: None });
     }
 }
 
-/// A link with its ends and its track; x of the left end first.
+/// A link with its track, and the x of its ends.
 struct Route<'a> {
     link: &'a Link,
     left: i64,
@@ -341,9 +344,9 @@ struct Route<'a> {
 /// The routes of a picture whose GPUs have their places.
 struct Routes<'a> {
     routes: Vec<Route<'a>>,
-    /// The places at which the links of a GPU to its plane come down.
+    /// The x at which the links of a GPU to its plane come down, by the GPU's index.
     ports: BTreeMap<usize, i64>,
-    /// The number of tracks inside the packages, and of those below them.
+    /// The number of tracks inside the packages, and of tracks below the packages.
     inner: i64,
     crossing: i64,
 }
@@ -385,13 +388,13 @@ impl<'a> Routes<'a> {
         Self { routes, ports, inner, crossing }
     }
 
-    /// Draws all routes from the GPUs' bottom, `from`: tracks inside packages from `inner` down, the others from
-    /// `below`. Returns the bottom.
+    /// Draws all routes, which begin at `from`, the bottom of the GPUs. Tracks inside packages are at `inner` and
+    /// further down, the others at `below` and further down. Returns the bottom of the drawing.
     fn draw(&self, picture: &Picture, layout: &mut Layout, from: i64, inner: i64, below: i64) -> i64 {
         let below = if self.crossing > 0 { below + 8 } else { below };
         let track = |route: &Route<'_>| {
             let top = if route.link.crosses { below } else { inner };
-            top + route.track * TRACK + TRACK / 2
+            top + route.track * TRACK_HEIGHT + TRACK_HEIGHT / 2
         };
         // The lines that come down, with their depths: a count keeps clear of them.
         let mut drops: Vec<(i64, i64)> = self.ports.values().map(|x| (*x, i64::MAX)).collect();
@@ -403,9 +406,9 @@ impl<'a> Routes<'a> {
             let y = track(route);
             let points = vec![(route.left, from), (route.left, y), (route.right, y), (route.right, from)];
             let line = Line { points, kind: route.link.kind, count: route.link.count };
-            layout.add_links(line, |half| (clear(route, y, half, &drops), y));
+            layout.add_links(line, |half| (count_x(route, y, half, &drops), y));
         }
-        let mut bottom = below + self.crossing * TRACK;
+        let mut bottom = below + self.crossing * TRACK_HEIGHT;
         for plane in &picture.planes {
             let place = |gpu: usize| Some((*self.ports.get(&gpu)?, *layout.gpus.get(&gpu)?));
             let ports: Vec<_> = plane.ports.iter().filter_map(|port| Some((port, place(port.gpu)?))).collect();
@@ -413,7 +416,7 @@ impl<'a> Routes<'a> {
             let right = ports.iter().map(|(_, (_, gpu))| gpu.right()).max();
             let Some((left, right)) = left.zip(right) else { continue };
             let wide = (right - left).max(width(&plane.name, Style::Heading) + 16);
-            let rect = Rect { x: (left + right - wide) / 2, y: bottom + ABOVE_PLANE, width: wide, height: PLANE };
+            let rect = Rect { x: (left + right - wide) / 2, y: bottom + PLANE_GAP, width: wide, height: PLANE_HEIGHT };
             for (port, (x, gpu)) in ports {
                 let (from, to, at) = match gpu.y > rect.y {
                     true => (gpu.y, rect.bottom(), rect.bottom() + 20),
@@ -429,8 +432,8 @@ impl<'a> Routes<'a> {
     }
 }
 
-/// The place of a link's count on its track: as near the middle as possible without a line that comes down through it.
-fn clear(route: &Route<'_>, y: i64, half: i64, drops: &[(i64, i64)]) -> i64 {
+/// The x of a link's count on its track: as near to the middle as possible, where no line comes down through the count.
+fn count_x(route: &Route<'_>, y: i64, half: i64, drops: &[(i64, i64)]) -> i64 {
     let middle = (route.left + route.right) / 2;
     let free = |x: i64| {
         (route.left + half..=route.right - half).contains(&x)
@@ -440,7 +443,8 @@ fn clear(route: &Route<'_>, y: i64, half: i64, drops: &[(i64, i64)]) -> i64 {
     candidates.into_iter().find(|x| free(*x)).unwrap_or(middle)
 }
 
-/// Gives tracks to the links: the shortest get the nearest; two on one track keep apart. Returns the number of tracks.
+/// Gives tracks to the links: the shortest links get the nearest tracks, and links on one track keep apart. Returns the
+/// number of tracks.
 fn give_tracks(routes: &mut [Route<'_>], crosses: bool) -> i64 {
     let mut chosen: Vec<&mut Route<'_>> = routes.iter_mut().filter(|route| route.link.crosses == crosses).collect();
     chosen.sort_by_key(|route| (route.right - route.left, route.left, route.link.a, route.link.b));

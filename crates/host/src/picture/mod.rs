@@ -1,12 +1,12 @@
 //! The machine for people: as text by `linkwise topology`, as a picture by its `--format svg` and on the node's page.
 //!
-//! `outline` is the machine as a nested list; `text` prints it. A [`Picture`] is made of it: the visible parts, as nested
-//! boxes and links without a place. `layout` gives them places, `svg` prints them. All are functions of the machine: no
-//! clock, no randomness, the same text for the same machine.
+//! `outline` makes the machine a nested list, which `text` prints. A [`Picture`] is made from that list: nested boxes
+//! and links, which have no places yet. `layout` gives them places, `svg` prints them. All of this is a function of the
+//! machine: no clock, no randomness, the same text for the same machine.
 
 mod layout;
-mod looks;
 mod outline;
+mod style;
 mod svg;
 #[cfg(test)]
 mod tests;
@@ -16,20 +16,20 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use linkwise_core::topology::{Gpu, NodeObservation, NodeTopology, NumaNodeId, NvLinkRemote, PciAddress};
 use linkwise_core::words::ranges;
-use looks::{Kind, LineKind, clean};
-use outline::{Part, What, outline};
+use outline::{Part, PartKind, outline};
+use style::{Kind, LineKind, clean};
 
-pub use looks::harmless;
+pub use style::harmless;
 pub use svg::{element, svg};
 pub use text::{machine_tree, matrix};
 
 /// The most interfaces that are named in one box.
 const MAX_NAMES: usize = 4;
 
-/// The widest row of packages, if this can be met: on a common screen its texts can still be read.
-const WIDEST: i64 = 2000;
+/// The widest row of packages, unless they have to be in one row: on a common screen its texts can still be read.
+const MAX_ROW_WIDTH: i64 = 2000;
 /// The widest row in a page that has other content beside the picture.
-const WIDEST_IN_PAGE: i64 = 1280;
+const MAX_ROW_WIDTH_IN_PAGE: i64 = 1280;
 
 /// The number of colours for holders; with more holders, some share a colour.
 pub const COLOURS: u8 = 8;
@@ -46,7 +46,7 @@ pub enum Holder {
     Several,
 }
 
-/// The additions of a picture to a GPU.
+/// The facts about a GPU that the picture of a page shows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mark {
     /// The holder.
@@ -59,10 +59,10 @@ pub struct Mark {
 
 /// The visible parts of a machine.
 pub struct Picture {
-    /// The title of the machine; none in a page, which has the title itself.
+    /// The title of the machine; `None` in a page, which shows the title itself.
     title: Option<String>,
-    /// The widest row of packages.
-    widest: i64,
+    /// The widest row of packages, unless they have to be in one row.
+    max_row_width: i64,
     /// The models with their GPUs.
     models: Vec<String>,
     /// Packages with their content; parts without a known package are last.
@@ -77,16 +77,16 @@ pub struct Picture {
 struct Block {
     kind: Kind,
     lines: Vec<String>,
-    /// The text that a viewer shows when pointed at.
+    /// The text that a viewer shows when the pointer is on the box.
     tooltip: String,
-    /// The place of a GPU that NVML lists.
+    /// The index in `NodeTopology::gpus` of a GPU that NVML lists.
     gpu: Option<usize>,
     /// The number of NVLink lines that end here.
     ports: i64,
     below: Vec<Self>,
 }
 
-/// The NVLinks between two GPUs, by their places; `a` is the smaller.
+/// The NVLinks between two GPUs, by their indices in `NodeTopology::gpus`; `a` is the smaller.
 struct Link {
     a: usize,
     b: usize,
@@ -103,6 +103,7 @@ struct Plane {
     ports: Vec<Port>,
 }
 
+/// A GPU on a plane, and its links to the plane.
 struct Port {
     gpu: usize,
     count: u32,
@@ -111,7 +112,7 @@ struct Port {
 
 /// The active links of one GPU that do not lead to a GPU.
 #[derive(Default)]
-struct Face {
+struct NonGpuLinks {
     to_switches: u32,
     to_cpu: u32,
     /// The switches whose addresses are known.
@@ -122,30 +123,30 @@ impl Picture {
     /// Makes the picture of a machine with its title.
     pub fn new(title: &str, observed: &NodeObservation, topology: &NodeTopology) -> Self {
         let (title, models) = (Some(clean(title)), models(topology.gpus()));
-        Self { title, models, ..Self::sketch(observed, topology, |_| None) }
+        Self { title, models, ..Self::build(observed, topology, |_| None) }
     }
 
     /// Makes the picture for a page: without a title, in the page's own colours, and with a mark for each GPU that has
-    /// one, by its place in the topology's GPUs.
+    /// one, by its index in the topology's GPUs.
     pub fn of_node(observed: &NodeObservation, topology: &NodeTopology, marks: &BTreeMap<usize, Mark>) -> Self {
         let unmarked = Mark::default();
         let mark = |place| Some(marks.get(&place).unwrap_or(&unmarked));
-        Self { widest: WIDEST_IN_PAGE, ..Self::sketch(observed, topology, mark) }
+        Self { max_row_width: MAX_ROW_WIDTH_IN_PAGE, ..Self::build(observed, topology, mark) }
     }
 
-    fn sketch<'a>(
+    fn build<'a>(
         observed: &NodeObservation,
         topology: &NodeTopology,
         mark: impl Fn(usize) -> Option<&'a Mark>,
     ) -> Self {
         let parts = outline(observed, topology);
-        let faces = topology.gpus().iter().map(|gpu| Face::new(gpu, observed)).collect();
+        let non_gpu_links = topology.gpus().iter().map(|gpu| NonGpuLinks::new(gpu, observed)).collect();
         let marks = (0..topology.gpus().len()).map(mark).collect();
-        let sketch = Sketch { topology, faces, marks };
-        let mut packages = sketch.blocks(&parts, None);
+        let builder = Builder { topology, non_gpu_links, marks };
+        let mut packages = builder.blocks(&parts, None);
         packages.sort_by_key(|package| package.kind == Kind::Unknown);
-        let (links, planes) = (sketch.links(&packages), sketch.planes());
-        Self { title: None, widest: WIDEST, models: Vec::new(), packages, links, planes }
+        let (links, planes) = (builder.links(&packages), builder.planes());
+        Self { title: None, max_row_width: MAX_ROW_WIDTH, models: Vec::new(), packages, links, planes }
     }
 }
 
@@ -155,9 +156,9 @@ impl Block {
     }
 }
 
-impl Face {
+impl NonGpuLinks {
     fn new(gpu: &Gpu, observed: &NodeObservation) -> Self {
-        let mut face = Self::default();
+        let mut links_of_gpu = Self::default();
         let mut numbers = BTreeSet::new();
         let seen = observed.gpus.iter().find(|seen| seen.uuid == gpu.uuid && seen.pci == gpu.pci);
         let groups = seen.and_then(|seen| seen.nvlinks.as_ref()).into_iter().flatten();
@@ -166,59 +167,59 @@ impl Face {
             let links = u32::try_from(links).unwrap_or(u32::MAX);
             match group.remote {
                 NvLinkRemote::Switch(pci) => {
-                    face.to_switches = face.to_switches.saturating_add(links);
-                    face.switches.extend(pci);
+                    links_of_gpu.to_switches = links_of_gpu.to_switches.saturating_add(links);
+                    links_of_gpu.switches.extend(pci);
                 }
-                NvLinkRemote::Cpu => face.to_cpu = face.to_cpu.saturating_add(links),
+                NvLinkRemote::Cpu => links_of_gpu.to_cpu = links_of_gpu.to_cpu.saturating_add(links),
                 NvLinkRemote::Gpu(_) | NvLinkRemote::Unknown => {}
             }
         }
-        face
+        links_of_gpu
     }
 }
 
-/// The sources of a picture's parts.
-struct Sketch<'a> {
+/// Builds the parts of a picture.
+struct Builder<'a> {
     topology: &'a NodeTopology,
-    /// The faces, in the order of the topology's GPUs.
-    faces: Vec<Face>,
+    /// The links that do not lead to GPUs, in the order of the topology's GPUs.
+    non_gpu_links: Vec<NonGpuLinks>,
     /// The marks of GPUs in a page, in the same order.
     marks: Vec<Option<&'a Mark>>,
 }
 
-impl Sketch<'_> {
-    /// Boxes side by side, drawn in a NUMA node (or in none); NICs that follow each other share one.
+impl Builder<'_> {
+    /// Boxes side by side, in a NUMA node or in none; NICs that follow each other share one box.
     fn blocks(&self, parts: &[Part<'_>], numa: Option<NumaNodeId>) -> Vec<Block> {
-        let is_nic = |part: &Part<'_>| matches!(part.what, What::Nic(_));
+        let is_nic = |part: &Part<'_>| matches!(part.kind, PartKind::Nic(_));
         let mut blocks = Vec::new();
         for group in parts.chunk_by(|a, b| is_nic(a) && is_nic(b)) {
             let mut block = match group {
-                [one] if !is_nic(one) => self.block(one, numa),
+                [part] if !is_nic(part) => self.block(part, numa),
                 nics => self.nics(nics, numa),
             };
             // No real device is below a card, but a file may have one there.
-            let beside = if block.kind.is_leaf() { std::mem::take(&mut block.below) } else { Vec::new() };
+            let siblings = if block.kind.is_leaf() { std::mem::take(&mut block.below) } else { Vec::new() };
             blocks.push(block);
-            blocks.extend(beside);
+            blocks.extend(siblings);
         }
         blocks
     }
 
     fn block(&self, part: &Part<'_>, numa: Option<NumaNodeId>) -> Block {
-        let numa = if let What::Node(id, _) = part.what { id } else { numa };
+        let numa = if let PartKind::Node(id, _) = part.kind { id } else { numa };
         let mut below = self.blocks(&part.below, numa);
-        let name = match part.what {
-            What::Switch => "switch".to_owned(),
-            What::Port => "port".to_owned(),
-            What::UnlistedGpu => "GPU".to_owned(),
+        let name = match part.kind {
+            PartKind::Switch => "switch".to_owned(),
+            PartKind::Port => "port".to_owned(),
+            PartKind::UnlistedGpu => "GPU".to_owned(),
             _ => part.label(),
         };
         let address: Vec<String> = part.pci.map(address).into_iter().collect();
-        let (kind, more) = match part.what {
-            What::Package(id) => {
-                // NUMA nodes without a PCI device are one line.
+        let (kind, more) = match part.kind {
+            PartKind::Package(id) => {
+                // NUMA nodes without a PCI device share one line.
                 let has_devices = |node: &&Part<'_>| !node.below.is_empty();
-                let number = |node: &Part<'_>| if let What::Node(id, _) = node.what { Some(id?.0) } else { None };
+                let number = |node: &Part<'_>| if let PartKind::Node(id, _) = node.kind { Some(id?.0) } else { None };
                 let empty: Vec<u32> = part.below.iter().filter(|node| !has_devices(node)).filter_map(number).collect();
                 below.retain(|node| !node.below.is_empty());
                 let kind = if id.is_some() { Kind::Package } else { Kind::Unknown };
@@ -226,14 +227,14 @@ impl Sketch<'_> {
                 let note = (!empty.is_empty()).then(|| format!("no PCI devices: NUMA {nodes} {}", ranges(&empty)));
                 (kind, note.into_iter().collect())
             }
-            What::Unseen => (Kind::Unknown, Vec::new()),
-            What::Node(..) => (Kind::Node, part.cpus().iter().map(|cpus| clean(cpus)).collect()),
-            What::Bridge => (Kind::Bridge, Vec::new()),
-            What::Switch => (Kind::Switch, address),
-            What::Port | What::Deeper => (Kind::Port, address),
-            What::Nic(_) => (Kind::Nic, address),
-            What::UnlistedGpu => (Kind::Unlisted, [address, vec!["not in NVML".to_owned()]].concat()),
-            What::Gpu(place) => return self.gpu(place, numa, below),
+            PartKind::Unseen => (Kind::Unknown, Vec::new()),
+            PartKind::Node(..) => (Kind::Node, part.cpus().iter().map(|cpus| clean(cpus)).collect()),
+            PartKind::Bridge => (Kind::Bridge, Vec::new()),
+            PartKind::Switch => (Kind::Switch, address),
+            PartKind::Port | PartKind::Deeper => (Kind::Port, address),
+            PartKind::Nic(_) => (Kind::Nic, address),
+            PartKind::UnlistedGpu => (Kind::Unlisted, [address, vec!["not in NVML".to_owned()]].concat()),
+            PartKind::Gpu(place) => return self.gpu(place, numa, below),
         };
         let lines = [name].into_iter().chain(more).collect();
         Block { kind, lines, tooltip: clean(&part.label()), gpu: None, ports: 0, below }
@@ -251,7 +252,7 @@ impl Sketch<'_> {
             let rail = gpu.rail.map(|rail| format!(", rail {rail}"));
             tooltip.extend([model, memory, rail].into_iter().flatten());
         }
-        let to_cpu = self.faces.get(place).map_or(0, |face| face.to_cpu);
+        let to_cpu = self.non_gpu_links.get(place).map_or(0, |links_of_gpu| links_of_gpu.to_cpu);
         lines.extend((to_cpu > 0).then(|| format!("NV{to_cpu} to CPU")));
         let mark = self.mark(place);
         lines.extend(mark.into_iter().flat_map(|mark| &mark.lines).map(|line| clean(line)));
@@ -267,7 +268,7 @@ impl Sketch<'_> {
         let mut names = Vec::new();
         let mut fastest = None;
         for part in parts {
-            let What::Nic(nics) = part.what else { continue };
+            let PartKind::Nic(nics) = part.kind else { continue };
             names.extend(nics.iter().map(|nic| clean(&nic.name)));
             fastest = nics.iter().map(|nic| nic.mbps).fold(fastest, Option::max);
             if nics.is_empty() {
@@ -283,15 +284,15 @@ impl Sketch<'_> {
         Block { kind: Kind::Nic, lines: names, tooltip, gpu: None, ports: 0, below }
     }
 
-    /// The GPUs' links, if the GPUs are in these packages.
+    /// The NVLinks between GPUs; a link crosses if its GPUs are not in the same one of these packages.
     fn links(&self, packages: &[Block]) -> Vec<Link> {
         let home = |gpu| packages.iter().position(|package| package.holds(gpu));
         let all = 0..self.topology.gpus().len();
         let pairs = all.clone().flat_map(|a| all.clone().map(move |b| (a, b)));
         let link = |(a, b)| {
             let crosses = home(a) != home(b);
-            let kind = match (self.held(a), self.held(b)) {
-                (Some(one), Some(other)) if one == other => one,
+            let kind = match (self.holder_line(a), self.holder_line(b)) {
+                (Some(of_a), Some(of_b)) if of_a == of_b => of_a,
                 _ if crosses => LineKind::Crossing,
                 _ => LineKind::Near,
             };
@@ -300,12 +301,12 @@ impl Sketch<'_> {
         pairs.map(link).filter(|link| link.count > 0).collect()
     }
 
-    /// The number of NVLinks from GPU `a` directly to GPU `b`: the topology also counts the path over a plane, which
-    /// has its own lines here.
+    /// The number of NVLinks from GPU `a` directly to GPU `b`; 0 unless `a` is smaller. The topology also counts the
+    /// links over a plane, for which the picture has other lines.
     fn direct_links(&self, a: usize, b: usize) -> u32 {
-        let links = |place: usize| self.faces.get(place).map_or(0, |face| face.to_switches);
-        let joined = self.plane(a).is_some() && self.plane(a) == self.plane(b);
-        let over_plane = if joined { links(a).min(links(b)) } else { 0 };
+        let links = |place: usize| self.non_gpu_links.get(place).map_or(0, |links_of_gpu| links_of_gpu.to_switches);
+        let is_same_plane = self.plane(a).is_some() && self.plane(a) == self.plane(b);
+        let over_plane = if is_same_plane { links(a).min(links(b)) } else { 0 };
         if a < b { self.topology.nvlink_count(a, b).saturating_sub(over_plane) } else { 0 }
     }
 
@@ -316,12 +317,12 @@ impl Sketch<'_> {
 
     fn planes(&self) -> Vec<Plane> {
         let mut planes: BTreeMap<u32, (Vec<Port>, BTreeSet<PciAddress>)> = BTreeMap::new();
-        for (gpu, face) in self.faces.iter().enumerate() {
+        for (gpu, links_of_gpu) in self.non_gpu_links.iter().enumerate() {
             let Some(number) = self.plane(gpu) else { continue };
             let (ports, switches) = planes.entry(number).or_default();
-            let kind = self.held(gpu).unwrap_or(LineKind::Near);
-            ports.push(Port { gpu, count: face.to_switches, kind });
-            switches.extend(&face.switches);
+            let kind = self.holder_line(gpu).unwrap_or(LineKind::Near);
+            ports.push(Port { gpu, count: links_of_gpu.to_switches, kind });
+            switches.extend(&links_of_gpu.switches);
         }
         let several = planes.len() > 1;
         let plane = |(number, (ports, switches)): (u32, (Vec<Port>, BTreeSet<PciAddress>))| {
@@ -340,8 +341,8 @@ impl Sketch<'_> {
         *self.marks.get(place)?
     }
 
-    /// The kind of the links of a GPU with one holder.
-    fn held(&self, place: usize) -> Option<LineKind> {
+    /// The kind of the links of a GPU, if it has one holder.
+    fn holder_line(&self, place: usize) -> Option<LineKind> {
         if let Holder::One(colour) = self.mark(place)?.holder { Some(LineKind::Held(colour)) } else { None }
     }
 }
@@ -360,7 +361,7 @@ fn models(gpus: &[Gpu]) -> Vec<String> {
     if gpus.is_empty() { vec!["no GPUs".to_owned()] } else { lines.collect() }
 }
 
-/// An address in the short form: without domain 0.
+/// A PCI address, without the domain if that is 0.
 pub fn address(pci: PciAddress) -> String {
     let long = pci.to_string();
     long.strip_prefix("0000:").map(str::to_owned).unwrap_or(long)

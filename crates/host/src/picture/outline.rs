@@ -11,12 +11,12 @@ use linkwise_core::topology::{
 };
 
 /// The depth to which a tree is followed; real ones have six levels, a file may have any number.
-const DEEPEST: usize = 32;
+const MAX_DEPTH: usize = 32;
 
 /// A package, a NUMA node, a host bridge or a PCI function, and the parts below.
 pub struct Part<'a> {
     /// The kind of the part.
-    pub what: What<'a>,
+    pub kind: PartKind<'a>,
     /// Its PCI address, if it has one.
     pub pci: Option<PciAddress>,
     /// The parts in it or below it.
@@ -25,18 +25,18 @@ pub struct Part<'a> {
 
 /// The kind of a part.
 #[derive(Clone, Copy)]
-pub enum What<'a> {
+pub enum PartKind<'a> {
     /// A package; `None` if the package of a NUMA node or a host bridge is unknown.
     Package(Option<PackageId>),
     /// A NUMA node with its CPUs as a kernel list; `None` holds the host bridges whose NUMA node is unknown.
     Node(Option<NumaNodeId>, &'a str),
     /// A PCI host bridge.
     Bridge,
-    /// A port with several devices; other ports are left out, and the device on them stands in their place.
+    /// A port with several devices. A port with one device is left out, and the device stands in its place.
     Port,
     /// A PCIe switch.
     Switch,
-    /// A GPU, by its place in [`NodeTopology::gpus`].
+    /// A GPU, by its index in [`NodeTopology::gpus`].
     Gpu(usize),
     /// A GPU that the host shows and NVML does not.
     UnlistedGpu,
@@ -48,47 +48,47 @@ pub enum What<'a> {
     Unseen,
 }
 
-/// The whole machine: packages, and [`What::Unseen`] if there are such GPUs.
+/// The whole machine: packages, and [`PartKind::Unseen`] if there are such GPUs.
 pub fn outline<'a>(observed: &'a NodeObservation, topology: &NodeTopology) -> Vec<Part<'a>> {
     let mut walk = Walk { topology, drawn: BTreeSet::new() };
     let mut parts = walk.packages(observed);
     let unseen = (0..topology.gpus().len()).filter(|place| !walk.drawn.contains(place));
-    let unseen: Vec<Part<'a>> = unseen.map(|place| Part::new(What::Gpu(place), Vec::new())).collect();
+    let unseen: Vec<Part<'a>> = unseen.map(|place| Part::new(PartKind::Gpu(place), Vec::new())).collect();
     if !unseen.is_empty() {
-        parts.push(Part::new(What::Unseen, unseen));
+        parts.push(Part::new(PartKind::Unseen, unseen));
     }
     parts
 }
 
 impl<'a> Part<'a> {
-    fn new(what: What<'a>, below: Vec<Self>) -> Self {
-        Self { what, pci: None, below }
+    fn new(kind: PartKind<'a>, below: Vec<Self>) -> Self {
+        Self { kind, pci: None, below }
     }
 
     /// A line about the part, in people's words; for a GPU only the address.
     pub fn label(&self) -> String {
         let address = self.pci.map(|pci| format!(" {pci}")).unwrap_or_default();
-        match self.what {
-            What::Package(id) => id.map_or("package unknown".to_owned(), |id| format!("package {id}")),
-            What::Node(id, _) => id.map_or("NUMA node unknown".to_owned(), |id| format!("NUMA node {id}")),
-            What::Bridge => "host bridge".to_owned(),
-            What::Port => format!("port{address}"),
-            What::Switch => format!("PCIe switch{address}"),
-            What::Gpu(_) => format!("GPU{address}"),
-            What::UnlistedGpu => format!("a GPU that NVML does not list{address}"),
-            What::Nic(nics) => {
+        match self.kind {
+            PartKind::Package(id) => id.map_or("package unknown".to_owned(), |id| format!("package {id}")),
+            PartKind::Node(id, _) => id.map_or("NUMA node unknown".to_owned(), |id| format!("NUMA node {id}")),
+            PartKind::Bridge => "host bridge".to_owned(),
+            PartKind::Port => format!("port{address}"),
+            PartKind::Switch => format!("PCIe switch{address}"),
+            PartKind::Gpu(_) => format!("GPU{address}"),
+            PartKind::UnlistedGpu => format!("a GPU that NVML does not list{address}"),
+            PartKind::Nic(nics) => {
                 format!("NIC{address}  {}", nics.iter().map(nic_name).collect::<Vec<_>>().join(", "))
             }
-            What::Deeper => "...".to_owned(),
-            What::Unseen => "not in the host's PCI tree".to_owned(),
+            PartKind::Deeper => "...".to_owned(),
+            PartKind::Unseen => "not in the host's PCI tree".to_owned(),
         }
     }
 
     /// The CPUs of a NUMA node; `None` for the unknown node.
     pub fn cpus(&self) -> Option<String> {
-        match self.what {
-            What::Node(Some(_), "") => Some("no CPUs".to_owned()),
-            What::Node(Some(_), cpus) => Some(format!("CPUs {cpus}")),
+        match self.kind {
+            PartKind::Node(Some(_), "") => Some("no CPUs".to_owned()),
+            PartKind::Node(Some(_), cpus) => Some(format!("CPUs {cpus}")),
             _ => None,
         }
     }
@@ -112,40 +112,40 @@ impl Walk<'_> {
         for bridge in &observed.host.host_bridges {
             let below = bridge.devices.iter().filter_map(|device| self.device(device, 0)).collect();
             let node = places.entry(package(bridge)).or_default().entry(bridge.numa).or_default();
-            node.push(Part::new(What::Bridge, below));
+            node.push(Part::new(PartKind::Bridge, below));
         }
         let cpus = |id: Option<NumaNodeId>| id.and_then(|id| nodes.get(&id)).map_or("", |(_, cpus)| cpus);
-        let node = |(id, bridges)| Part::new(What::Node(id, cpus(id)), bridges);
+        let node = |(id, bridges)| Part::new(PartKind::Node(id, cpus(id)), bridges);
         let package =
-            |(id, nodes): (_, BTreeMap<_, _>)| Part::new(What::Package(id), nodes.into_iter().map(node).collect());
+            |(id, nodes): (_, BTreeMap<_, _>)| Part::new(PartKind::Package(id), nodes.into_iter().map(node).collect());
         places.into_iter().map(package).collect()
     }
 
     /// A device with the parts below; `None` for a port without devices, and for a GPU that is in the outline already.
     fn device<'a>(&mut self, device: &'a PciObservation, depth: usize) -> Option<Part<'a>> {
         let pci = device.pci;
-        if depth > DEEPEST {
-            return Some(Part { pci, ..Part::new(What::Deeper, Vec::new()) });
+        if depth > MAX_DEPTH {
+            return Some(Part { pci, ..Part::new(PartKind::Deeper, Vec::new()) });
         }
         let mut below: Vec<Part<'a>> =
             device.devices.iter().filter_map(|device| self.device(device, depth + 1)).collect();
-        let what = match device.kind {
+        let kind = match device.kind {
             PciKind::RootPort | PciKind::DownstreamPort if below.len() < 2 => return below.pop(),
-            PciKind::RootPort | PciKind::DownstreamPort => What::Port,
-            PciKind::Switch | PciKind::UpstreamPort => What::Switch,
+            PciKind::RootPort | PciKind::DownstreamPort => PartKind::Port,
+            PciKind::Switch | PciKind::UpstreamPort => PartKind::Switch,
             PciKind::Gpu => self.gpu(pci)?,
-            PciKind::Nic => What::Nic(&device.nics),
+            PciKind::Nic => PartKind::Nic(&device.nics),
         };
-        Some(Part { what, pci, below })
+        Some(Part { kind, pci, below })
     }
 
     /// The GPU at an address; if several claim it, the first that is not in the outline yet.
-    fn gpu(&mut self, pci: Option<PciAddress>) -> Option<What<'static>> {
+    fn gpu(&mut self, pci: Option<PciAddress>) -> Option<PartKind<'static>> {
         let mut here = self.topology.gpus().iter().enumerate().filter(|(_, gpu)| Some(gpu.pci) == pci).peekable();
         if here.peek().is_none() {
-            return Some(What::UnlistedGpu);
+            return Some(PartKind::UnlistedGpu);
         }
-        here.map(|(place, _)| place).find(|place| self.drawn.insert(*place)).map(What::Gpu)
+        here.map(|(place, _)| place).find(|place| self.drawn.insert(*place)).map(PartKind::Gpu)
     }
 }
 
@@ -171,7 +171,7 @@ mod tests {
     }
 
     fn gpus(parts: &[Part<'_>]) -> Vec<usize> {
-        let place = |part: &Part<'_>| if let What::Gpu(place) = part.what { Some(place) } else { None };
+        let place = |part: &Part<'_>| if let PartKind::Gpu(place) = part.kind { Some(place) } else { None };
         parts.iter().flat_map(|part| place(part).into_iter().chain(gpus(&part.below))).collect()
     }
 

@@ -5,7 +5,7 @@ use svg::node::element::{Element, Group, Path, Rectangle, Title};
 use svg::node::{self, Node as _};
 
 use super::layout::{Layout, Line, Rect, Shape, Text};
-use super::looks::{Kind, LineKind, Style, breadth, harmless};
+use super::style::{Kind, LineKind, Style, breadth, harmless};
 use super::{Holder, Picture};
 
 const SANS: &str = "DejaVu Sans, Verdana, Segoe UI, Helvetica, Arial, sans-serif";
@@ -32,9 +32,9 @@ pub fn svg(picture: &Picture) -> String {
     format!("{}\n", Paint::Own.fill(document.add(page), &layout))
 }
 
-/// The picture as an element of an HTML page, for assistive technology one image with this name. A GPU's group has the
-/// class `gpu`, the text and holder of its [`super::Mark`], and its place as `data-gpu`; a page styles the classes of
-/// `looks`.
+/// The picture as an element of an HTML page; assistive technology sees one image with this name. A GPU's group has the
+/// class `gpu`, the text and holder of its [`super::Mark`], and its index as `data-gpu`; a page styles the classes of
+/// the module `style`.
 pub fn element(picture: &Picture, name: &str) -> String {
     let layout = Layout::new(picture);
     let name: String = name.chars().map(harmless).collect();
@@ -131,7 +131,7 @@ impl Paint {
             Self::Page if text.style == Style::Mono => element.assign("class", "mono"),
             Self::Own | Self::Page => {}
         }
-        if text.centred {
+        if text.is_centred {
             element.assign("text-anchor", "middle");
         }
         element
@@ -148,8 +148,8 @@ fn path(line: &Line) -> Path {
             (None, _) => format!("M{x} {y}"),
             (Some(_), None) => format!("L{x} {y}"),
             (Some(before), Some(after)) => {
-                let (from, to) = (towards((x, y), before), towards((x, y), *after));
-                format!("L{} {}Q{x} {y} {} {}", from.0, from.1, to.0, to.1)
+                let ((from_x, from_y), (to_x, to_y)) = (towards((x, y), before), towards((x, y), *after));
+                format!("L{from_x} {from_y}Q{x} {y} {to_x} {to_y}")
             }
         };
         before = Some((x, y));
@@ -157,7 +157,7 @@ fn path(line: &Line) -> Path {
     Path::new().set("d", data).set("fill", "none")
 }
 
-/// The point at a rounded corner's end towards its neighbour, at most half the way.
+/// The end of a rounded corner towards the next point, at most half of the way.
 fn towards((x, y): (i64, i64), (to_x, to_y): (i64, i64)) -> (i64, i64) {
     let step = |from: i64, to: i64| (to - from).signum() * 9.min((to - from).abs() / 2);
     (x + step(x, to_x), y + step(y, to_y))

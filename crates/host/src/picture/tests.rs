@@ -2,14 +2,14 @@
 
 use super::Picture;
 use super::layout::{Layout, Rect, Text};
-use super::looks::{Kind, LineKind, width};
+use super::style::{Kind, LineKind, width};
 use crate::machines::{self, Machine};
 use linkwise_core::topology::{NodeObservation, NodeTopology, NumaNodeObservation, NvLinkRemote, PciObservation};
 
 /// The rectangle of a text, as measured.
 fn around(text: &Text) -> Rect {
     let wide = width(&text.text, text.style);
-    let x = if text.centred { text.x - wide / 2 } else { text.x };
+    let x = if text.is_centred { text.x - wide / 2 } else { text.x };
     Rect { x, y: text.y - text.style.size(), width: wide, height: text.style.size() + 2 }
 }
 

@@ -1,8 +1,8 @@
 //! The machine as text: the tree of packages, NUMA nodes, host bridges, switches, GPUs and NICs, and the matrix, as
 //! `nvidia-smi topo -m` prints it.
 
-use super::looks::clean;
-use super::outline::{Part, What, outline};
+use super::outline::{Part, PartKind, outline};
+use super::style::clean;
 use crate::machines::Machine;
 use linkwise_core::quote::excerpt;
 use linkwise_core::topology::{HostObservation, NodeTopology};
@@ -34,7 +34,7 @@ pub fn machine_tree(machine: &Machine) -> String {
 /// Draws the parts below a part, a line for each with the branches to its left.
 fn draw(above: &Part<'_>, indent: &str, gpu: &impl Fn(usize) -> String, text: &mut String) {
     // A machine can have dozens of NUMA nodes that only have memory: one line for them all.
-    let is_memory = |part: &&Part<'_>| matches!(part.what, What::Node(Some(_), "")) && part.below.is_empty();
+    let is_memory = |part: &&Part<'_>| matches!(part.kind, PartKind::Node(Some(_), "")) && part.below.is_empty();
     let (memory, mut parts): (Vec<_>, Vec<_>) = above.below.iter().partition(is_memory);
     let mut all_memory = None;
     match memory.as_slice() {
@@ -43,8 +43,8 @@ fn draw(above: &Part<'_>, indent: &str, gpu: &impl Fn(usize) -> String, text: &m
         }
         few => parts.extend(few),
     }
-    let label = |part: &Part<'_>| match (part.what, part.cpus()) {
-        (What::Gpu(place), _) => gpu(place),
+    let label = |part: &Part<'_>| match (part.kind, part.cpus()) {
+        (PartKind::Gpu(place), _) => gpu(place),
         (_, Some(cpus)) => format!("{}, {}", part.label(), excerpt(&cpus)),
         _ => part.label(),
     };
@@ -59,7 +59,8 @@ fn draw(above: &Part<'_>, indent: &str, gpu: &impl Fn(usize) -> String, text: &m
     }
 }
 
-/// GPUs and NICs against GPUs, with the CPUs, the NUMA node and, where there are rails, the rail of each GPU.
+/// The matrix: a row for each GPU, with its links to GPUs and NICs, its CPUs, its NUMA node and, if there are rails,
+/// its rail.
 pub fn matrix(topology: &NodeTopology, host: &HostObservation) -> String {
     let gpus = topology.gpus();
     if gpus.is_empty() {

@@ -1,11 +1,12 @@
-//! The looks of a picture: the kinds of boxes and lines with their colours and classes, and texts, made harmless,
-//! measured and shortened.
+//! The style of a picture: the kinds of boxes and lines, with their colours and classes. Also makes texts harmless,
+//! measures them and shortens them.
 //!
 //! Texts are measured without a font, so that the same machine gives the same picture everywhere: the widths are those
 //! of wide fonts (DejaVu), rounded up, and the font of a viewer is narrower.
 
 use super::Holder;
 
+/// The kind of a box.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Package,
@@ -26,15 +27,16 @@ pub(super) enum Kind {
     Count(LineKind),
 }
 
+/// The kind of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LineKind {
     /// A line between a bridge, switch or port and a device below it.
     Pcie,
-    /// NVLinks of GPUs of one package, or of a GPU and a plane.
+    /// NVLinks between GPUs of one package, or between a GPU and a plane.
     Near,
-    /// NVLinks of GPUs of two packages.
+    /// NVLinks between GPUs of two packages.
     Crossing,
-    /// NVLinks of the GPUs of a holder with this colour.
+    /// NVLinks between GPUs of one holder, or between such a GPU and a plane; the holder has this colour.
     Held(u8),
 }
 
@@ -102,7 +104,7 @@ impl Kind {
             Self::Plane => Style::Heading,
             Self::Count(_) => Style::Count,
             Self::Package | Self::Unknown | Self::Bridge | Self::Switch | Self::Port => Style::Plain,
-            // These lines are a page's text about a GPU; the address is set like all addresses.
+            // A page's text about a GPU begins below the address, which is set as all addresses are.
             Self::Marked(..) if line > 1 => Style::Mark,
             Self::Node | Self::Gpu | Self::Marked(..) | Self::Unlisted | Self::Nic => Style::Mono,
         }
@@ -134,6 +136,7 @@ pub(super) fn breadth(links: u32) -> i64 {
     i64::from(links).saturating_mul(2).clamp(2, 10)
 }
 
+/// The style of a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Style {
     Title,
