@@ -1,20 +1,21 @@
 //! [`SliceWriter`]: the ResourceSlices by which the scheduler finds this node's GPUs.
 //!
 //! The only writer of slices. It follows a channel with the wanted pool and the stored slices, and makes the slices
-//! equal to the pool: at once after a change, and on average one request a second: `k` slices are `k` requests, and `k`
-//! seconds of rest after them. A kubelet that starts deletes all slices of its node; the writer creates them again. The
-//! slices stay when the writer ends: kubelets delete those of a driver that has been away for 30 s.
+//! equal to the pool. It writes at once after a change, but on average one request a second: `k` slices are `k`
+//! requests, and `k` seconds of rest after them. A kubelet that starts deletes all slices of its node; the writer
+//! creates them again. The writer leaves the slices when it ends: the kubelet deletes those of a driver that has been
+//! away for 30 s.
 //!
 //! Nothing is written while the kubelet has not registered the DRA plugin: slices that the kubelet deleted because the
-//! plugin is away stay deleted, so that a node which cannot prepare claims attracts no pods. Slices that are there stay
-//! as they are, and a restart does not take the GPUs away for a moment.
+//! plugin is away stay deleted, so that a node which cannot prepare claims attracts no pods. Slices that exist stay as
+//! they are, so that a restart of linkwise does not withdraw the GPUs for a moment.
 //!
-//! Of a pool with counters the slices with them are written first; where they come back without, nothing else of that
-//! pool is.
+//! In a pool with counters, the slices that hold counters are written first. If the server drops the counters, the rest
+//! of the pool is not written.
 //!
-//! [`Repairs`] paces repairs of slices that another program changed. Two DRA drivers of one name would keep the API
-//! server busy: each writes its slices and deletes the other's. A kubelet that starts deletes all slices of its node,
-//! and they have to be back soon.
+//! [`Repairs`] paces repairs of slices that another program changed. Two DRA drivers of one name would otherwise keep
+//! the API server busy, because each writes its slices and deletes the other's. Deletions alone are repaired at once: a
+//! kubelet that starts deletes all slices of its node, and they have to be back soon.
 
 mod plan;
 pub(crate) mod stored;
@@ -48,7 +49,7 @@ const MANAGER: &str = "linkwise";
 
 const TAINTS_DROPPED: &str = "the API server drops taints of devices (feature gate DRADeviceTaints)";
 
-/// The ResourceSlices of a new pool, for a Node with a UID.
+/// The ResourceSlices that a writer would create for a new pool, for a Node with a UID.
 pub fn published(pool: &Pool) -> Vec<Value> {
     let plan = plan(pool, &BTreeMap::new(), Some("00000000-0000-0000-0000-000000000000"), &Memory::default());
     let created = |write| if let Write::Create(slice) = write { Some(slice) } else { None };
@@ -60,13 +61,13 @@ fn selector(node: &str) -> String {
     format!("spec.nodeName={node},spec.driver={DRA_DRIVER}")
 }
 
-/// Returns true if a slice is one of these. A server that ignores the selector also sends slices of other nodes, which the
-/// writer must not delete.
+/// Returns true if a slice is this driver's and on the node. A server that ignores the selector also sends slices of
+/// other nodes, which the writer must not delete.
 fn is_on(node: &str, slice: &Value) -> bool {
     slice["spec"]["nodeName"] == *node && slice["spec"]["driver"] == DRA_DRIVER
 }
 
-/// The wanted pool; `None` before the first.
+/// The channel of the wanted pool; `None` before the first pool.
 type Wanted = watch::Receiver<Option<Arc<Pool>>>;
 
 /// Writes the slices of one node.
@@ -92,7 +93,7 @@ pub struct SliceWriter {
     /// The pool that was written or found stored last.
     last: Option<Arc<Pool>>,
     /// The moment before which nothing is written.
-    rest: Instant,
+    next_write: Instant,
     repairs: Repairs,
 }
 
@@ -120,7 +121,7 @@ impl SliceWriter {
             known: StoredPool::default(),
             version_read: None,
             last: None,
-            rest: Instant::now(),
+            next_write: Instant::now(),
             repairs: Repairs::new(pace.repair, pace.longest),
         }
     }
@@ -156,7 +157,7 @@ impl SliceWriter {
                 changed = pool.changed() => if changed.is_err() { return },
                 // The channel lives as long as this task.
                 _ = changes.changed() => {}
-                // A plugin that has ended changes nothing any more.
+                // The channel is closed once the plugin has ended, and then has no more changes.
                 Ok(()) = registered.changed() => {}
             }
         }
@@ -166,7 +167,8 @@ impl SliceWriter {
     async fn write(&mut self, pool: &mut Wanted) -> Result<(), ApiError> {
         self.read_version().await?;
         let wanted = pool.borrow_and_update().clone();
-        // Without its counters a pool would give memory slices out twice: another pool will come.
+        // Without its counters, a pool would give out memory slices twice. The writer waits for a pool without
+        // counters.
         let wanted = wanted.filter(|pool| !self.known.drops_counters || pool.counters.is_empty());
         let Some(wanted) = wanted.filter(|_| self.stored.borrow().is_known) else {
             self.report(pool.borrow().as_deref());
@@ -177,7 +179,7 @@ impl SliceWriter {
         }
         let planned = self.plan(&wanted);
         if planned.writes.is_empty() {
-            self.works(wanted);
+            self.record_success(wanted);
             return Ok(());
         }
         self.report(Some(&wanted));
@@ -187,7 +189,7 @@ impl SliceWriter {
         if self.last.as_ref().is_some_and(|last| Arc::ptr_eq(last, &wanted)) {
             self.pause(pool).await;
         }
-        tokio::time::sleep_until(self.rest).await;
+        tokio::time::sleep_until(self.next_write).await;
         // A missing slice was deleted by the node's kubelet, or with the Node, which then has another UID.
         if self.had_slices && planned.writes.iter().any(|write| matches!(write, Write::Create(_))) {
             self.owner = Some(self.node_uid().await?);
@@ -201,14 +203,14 @@ impl SliceWriter {
         }
         for write in planned.writes {
             // Each request is counted before its result is known: a server in trouble must not get more requests.
-            self.rest = self.rest.max(Instant::now()) + self.server.pace().write;
+            self.next_write = self.next_write.max(Instant::now()) + self.server.pace().write;
             self.request(write).await?;
             if self.known.drops_counters && !wanted.counters.is_empty() {
                 self.report(Some(&wanted));
                 return Ok(());
             }
         }
-        self.works(wanted);
+        self.record_success(wanted);
         Ok(())
     }
 
@@ -217,7 +219,7 @@ impl SliceWriter {
     }
 
     /// Records that the pool is stored.
-    fn works(&mut self, pool: Arc<Pool>) {
+    fn record_success(&mut self, pool: Arc<Pool>) {
         self.attempts.succeeded();
         self.had_slices = true;
         self.known.trouble = None;
@@ -234,7 +236,7 @@ impl SliceWriter {
     async fn pause(&mut self, pool: &mut Wanted) {
         let (pause, is_news) = self.repairs.pause(self.stored.borrow().disturbances, Instant::now());
         if is_news {
-            let why = "somebody else changes our ResourceSlices again and again: another DRA driver of this name?";
+            let why = "another program keeps changing our ResourceSlices; look for another DRA driver of this name";
             tracing::warn!(node = %self.node, driver = %DRA_DRIVER, "{why}");
         }
         tokio::select! {
@@ -306,8 +308,8 @@ impl SliceWriter {
         }
     }
 
-    /// Reads the server's release: at the start, before anything is written, and when the slices are listed anew. A
-    /// server that does not tell it has none.
+    /// Reads the server's release: at the start, before anything is written, and after each list of the slices. The
+    /// release is `None` if the server does not report it.
     async fn read_version(&mut self) -> Result<(), ApiError> {
         let lists = self.stored.borrow().lists;
         let is_read = self.version_read == Some(lists);
@@ -333,7 +335,7 @@ impl SliceWriter {
         Ok(())
     }
 
-    /// The Node's UID; `None` if the server does not show it: then the slices get no owner.
+    /// Reads the Node's UID. `None` if the server does not show it; then the slices get no owner.
     async fn node_uid(&mut self) -> Result<Option<String>, ApiError> {
         let get = |client| async { Api::<Node>::all(client).get_metadata(&self.node).await };
         match self.server.call("nodes", "get", get).await {
@@ -342,7 +344,7 @@ impl SliceWriter {
                 let error = error.to_string();
                 tracing::warn!(
                     error,
-                    "own Node unreadable, the ResourceSlices get no owner and stay when it is deleted"
+                    "own Node unreadable, the ResourceSlices get no owner and stay when the Node is deleted"
                 );
                 Ok(None)
             }
@@ -350,8 +352,8 @@ impl SliceWriter {
         }
     }
 
-    /// Returns false if the server dropped a taint, or has a release that drops them. Learning it from a taint alone
-    /// would offer sick GPUs after each start, until the first answer.
+    /// Returns false if the server dropped a taint, or has a release that drops taints. Without the release, unhealthy
+    /// GPUs would be offered after each start, until the first answer without its taints.
     fn keeps_taints(&self) -> bool {
         !self.known.drops_taints && self.known.version.is_none_or(ServerVersion::has_taints_and_counters)
     }
@@ -395,12 +397,12 @@ pub struct StoredPool {
     /// Set if the server drops taints (its release is too old, or its gate DRADeviceTaints is off): then unhealthy
     /// devices have to be left out.
     pub drops_taints: bool,
-    /// Whether the server drops counters (its gate DRAPartitionableDevices is off): then a pool with counters is not
-    /// written any further.
+    /// Set if the server drops counters (its gate DRAPartitionableDevices is off): then the rest of a pool with
+    /// counters is not written.
     pub drops_counters: bool,
-    /// Whether the slices were listed, and the release read.
+    /// Set once the slices were listed and the release was read.
     pub is_read: bool,
-    /// The server's release; `None` if the server does not tell it.
+    /// The server's release; `None` if the server does not report it.
     pub version: Option<ServerVersion>,
     /// Set if the server drops `allowMultipleAllocations` (its gate DRAConsumableCapacity is off): then one claim has
     /// the whole device.
@@ -411,18 +413,18 @@ pub struct StoredPool {
     pub trouble: Option<String>,
 }
 
-/// The number of changes by others in a row that are repaired at once; further repairs come more and more slowly.
-const PATIENCE: u32 = 3;
+/// The most changes by other programs in a row that are repaired at once; further repairs come more and more slowly.
+const MAX_QUICK_REPAIRS: u32 = 3;
 
 /// The time without a repair after which the next one counts as the first. It is longer than any pause between two.
-const FORGOTTEN: Duration = Duration::from_secs(600);
+const QUIET_INTERVAL: Duration = Duration::from_secs(600);
 
-/// The changes by others, counted.
+/// The number of changes by other programs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Disturbances {
-    /// Slices were created or changed.
+    /// The times that slices were created or changed.
     pub changes: u64,
-    /// Slices were deleted.
+    /// The times that slices were deleted.
     pub deletions: u64,
 }
 
@@ -444,7 +446,7 @@ impl Repairs {
     /// Returns the pause before a repair, from the disturbances so far, and true if they have just become too many.
     pub fn pause(&mut self, disturbances: Disturbances, now: Instant) -> (Duration, bool) {
         let before = std::mem::replace(&mut self.repaired, disturbances);
-        if disturbances == before || self.last.is_some_and(|last| now.duration_since(last) >= FORGOTTEN) {
+        if disturbances == before || self.last.is_some_and(|last| now.duration_since(last) >= QUIET_INTERVAL) {
             self.in_a_row = 0;
             self.backoff.reset();
         }
@@ -454,7 +456,7 @@ impl Repairs {
         }
         self.last = Some(now);
         self.in_a_row = self.in_a_row.saturating_add(1);
-        match self.in_a_row.checked_sub(PATIENCE) {
+        match self.in_a_row.checked_sub(MAX_QUICK_REPAIRS) {
             None | Some(0) => (Duration::ZERO, false),
             Some(beyond) => (self.backoff.failed(), beyond == 1),
         }

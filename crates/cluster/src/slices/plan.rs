@@ -1,9 +1,9 @@
 //! Plans the writes that make the API server's slices equal to the wanted pool: a function of the pool and the slices.
 //!
-//! The rules are those of Kubernetes' own helper for DRA drivers (resourceslicecontroller.go): the generation of the
-//! pool stays where at most one slice changes and none is new, and is one more in all of them otherwise; obsolete
-//! slices are deleted first, then slices are updated, then created. Of a pool with counters the slices with them come
-//! first, and new slices before others.
+//! The rules are those of Kubernetes' own helper for DRA drivers (resourceslicecontroller.go). The pool keeps its
+//! generation if at most one slice changes and none is new; otherwise all slices get the next generation. Obsolete
+//! slices are deleted first, then slices are updated, then created. In a pool with counters, the slices that hold
+//! counters are written before the others, and new slices before changed ones.
 
 use std::collections::BTreeMap;
 
@@ -12,8 +12,8 @@ use linkwise_core::state::DRA_DRIVER;
 use serde_json::{Value, json};
 
 /// The highest generation that a pool can reach in normal use. A higher one was set by another program or by a wrong
-/// answer. Going on from there could exceed the API's integers, so the pool is deleted and continues from the last
-/// generation before.
+/// answer. Going on from there could exceed the API's integers, so the pool is deleted and continues from its last
+/// lower generation.
 const MAX_GENERATION: u64 = 1 << 53;
 
 /// The longest name of an object.
@@ -24,7 +24,7 @@ const MAX_NAME: usize = 253;
 pub(super) enum Write {
     /// Deletes the object of this name, and of this UID if one is given.
     Delete(String, Option<String>),
-    /// Replaces an object, if it has not changed since.
+    /// Replaces an object, if it has not changed since it was read.
     Update(Value),
     Create(Value),
 }
@@ -47,14 +47,14 @@ impl Write {
     }
 }
 
-/// The API server's form of a written slice: the server may have dropped fields.
+/// A written slice: its wanted content, and the content that the server stored, which may lack fields.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Accepted {
     wanted: Value,
     stored: Value,
 }
 
-/// The writer's knowledge beside the stored slices.
+/// The writer's knowledge that the stored slices do not show.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Memory {
     accepted: BTreeMap<String, Accepted>,
@@ -63,15 +63,14 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    /// Records a written slice and the server's answer. Returns true if the server dropped taints of it; `None` if it
-    /// has none.
+    /// Records a written slice and the server's answer. Returns true if the server dropped taints of the slice; `None`
+    /// if the slice has no taints.
     pub fn written(&mut self, sent: &Value, stored: &Value) -> Option<bool> {
         let name = stored["metadata"]["name"].as_str().unwrap_or_default().to_owned();
         if generation(stored) < MAX_GENERATION {
             self.generation = self.generation.max(generation(stored));
         }
-        let accepted = Accepted { wanted: essence(sent), stored: essence(stored) };
-        self.accepted.insert(name, accepted);
+        self.accepted.insert(name, Accepted { wanted: content(sent), stored: content(stored) });
         let taints = |slice: &Value| -> usize {
             let of = |device: &Value| device["taints"].as_array().map_or(0, Vec::len);
             devices(slice).iter().map(of).sum()
@@ -83,7 +82,7 @@ impl Memory {
     /// Returns true if a slice has the wanted content, except fields that the server dropped when the slice was
     /// written.
     fn is_wanted(&self, stored: &Value, wanted: &Value) -> bool {
-        let now = Accepted { wanted: essence(wanted), stored: essence(stored) };
+        let now = Accepted { wanted: content(wanted), stored: content(stored) };
         let name = stored["metadata"]["name"].as_str().unwrap_or_default();
         now.stored == now.wanted || self.accepted.get(name) == Some(&now)
     }
@@ -116,19 +115,19 @@ pub(super) fn plan(pool: &Pool, stored: &BTreeMap<String, Value>, owner: Option<
     let obsolete = stored.iter().filter(|(name, _)| !names.contains(name) || found(name).is_none());
     let uid = |slice: &Value| slice["metadata"]["uid"].as_str().map(str::to_owned);
     let mut writes: Vec<Write> = obsolete.map(|(name, slice)| Write::Delete(name.clone(), uid(slice))).collect();
-    // The generation does not matter: the essence of a slice does not include it.
+    // The generation does not matter here: the content of a slice does not include it.
     let wanted: Vec<Value> = pool.slices(0).iter().map(|spec| json!({ "spec": spec })).collect();
     let pairs = || names.iter().zip(&wanted).map(|(name, wanted)| (name, found(name), wanted));
     let missing = pairs().filter(|(_, found, _)| found.is_none()).count();
     let differing = pairs().filter(|(_, found, wanted)| found.is_some_and(|it| !memory.is_wanted(it, wanted))).count();
-    let uneven = |slice: &Value| {
+    let is_uneven = |slice: &Value| {
         generation(slice) != highest
             || slice["spec"]["pool"]["resourceSliceCount"].as_u64() != u64::try_from(count).ok()
     };
-    let any_uneven = pairs().filter_map(|(_, found, _)| found).any(uneven);
-    let stays = missing == 0 && differing <= 1 && !any_uneven;
+    let has_uneven = pairs().filter_map(|(_, found, _)| found).any(is_uneven);
+    let is_kept = missing == 0 && differing <= 1 && !has_uneven;
     let known = memory.generation.max(if is_absurd { 0 } else { highest });
-    let next = if stays { highest } else { known.saturating_add(1) };
+    let next = if is_kept { highest } else { known.saturating_add(1) };
     let (mut updates, mut creates) = (Vec::new(), Vec::new());
     for (slot, spec) in pool.slices(next).iter().enumerate() {
         let Some(name) = names.get(slot) else { continue };
@@ -140,7 +139,7 @@ pub(super) fn plan(pool: &Pool, stored: &BTreeMap<String, Value>, owner: Option<
         });
         match found(name) {
             None => {
-                own(&mut object, &pool.node, owner);
+                set_owner(&mut object, &pool.node, owner);
                 creates.push(Write::Create(object));
             }
             Some(stored) => {
@@ -155,7 +154,7 @@ pub(super) fn plan(pool: &Pool, stored: &BTreeMap<String, Value>, owner: Option<
                     "resourceVersion": stored["metadata"]["resourceVersion"],
                     "ownerReferences": stored["metadata"]["ownerReferences"],
                 });
-                own(&mut object, &pool.node, owner);
+                set_owner(&mut object, &pool.node, owner);
                 updates.push(Write::Update(object));
             }
         }
@@ -163,8 +162,8 @@ pub(super) fn plan(pool: &Pool, stored: &BTreeMap<String, Value>, owner: Option<
     if pool.counters.is_empty() {
         writes.extend(updates.into_iter().chain(creates));
     } else {
-        // A server that drops counters keeps those that a slice has already: what is new shows it, and the pool is not
-        // whole yet then.
+        // A server that drops counters keeps those that a slice already has, so only a new slice shows that it drops
+        // them. Written first, the new slice shows it before the pool is complete.
         let (counters, others): (Vec<_>, Vec<_>) = creates.into_iter().chain(updates).partition(Write::has_counters);
         writes.extend(counters.into_iter().chain(others));
     }
@@ -173,7 +172,7 @@ pub(super) fn plan(pool: &Pool, stored: &BTreeMap<String, Value>, owner: Option<
 
 /// The name of a slice: names sort as the slices do, and another pool of the same driver and node has other names.
 fn name(pool: &Pool, index: usize) -> String {
-    // FNV-1a, so that the hash is the same in each release of ours.
+    // FNV-1a, so that the hash is the same in each release of linkwise.
     let text = [DRA_DRIVER, &pool.node, &pool.name].map(str::as_bytes).join(&b' ');
     let hash = text.iter().fold(0x811c_9dc5_u32, |hash, byte| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193));
     let end = format!("-{hash:08x}");
@@ -185,7 +184,7 @@ fn name(pool: &Pool, index: usize) -> String {
 }
 
 /// Makes the Node the owner, if its UID is known.
-fn own(object: &mut Value, node: &str, owner: Option<&str>) {
+fn set_owner(object: &mut Value, node: &str, owner: Option<&str>) {
     if let Some(uid) = owner {
         let reference = json!([{ "apiVersion": "v1", "kind": "Node", "name": node, "uid": uid, "controller": true }]);
         object["metadata"]["ownerReferences"] = reference;
@@ -201,17 +200,17 @@ fn is_owned(object: &Value, uid: &str) -> bool {
 
 /// Keeps the times at which remaining taints were added.
 fn keep_times(object: &mut Value, stored: &Value) {
-    let before = |device: &Value, taint: &Value| {
+    let time_added = |device: &Value, taint: &Value| {
         let stored = devices(stored).iter().find(|stored| stored["name"] == device["name"])?;
-        let same = |stored: &&Value| ["key", "value", "effect"].iter().all(|field| stored[*field] == taint[*field]);
-        let found = stored["taints"].as_array()?.iter().find(same)?;
+        let is_same = |stored: &&Value| ["key", "value", "effect"].iter().all(|field| stored[*field] == taint[*field]);
+        let found = stored["taints"].as_array()?.iter().find(is_same)?;
         Some(found["timeAdded"].clone()).filter(|time| !time.is_null())
     };
     let Some(wanted) = object["spec"]["devices"].as_array_mut() else { return };
     for device in wanted {
         let shown = device.clone();
         for taint in device["taints"].as_array_mut().into_iter().flatten() {
-            if let Some(time) = before(&shown, taint) {
+            if let Some(time) = time_added(&shown, taint) {
                 taint["timeAdded"] = time;
             }
         }
@@ -227,37 +226,37 @@ fn devices(slice: &Value) -> &[Value] {
     slice["spec"]["devices"].as_array().map_or(&[], Vec::as_slice)
 }
 
-/// The counters that a slice has.
+/// The number of counters in a slice.
 fn counters(slice: &Value) -> usize {
     let sets = slice["spec"]["sharedCounters"].as_array().map_or(&[][..], Vec::as_slice);
     sets.iter().filter_map(|set| set["counters"].as_object()).map(serde_json::Map::len).sum()
 }
 
-/// The counters that the devices of a slice consume.
+/// The number of counters that the devices of a slice consume.
 fn consumed(slice: &Value) -> usize {
     let sets = devices(slice).iter().filter_map(|device| device["consumesCounters"].as_array()).flatten();
     sets.filter_map(|set| set["counters"].as_object()).map(serde_json::Map::len).sum()
 }
 
-/// Whether a slice came back with fewer counters than it was sent with.
+/// Returns true if the server dropped counters of a slice.
 pub(super) fn drops_counters(sent: &Value, stored: &Value) -> bool {
     counters(stored) < counters(sent) || consumed(stored) < consumed(sent)
 }
 
-/// All that is said of counters and devices. The same for what the API takes for the same: empty and absent, and taints
-/// whenever they were added.
-fn essence(slice: &Value) -> Value {
-    let of = |key: &str| -> Value { slice["spec"][key].as_array().into_iter().flatten().map(said).collect() };
+/// The counters and devices of a slice, in a form that is equal if the API sees no difference: without empty fields,
+/// and without the times at which taints were added.
+fn content(slice: &Value) -> Value {
+    let of = |key: &str| -> Value { slice["spec"][key].as_array().into_iter().flatten().map(normalized).collect() };
     json!([of("sharedCounters"), of("devices")])
 }
 
-fn said(value: &Value) -> Value {
+fn normalized(value: &Value) -> Value {
     match value {
         Value::Object(entries) => {
             let entries = entries.iter().filter(|(key, value)| *key != "timeAdded" && !is_empty(value));
-            entries.map(|(key, value)| (key.clone(), said(value))).collect()
+            entries.map(|(key, value)| (key.clone(), normalized(value))).collect()
         }
-        Value::Array(items) => items.iter().map(said).collect(),
+        Value::Array(items) => items.iter().map(normalized).collect(),
         other => other.clone(),
     }
 }

@@ -23,14 +23,15 @@ pub(super) struct Stored {
     pub slices: BTreeMap<String, Value>,
     /// Set once the slices were listed.
     pub is_known: bool,
-    /// The number of lists: a server that comes back may have another release.
+    /// The number of lists so far. The writer reads the server's release after each, because a server that comes back
+    /// may have another one.
     pub lists: u64,
     pub disturbances: Disturbances,
     /// The version of the last change in `disturbances`.
     last_change: Option<u64>,
 }
 
-/// The version of an object, if it is a number, as versions of etcd are.
+/// The version of an object as a number, which versions of etcd are; `u64::MAX` for any other.
 fn version(object: &Value) -> u64 {
     object["metadata"]["resourceVersion"].as_str().and_then(|version| version.parse().ok()).unwrap_or(u64::MAX)
 }
@@ -70,9 +71,9 @@ impl Stored {
     }
 
     /// Stores an object from the watch, or removes a deleted one. Returns true if anything changed.
-    pub fn event(&mut self, object: Value, deleted: bool) -> bool {
+    pub fn event(&mut self, object: Value, is_deleted: bool) -> bool {
         let version_now = version(&object);
-        if deleted {
+        if is_deleted {
             let name = name(&object);
             let is_older = self.slices.get(name).is_some_and(|known| version(known) > version_now);
             let changed = !is_older && self.slices.remove(name).is_some();
@@ -130,7 +131,7 @@ pub(crate) fn value(object: &DynamicObject) -> Result<Value, ApiError> {
     serde_json::to_value(object).map_err(|error| ApiError::Malformed(error.to_string()))
 }
 
-/// The slices, and the channel on which they are published.
+/// Follows the slices of a node, and publishes them on a channel.
 pub(super) struct Slices {
     pub node: String,
     pub stored: watch::Sender<Stored>,
@@ -155,16 +156,16 @@ impl Followed for Slices {
         Ok(Api::all_with(client, &resource()).watch(&params, &from).await?.boxed())
     }
 
-    fn event(&mut self, object: DynamicObject, deleted: bool) -> Result<(), ApiError> {
+    fn event(&mut self, object: DynamicObject, is_deleted: bool) -> Result<(), ApiError> {
         let object = value(&object)?;
         if is_on(&self.node, &object) {
-            self.stored.send_if_modified(|stored| stored.event(object, deleted));
+            self.stored.send_if_modified(|stored| stored.event(object, is_deleted));
         }
         Ok(())
     }
 }
 
-/// Slices in one answer: a slice has some 10 kB.
+/// The number of slices in one answer: a slice has some 10 kB.
 const PAGE: u32 = 500;
 
 /// The driver's ResourceSlices in the cluster.
