@@ -7,7 +7,7 @@
 //!
 //! The DaemonSet of our pod is the object's owner: when it is deleted, Kubernetes deletes the object too.
 
-mod standing;
+mod ownership;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ use crate::error::{ApiError, Attempts};
 use crate::follower::{Kept, keep};
 use crate::server::{self, ApiServer, typed};
 use linkwise_core::quote::quoted;
-use standing::{MANAGER, Standing, is_updated, standing};
+use ownership::{MANAGER, Ownership, is_updated, ownership};
 
 /// The kind, in metrics.
 pub(crate) const OBJECT: &str = "nodefeatures";
@@ -43,10 +43,11 @@ pub struct NodeFeatureSettings {
     /// The object's namespace.
     pub namespace: String,
     /// The name of our pod in that namespace, if it is known: its DaemonSet becomes the object's owner, so that the
-    /// labels go with it. The pod itself is never the owner: its successor could not take the object over.
+    /// labels are deleted with it. The pod itself is never the owner, because the next pod could not take the object
+    /// over.
     pub pod: Option<String>,
-    /// Set once GPU Feature Discovery's object was replaced. All writers of a process share it: if such an object comes
-    /// again, a GPU Feature Discovery is running.
+    /// Set once GPU Feature Discovery's object was replaced. All writers of a process share it: if such an object
+    /// appears again, a GPU Feature Discovery is running.
     pub replaced: Arc<AtomicBool>,
 }
 
@@ -59,7 +60,7 @@ pub struct NodeFeatureWriter {
     /// The labels that this process wrote last.
     written: Option<Arc<Labels>>,
     /// Set if the server forbids patches or deletions: then objects are created and updated, as NVIDIA's role allows.
-    by_update: bool,
+    uses_update: bool,
     /// The managers that were reported last.
     reported: Option<String>,
 }
@@ -67,7 +68,7 @@ pub struct NodeFeatureWriter {
 impl NodeFeatureWriter {
     /// Makes no request yet.
     pub fn new(server: ApiServer, settings: NodeFeatureSettings) -> Self {
-        Self { server, settings, owner: None, written: None, by_update: false, reported: None }
+        Self { server, settings, owner: None, written: None, uses_update: false, reported: None }
     }
 
     /// Keeps the object equal to the labels until `shutdown`, or until the channel is closed. Nothing is written while
@@ -87,25 +88,25 @@ impl Kept for NodeFeatureWriter {
             self.owner = Some(self.daemon_set().await?);
         }
         let wanted = object(&self.settings, self.owner.clone().flatten(), labels);
-        let found = self.found().await?;
-        let standing = standing(found.as_ref(), &wanted, self.written.as_deref(), self.settings.replaced.load(Relaxed));
-        match standing {
-            Standing::Same => {}
-            Standing::Foreign(managers) => {
+        let found = self.read().await?;
+        let replaced = self.settings.replaced.load(Relaxed);
+        match ownership(found.as_ref(), &wanted, self.written.as_deref(), replaced) {
+            Ownership::Current => {}
+            Ownership::Foreign(managers) => {
                 self.report(managers);
                 return Ok(self.server.pace().longest);
             }
-            Standing::Replaceable => {
+            Ownership::Replaceable => {
                 self.replace(found.as_ref(), &wanted).await?;
                 self.settings.replaced.store(true, Relaxed);
                 let (name, namespace) = (self.name(), &self.settings.namespace);
                 tracing::info!(name, namespace, "NodeFeature taken over from GPU Feature Discovery");
             }
             // An apply would not remove fields that an update wrote.
-            Standing::Ours if !self.by_update && found.as_ref().is_some_and(is_updated) => {
+            Ownership::Ours if !self.uses_update && found.as_ref().is_some_and(is_updated) => {
                 self.replace(found.as_ref(), &wanted).await?;
             }
-            Standing::Ours => self.put(found.as_ref(), &wanted).await?,
+            Ownership::Ours => self.put(found.as_ref(), &wanted).await?,
         }
         self.reported = None;
         self.written = Some(Arc::clone(labels));
@@ -116,7 +117,7 @@ impl Kept for NodeFeatureWriter {
 impl NodeFeatureWriter {
     /// Deletes the object if it has not changed since, so that nothing of it stays, and makes a new one.
     async fn replace(&mut self, found: Option<&DynamicObject>, wanted: &Value) -> Result<(), ApiError> {
-        if let (Some(found), false) = (found, self.by_update) {
+        if let (Some(found), false) = (found, self.uses_update) {
             let (metadata, name) = (&found.metadata, self.name());
             let as_found =
                 Preconditions { uid: metadata.uid.clone(), resource_version: metadata.resource_version.clone() };
@@ -137,7 +138,7 @@ impl NodeFeatureWriter {
     /// Writes the object over the found one.
     async fn put(&mut self, found: Option<&DynamicObject>, wanted: &Value) -> Result<(), ApiError> {
         let name = self.name();
-        if !self.by_update {
+        if !self.uses_update {
             let (api, name, params) = (self.api(), name.clone(), PatchParams::apply(MANAGER).force());
             let apply = |client| async move { api(client).patch_metadata(&name, &params, &Patch::Apply(wanted)).await };
             match self.server.call(OBJECT, "apply", apply).await {
@@ -159,12 +160,12 @@ impl NodeFeatureWriter {
             }
         };
         // The update was refused as well, so the verb was not the reason: the next attempt applies again.
-        self.by_update &= !result.as_ref().is_err_and(|error| error.code() == Some(403));
+        self.uses_update &= !result.as_ref().is_err_and(|error| error.code() == Some(403));
         result
     }
 
-    /// The object in its current form.
-    async fn found(&mut self) -> Result<Option<DynamicObject>, ApiError> {
+    /// Reads the object; `None` if it does not exist.
+    async fn read(&mut self) -> Result<Option<DynamicObject>, ApiError> {
         let (api, name) = (self.api(), self.name());
         let get = |client| async move { api(client).get(&name).await };
         match self.server.call(OBJECT, "get", get).await {
@@ -174,12 +175,12 @@ impl NodeFeatureWriter {
         }
     }
 
-    /// Looks the DaemonSet up. `None` without a pod's name, if the pod belongs to no DaemonSet, or if the server does not
-    /// show it; then the object stays when linkwise is removed.
+    /// Looks up the DaemonSet of our pod. `None` without a pod's name, if the pod belongs to no DaemonSet, or if the
+    /// server does not show the pod; then the object stays when linkwise is removed.
     ///
     /// # Errors
     ///
-    /// The server failed for a reason that may pass.
+    /// The server failed in another way, so another attempt may succeed.
     async fn daemon_set(&mut self) -> Result<Option<OwnerReference>, ApiError> {
         let Some(pod) = self.settings.pod.clone() else { return Ok(None) };
         let namespace = self.settings.namespace.clone();
@@ -195,15 +196,15 @@ impl NodeFeatureWriter {
         };
         let owners = pod.metadata.owner_references.into_iter().flatten();
         let owner = owners.into_iter().find(|owner| owner.kind == "DaemonSet");
-        // A pod blocks the deletion of its DaemonSet. The object need not do so, and on some clusters that would take a
-        // right.
+        // A pod's reference blocks the deletion of its DaemonSet. The object need not block it, and on some clusters
+        // that would take another right.
         Ok(owner.map(|owner| OwnerReference { block_owner_deletion: None, ..owner }))
     }
 
     fn update_from_now_on(&mut self, error: &ApiError) {
         let error = error.to_string();
         tracing::info!(error, "no right to patch and delete NodeFeatures, updating them instead");
-        self.by_update = true;
+        self.uses_update = true;
     }
 
     fn report(&mut self, managers: String) {
@@ -249,7 +250,7 @@ fn object(settings: &NodeFeatureSettings, owner: Option<OwnerReference>, labels:
     object
 }
 
-/// Names of managers, for a message.
-fn listed<'a>(managers: impl Iterator<Item = &'a str>) -> String {
+/// The names of managers, for a message.
+fn quoted_names<'a>(managers: impl Iterator<Item = &'a str>) -> String {
     managers.map(quoted).collect::<Vec<_>>().join(", ")
 }

@@ -1,23 +1,23 @@
-//! Decides who owns a NodeFeature, and if it has the wanted content. Pure.
+//! Decides whether linkwise owns a NodeFeature, and whether it has the wanted content. Pure.
 
 use std::collections::BTreeSet;
 
 use kube::api::DynamicObject;
 use serde_json::Value;
 
-use super::{Labels, listed};
+use super::{Labels, quoted_names};
 
 /// Our name among the managers of fields.
 pub(super) const MANAGER: &str = "linkwise";
 
-/// GPU Feature Discovery's name there: the name of its program.
+/// GPU Feature Discovery's name among them, which is the name of its program.
 const GFD: &str = "gpu-feature-discovery";
 
 /// The decision about an object.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Standing {
+pub(super) enum Ownership {
     /// Do nothing: the object is ours, and has the wanted content.
-    Same,
+    Current,
     /// Write: the object is ours, or does not exist.
     Ours,
     /// Replace: the object is GPU Feature Discovery's.
@@ -27,27 +27,27 @@ pub(super) enum Standing {
 }
 
 /// Decides about the found object. `written` holds the labels that this process wrote last. `replaced` is true if this
-/// process has replaced GPU Feature Discovery's object before; if that object has other labels again, its writer still
-/// runs.
-pub(super) fn standing(
+/// process has replaced GPU Feature Discovery's object before. If the object then has other labels again, GPU Feature
+/// Discovery is still running.
+pub(super) fn ownership(
     found: Option<&DynamicObject>,
     wanted: &Value,
     written: Option<&Labels>,
     replaced: bool,
-) -> Standing {
-    let Some(found) = found else { return Standing::Ours };
+) -> Ownership {
+    let Some(found) = found else { return Ownership::Ours };
     let fields = found.metadata.managed_fields.iter().flatten();
     let managers: BTreeSet<&str> = fields.filter_map(|entry| entry.manager.as_deref()).collect();
-    let ours = managers.contains(MANAGER);
-    if ours && is_as_wanted(found, wanted) {
-        return Standing::Same;
+    let is_ours = managers.contains(MANAGER);
+    if is_ours && is_as_wanted(found, wanted) {
+        return Ownership::Current;
     }
-    let as_written = written.is_some_and(|written| found.data.pointer("/spec/labels") == Some(&labels(written)));
+    let is_as_written = written.is_some_and(|written| found.data.pointer("/spec/labels") == Some(&labels(written)));
     match managers.contains(GFD) {
-        true if !replaced => Standing::Replaceable,
-        true if ours && as_written => Standing::Ours,
-        false if ours => Standing::Ours,
-        _ => Standing::Foreign(listed(managers.into_iter())),
+        true if !replaced => Ownership::Replaceable,
+        true if is_ours && is_as_written => Ownership::Ours,
+        false if is_ours => Ownership::Ours,
+        _ => Ownership::Foreign(quoted_names(managers.into_iter())),
     }
 }
 
@@ -88,31 +88,31 @@ mod tests {
     fn owner_decides_what_becomes_of_an_object() {
         let wanted = json!({"metadata": {"labels": {"node": "n"}}, "spec": {"labels": {"a": "new"}}});
         let old: Labels = [("a".to_owned(), "old".to_owned())].into();
-        let foreign = |names: &str| Standing::Foreign(names.to_owned());
+        let foreign = |names: &str| Ownership::Foreign(names.to_owned());
         for (managers, label, replaced, expected) in [
-            (&[MANAGER][..], "new", false, Standing::Same),
-            (&[MANAGER], "old", false, Standing::Ours),
-            (&[MANAGER, "kubectl-edit"], "edited", false, Standing::Ours),
-            (&[GFD], "new", false, Standing::Replaceable),
-            (&[GFD], "x", false, Standing::Replaceable),
-            (&[MANAGER, GFD], "x", false, Standing::Replaceable),
-            (&[MANAGER, GFD], "new", true, Standing::Same),
-            (&[MANAGER, GFD], "old", true, Standing::Ours),
+            (&[MANAGER][..], "new", false, Ownership::Current),
+            (&[MANAGER], "old", false, Ownership::Ours),
+            (&[MANAGER, "kubectl-edit"], "edited", false, Ownership::Ours),
+            (&[GFD], "new", false, Ownership::Replaceable),
+            (&[GFD], "x", false, Ownership::Replaceable),
+            (&[MANAGER, GFD], "x", false, Ownership::Replaceable),
+            (&[MANAGER, GFD], "new", true, Ownership::Current),
+            (&[MANAGER, GFD], "old", true, Ownership::Ours),
             (&[MANAGER, GFD], "x", true, foreign("'gpu-feature-discovery', 'linkwise'")),
             (&[GFD], "new", true, foreign("'gpu-feature-discovery'")),
             (&["kubectl"], "new", false, foreign("'kubectl'")),
             (&[], "new", false, foreign("")),
         ] {
-            let judged = standing(Some(&found(managers, label)), &wanted, Some(&old), replaced);
+            let judged = ownership(Some(&found(managers, label)), &wanted, Some(&old), replaced);
             assert_eq!(judged, expected, "{managers:?} {label} {replaced}");
         }
-        assert_eq!(standing(None, &wanted, None, false), Standing::Ours);
+        assert_eq!(ownership(None, &wanted, None, false), Ownership::Ours);
     }
 
     #[test]
     fn other_owners_or_node_make_a_difference() {
         let mut wanted = json!({"metadata": {"labels": {"node": "n"}}, "spec": {"labels": {"a": "new"}}});
         wanted["metadata"]["ownerReferences"] = json!([{"uid": "1"}]);
-        assert_eq!(standing(Some(&found(&[MANAGER], "new")), &wanted, None, false), Standing::Ours);
+        assert_eq!(ownership(Some(&found(&[MANAGER], "new")), &wanted, None, false), Ownership::Ours);
     }
 }
