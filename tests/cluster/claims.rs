@@ -108,7 +108,7 @@ async fn unknown_path_is_no_missing_claim() {
         (of("resourceclaims", "another"), "not found"),
     ] {
         let why = reading.refusal(answer).await;
-        assert!(why.contains(word) && why.contains("no resource.k8s.io/v1?"), "{why}");
+        assert!(why.contains(word) && why.contains("may not serve resource.k8s.io/v1"), "{why}");
     }
     reading.fail(1, of("resourceclaims", "one"));
     assert_eq!(reading.read("one").await, Err(ReadClaimError::NotFound));

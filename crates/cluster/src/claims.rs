@@ -1,7 +1,7 @@
 //! [`ClaimReader`]: reads ResourceClaims for the DRA plugin, which prepares their devices.
 //!
-//! The only reader of claims. Each read is a GET, with up to two retries if it fails for a passing reason. Its deadline
-//! leaves the kubelet, which waits for 45 s, time to try again. Reads do not wait for each other.
+//! The only reader of claims. Each read is a GET, with up to two retries after transient errors. A read fails
+//! after 10 s, so that the kubelet, which waits for 45 s, has time to try again. Reads do not wait for each other.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -14,22 +14,22 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout_at};
 
 use crate::error::ApiError;
-use crate::server::{ApiServer, named, resource};
+use crate::server::{ApiServer, check_name, resource};
 
 /// The kind, in metrics.
 const OBJECT: &str = "resourceclaims";
 
 /// The longest time for one read, with all its attempts.
-const DEADLINE: Duration = Duration::from_secs(10);
+const READ_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The longest time for one GET: a connection that hangs leaves time for another.
-const ATTEMPT: Duration = Duration::from_secs(3);
+/// The longest time for one GET, so that a connection that hangs leaves time for a retry.
+const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// The number of retries of a GET.
-const RETRIES: u32 = 2;
+/// The most retries of a GET.
+const MAX_RETRIES: u32 = 2;
 
 /// The pause before the first retry; before the second it is twice as long.
-const PAUSE: Duration = Duration::from_millis(200);
+const RETRY_DELAY: Duration = Duration::from_millis(200);
 
 /// The most reads at a time. A node starts few pods at once.
 const MAX_CONCURRENT_READS: usize = 16;
@@ -37,32 +37,32 @@ const MAX_CONCURRENT_READS: usize = 16;
 /// Reads claims.
 pub struct ClaimReader {
     server: Mutex<ApiServer>,
-    at_once: Semaphore,
+    permits: Semaphore,
 }
 
 impl ClaimReader {
     /// Makes no request yet.
     pub fn new(server: ApiServer) -> Self {
-        Self { server: Mutex::new(server.within(ATTEMPT)), at_once: Semaphore::new(MAX_CONCURRENT_READS) }
+        Self { server: Mutex::new(server.with_timeout(ATTEMPT_TIMEOUT)), permits: Semaphore::new(MAX_CONCURRENT_READS) }
     }
 
     /// Reads a claim by its namespace and name. The caller logs the errors.
     ///
     /// # Errors
     ///
-    /// There is no such claim, or the API server does not give it.
+    /// The claim does not exist, or the API server does not return it.
     pub async fn read(&self, claim: &ClaimName) -> Result<Claim, ReadClaimError> {
-        let _one = self.at_once.acquire().await;
+        let _permit = self.permits.acquire().await;
         let mut server = lock(&self.server).clone();
         let read = read(&mut server, &claim.namespace, &claim.name).await;
-        // It works, or is empty after an error that a new client may not have.
+        // Its client works, or was dropped after an error that a new client may not have.
         *lock(&self.server) = server;
         read.map_err(|error| match error.code() {
             Some(404) if error.is_missing(OBJECT, &claim.name) => ReadClaimError::NotFound,
-            // This 404 says nothing about the claim, which may be prepared here.
-            Some(404) => {
-                ReadClaimError::Failed(format!("{error} (no resource.k8s.io/v1? Kubernetes 1.34 or newer has it)"))
-            }
+            // This 404 does not name the claim, so the claim may exist and be prepared on this node.
+            Some(404) => ReadClaimError::Failed(format!(
+                "{error} (the API server may not serve resource.k8s.io/v1, which needs Kubernetes 1.34 or newer)"
+            )),
             _ => ReadClaimError::Failed(error.to_string()),
         })
     }
@@ -70,14 +70,14 @@ impl ClaimReader {
 
 async fn read(server: &mut ApiServer, namespace: &str, name: &str) -> Result<Claim, ApiError> {
     for name in [namespace, name] {
-        named(name)?;
+        check_name(name)?;
     }
-    let deadline = Instant::now() + DEADLINE;
-    let mut pause = PAUSE;
-    for _ in 0..RETRIES {
+    let deadline = Instant::now() + READ_TIMEOUT;
+    let mut pause = RETRY_DELAY;
+    for _ in 0..MAX_RETRIES {
         let Ok(result) = timeout_at(deadline, get(server, namespace, name)).await else { break };
         let error = match result {
-            Err(error) if is_passing(&error) => error,
+            Err(error) if is_transient(&error) => error,
             result => return result,
         };
         let wait = error.retry_after().unwrap_or_default().max(pause);
@@ -87,11 +87,11 @@ async fn read(server: &mut ApiServer, namespace: &str, name: &str) -> Result<Cla
         tokio::time::sleep(wait).await;
         pause = pause.saturating_mul(2);
     }
-    timeout_at(deadline, get(server, namespace, name)).await.unwrap_or(Err(ApiError::TimedOut(DEADLINE)))
+    timeout_at(deadline, get(server, namespace, name)).await.unwrap_or(Err(ApiError::TimedOut(READ_TIMEOUT)))
 }
 
 /// Returns true if the same request may succeed in a moment.
-fn is_passing(error: &ApiError) -> bool {
+fn is_transient(error: &ApiError) -> bool {
     match error {
         ApiError::Refused { code, .. } => matches!(code, 401 | 429 | 500..),
         ApiError::Unreachable(_) | ApiError::TimedOut(_) => true,

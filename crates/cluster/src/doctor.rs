@@ -1,4 +1,4 @@
-//! What the API server has about a node, for `linkwise doctor`.
+//! Reads the API server's facts about a node, for `linkwise doctor`.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,6 @@ use serde_json::json;
 
 use crate::error::{ApiError, ApiMetrics};
 use crate::events::EventWriter;
-
 use crate::node_feature::{self, OBJECT};
 use crate::server::{Access, ApiServer, Pace, resource};
 
@@ -52,7 +51,7 @@ pub struct ClusterFacts {
     pub dra: Option<DraFound>,
     /// The version of its kubelet; `None` if it cannot be seen.
     pub kubelet: Option<String>,
-    /// The rights that events about pods lack; `None` if events are off.
+    /// The rights for events about pods that this account lacks; `None` if events are off.
     pub events: Option<MissingRights>,
 }
 
@@ -98,16 +97,16 @@ impl PodPolicy {
     pub const NAME: &'static str = "linkwise-unchanged-pods";
 }
 
-/// The rights that events need and this account lacks, as `create events`; or why they are unknown.
+/// The rights that events need and this account lacks, such as `create events`; or the reason why they are unknown.
 pub type MissingRights = Result<Vec<String>, String>;
 
-/// Asks the API server.
+/// Reads the facts about a node from the API server.
 pub async fn facts(access: Access, questions: ClusterQuestions) -> ClusterFacts {
     let ClusterQuestions { node, dra, events } = questions;
     let server = &mut ApiServer::new(access, Pace::DEFAULT, ApiMetrics::default());
     let get = |client| async { Api::<Node>::all(client).get(&node).await };
     let status = server.call("nodes", "get", get).await.map(|found| found.status.unwrap_or_default()).map_err(text);
-    let dra = if dra { Some(of_dra(server, &node, &status).await) } else { None };
+    let dra = if dra { Some(dra_facts(server, &node, &status).await) } else { None };
     let events = if events { Some(missing_rights(server).await) } else { None };
     let kubelet = status.ok().and_then(|status| status.node_info).map(|info| info.kubelet_version);
     ClusterFacts { features: node_features(server, node).await, dra, kubelet, events }
@@ -123,8 +122,7 @@ async fn missing_rights(server: &mut ApiServer) -> MissingRights {
         let create = |client| async move {
             Api::<DynamicObject>::all_with(client, &kind).create(&PostParams::default(), &review).await
         };
-        let answer = server.call(reviews, "create", create).await;
-        let answer = answer.map_err(text)?;
+        let answer = server.call(reviews, "create", create).await.map_err(text)?;
         if answer.data["status"]["allowed"] != true {
             missing.push(format!("{verb} {of}"));
         }
@@ -132,12 +130,11 @@ async fn missing_rights(server: &mut ApiServer) -> MissingRights {
     Ok(missing)
 }
 
-async fn of_dra(server: &mut ApiServer, node: &str, status: &Result<NodeStatus, String>) -> DraFound {
+async fn dra_facts(server: &mut ApiServer, node: &str, status: &Result<NodeStatus, String>) -> DraFound {
     let (classes, slices) = ("deviceclasses", "resourceslices");
     let class = resource("resource.k8s.io", "v1", "DeviceClass", classes);
     let get = |client| async move { Api::<DynamicObject>::all_with(client, &class).get_opt(DRA_DRIVER).await };
-    let found = server.call(classes, "get", get).await;
-    let class = found.map_err(text);
+    let class = server.call(classes, "get", get).await.map_err(text);
     let has_class = class.as_ref().map(Option::is_some).map_err(Clone::clone);
     let mapped = |class: DynamicObject| Some(class.data["spec"]["extendedResourceName"].as_str()?.to_owned());
     let extended_resource = match (class.ok().flatten().and_then(mapped), status) {

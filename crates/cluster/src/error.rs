@@ -16,8 +16,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
 use thiserror::Error;
 
-use crate::server::AccessError;
-use crate::server::Pace;
+use crate::server::{AccessError, Pace};
 use linkwise_core::backoff::Backoff;
 use linkwise_core::errors::chain;
 use linkwise_core::quote::{one_line, quoted};
@@ -54,10 +53,10 @@ pub enum ApiError {
 }
 
 impl ApiError {
-    /// The error of a client, and the pause that the server asked for in the answer's header.
-    pub(crate) fn of(error: &kube::Error, asked: Option<Duration>) -> Self {
+    /// Converts an error of kube's client. `retry_after` is the pause that the answer's header asks for.
+    pub(crate) fn of(error: &kube::Error, retry_after: Option<Duration>) -> Self {
         match error {
-            kube::Error::Api(status) => Self::refused(status, asked),
+            kube::Error::Api(status) => Self::refused(status, retry_after),
             kube::Error::SerdeError(_) | kube::Error::FromUtf8(_) | kube::Error::LinesCodecMaxLineLengthExceeded => {
                 Self::Malformed(sentence(error))
             }
@@ -68,10 +67,10 @@ impl ApiError {
         }
     }
 
-    /// A refusal. A Status without a code is another object that the client took for a Status.
-    pub(crate) fn refused(status: &Status, asked: Option<Duration>) -> Self {
+    /// Makes a refusal. A Status without a code is another object that the client took for a Status.
+    pub(crate) fn refused(status: &Status, retry_after: Option<Duration>) -> Self {
         let details = status.details.as_ref().map(|details| details.retry_after_seconds).filter(|after| *after > 0);
-        let retry_after = asked.or_else(|| Some(Duration::from_secs(details?.into())));
+        let retry_after = retry_after.or_else(|| Some(Duration::from_secs(details?.into())));
         let message = if status.message.is_empty() { &status.reason } else { &status.message };
         if status.code == 0 {
             return Self::Malformed(format!("no status, but {}", quoted(message)));
@@ -118,7 +117,7 @@ impl ApiError {
 
     /// Returns true if the client may be at fault: its token, its CA or its connections. A new client reads the files
     /// again.
-    pub(crate) fn is_of_the_client(&self) -> bool {
+    pub(crate) fn is_client_fault(&self) -> bool {
         match self {
             Self::Refused { code, .. } => *code == 401,
             Self::Access(_) | Self::TimedOut(_) | Self::Unreachable(_) | Self::Malformed(_) => true,
@@ -188,25 +187,27 @@ pub(crate) struct Attempts {
     /// The request's name in the log.
     request: &'static str,
     backoff: Backoff,
-    standing: Reported<&'static str>,
+    /// The classes of errors that were logged since the last success.
+    logged: Reported<&'static str>,
     failures: u64,
 }
 
 impl Attempts {
     /// No attempt was made yet.
     pub fn of(request: &'static str, pace: &Pace) -> Self {
-        Self { request, backoff: Backoff::new(pace.first, pace.longest), standing: Reported::new(), failures: 0 }
+        Self { request, backoff: Backoff::new(pace.first, pace.longest), logged: Reported::new(), failures: 0 }
     }
 
     /// Records a failure and returns the pause. Logs an error of a class that has not been logged since the last
     /// success.
     pub fn failed(&mut self, error: &ApiError) -> Duration {
         self.failures = self.failures.saturating_add(1);
-        let asked = error.retry_after().unwrap_or_default().min(MAX_RETRY_AFTER);
-        // The nodes of a fleet must not come back in step: up to half of our own pause is left out, and some is added
-        // to a pause that the server asked for.
-        let pause = shortened(self.backoff.failed()).max(asked.saturating_add(asked.saturating_sub(shortened(asked))));
-        if self.standing.is_news(error.outcome()) {
+        let retry_after = error.retry_after().unwrap_or_default().min(MAX_RETRY_AFTER);
+        // The nodes of a fleet must not come back in step: our own pause is shortened by up to half, and a pause that
+        // the server asked for is lengthened by up to half.
+        let lengthened = retry_after.saturating_add(retry_after.saturating_sub(shortened(retry_after)));
+        let pause = shortened(self.backoff.failed()).max(lengthened);
+        if self.logged.is_news(error.outcome()) {
             let (request, error) = (self.request, chain(error));
             tracing::warn!(request, error, again_in = ?pause, "API server request failed, trying again");
         }
@@ -219,7 +220,7 @@ impl Attempts {
             tracing::info!(request = self.request, failures = self.failures, "API server answers again");
         }
         self.failures = 0;
-        self.standing.clear();
+        self.logged.clear();
         self.backoff.reset();
     }
 }
@@ -242,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn pauses_grow_with_jitter_and_begin_anew_after_success() {
+    fn pauses_grow_with_jitter_and_start_over_after_success() {
         let mut attempts = Attempts::of("x", &PACE);
         for longest in [1, 2, 4, 8, 8] {
             let longest = Duration::from_secs(longest);

@@ -1,9 +1,10 @@
 //! [`EventWriter`]: writes events about pods (`events.k8s.io/v1`), each once.
 //!
 //! The writer follows a list of the events that are due now, and is their only writer. There is no queue: a pod that
-//! has ended is no longer on the list, so that an API server that was away gets only events that still hold. An event's
-//! name is made of its pod's name and UID, so that the writer finds an event that an earlier process wrote. No pod is
-//! read for its UID: the kubelet's checkpoint has that of a pod of the device plugin, and a claim that of its pods.
+//! has ended is no longer on the list, so that after an outage of the API server only events that still hold are
+//! written. An event's name is made of its pod's name and UID, so that the writer finds an event that an earlier
+//! process wrote. No pod is read for its UID: the kubelet's checkpoint has the UIDs of pods with devices of the device
+//! plugin, and a claim has the UIDs of its pods.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -19,7 +20,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::error::{ApiError, Attempts};
-use crate::server::{ApiServer, named, resource, typed};
+use crate::server::{ApiServer, check_name, resource, typed};
 use linkwise_core::publish::PodEvent;
 
 /// The kinds, in metrics.
@@ -48,8 +49,8 @@ pub struct EventWriter {
     attempts: Attempts,
     bucket: Bucket,
     /// Pods on the list whose events need no more work.
-    told: BTreeSet<Pod>,
-    /// The pod whose event failed last. The other events come first, since this one may be the cause.
+    done: BTreeSet<Pod>,
+    /// The pod whose event failed last. The other events are written first, because this event may be the cause.
     failed: Option<Pod>,
 }
 
@@ -60,7 +61,7 @@ impl EventWriter {
     /// Makes no request yet. `node` is the name of the node of these pods.
     pub fn new(server: ApiServer, node: String) -> Self {
         let attempts = Attempts::of("write an event about a pod", server.pace());
-        Self { server, node, attempts, bucket: Bucket::default(), told: BTreeSet::new(), failed: None }
+        Self { server, node, attempts, bucket: Bucket::default(), done: BTreeSet::new(), failed: None }
     }
 
     /// Writes due events until `shutdown`, or until the channel is closed. Errors are logged and tried again.
@@ -72,7 +73,7 @@ impl EventWriter {
         let began = Instant::now();
         loop {
             let listed = Arc::clone(&due.borrow_and_update());
-            self.told.retain(|told| listed.iter().any(|event| pod(event) == *told));
+            self.done.retain(|done| listed.iter().any(|event| pod(event) == *done));
             let Some(event) = self.next(&listed) else {
                 if due.changed().await.is_err() {
                     return;
@@ -80,7 +81,7 @@ impl EventWriter {
                 continue;
             };
             let now = began.elapsed();
-            if let Err(full_in) = self.bucket.look(now) {
+            if let Err(full_in) = self.bucket.check(now) {
                 if let Ok(Err(_)) = tokio::time::timeout(full_in, due.changed()).await {
                     return;
                 }
@@ -92,7 +93,7 @@ impl EventWriter {
                         self.bucket.take(now);
                     }
                     self.attempts.succeeded();
-                    self.told.insert(pod(event));
+                    self.done.insert(pod(event));
                     self.failed = None;
                 }
                 Err(error) => {
@@ -104,11 +105,11 @@ impl EventWriter {
         }
     }
 
-    /// The event to write next: the first after the one that failed last, which comes last.
+    /// The event to write next. The event that failed last comes after all others.
     fn next<'a>(&self, listed: &'a [PodEvent]) -> Option<&'a PodEvent> {
         let failed = self.failed.as_ref().and_then(|failed| listed.iter().position(|event| pod(event) == *failed));
         let after = failed.and_then(|failed| listed.get(failed.saturating_add(1)..)).unwrap_or_default();
-        after.iter().chain(listed).find(|event| !self.told.contains(&pod(event)))
+        after.iter().chain(listed).find(|event| !self.done.contains(&pod(event)))
     }
 
     /// Writes an event. Returns false if it exists already, or its pod cannot be named.
@@ -134,14 +135,15 @@ impl EventWriter {
             (None, Some((namespace, name))) => self.uid_by_claim(namespace, name, &event.pod).await?,
             (None, None) => None,
         };
-        // An invalid name would be tried again for ever.
-        let is_valid = |uid: &String| [&event.namespace, &event.pod, uid].into_iter().all(|name| named(name).is_ok());
+        // A request with an invalid name would be repeated for ever.
+        let is_valid = |uid: &String| [&event.namespace, &event.pod, uid].iter().all(|name| check_name(name).is_ok());
         Ok(uid.filter(is_valid))
     }
 
-    /// The UID that a claim has of a pod that may use it. Without the right to read claims, that of DRA, it is unknown.
+    /// The UID of a pod, from the pods for which a claim is reserved. `None` without the right to read claims, which
+    /// linkwise needs for DRA only.
     async fn uid_by_claim(&mut self, namespace: &str, name: &str, pod: &str) -> Result<Option<String>, ApiError> {
-        if [namespace, name].into_iter().any(|name| named(name).is_err()) {
+        if [namespace, name].into_iter().any(|name| check_name(name).is_err()) {
             return Ok(None);
         }
         let resource = resource("resource.k8s.io", "v1", "ResourceClaim", CLAIMS);
@@ -188,19 +190,19 @@ fn name(pod: &str, uid: &str) -> String {
 }
 
 /// The beginning of a text, at most this number of bytes.
-fn cut(text: &str, most: usize) -> &str {
-    let end = (0..=most.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
+fn cut(text: &str, max: usize) -> &str {
+    let end = (0..=max.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
     end.and_then(|end| text.get(..end)).unwrap_or_default()
 }
 
-/// The most events in a row: those of all GPUs of a node in pods of two, and some more.
-const BURST: u32 = 10;
+/// The most events in a row: enough for a node whose GPUs are all held by pods with two each, and some more.
+const MAX_BURST: u32 = 10;
 
-/// The time for each event beyond these. A thousand nodes whose jobs all end and begin within a minute write 17 events
-/// a second together.
-const EACH: Duration = Duration::from_secs(60);
+/// The time between two events after such a burst. A thousand nodes whose jobs all end and begin within a minute write
+/// 17 events a second together.
+const EVENT_INTERVAL: Duration = Duration::from_secs(60);
 
-/// A token bucket, as the time at which it is full again: each event moves that by [`EACH`].
+/// A token bucket, as the time at which it is full again: each event moves that by [`EVENT_INTERVAL`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Bucket {
     full_at: Duration,
@@ -208,14 +210,14 @@ struct Bucket {
 
 impl Bucket {
     /// Allows an event at this time, or returns the time to wait as `Err`.
-    pub fn look(&self, now: Duration) -> Result<(), Duration> {
-        let wait = self.full_at.saturating_sub(now).saturating_sub(EACH.saturating_mul(BURST - 1));
+    pub fn check(&self, now: Duration) -> Result<(), Duration> {
+        let wait = self.full_at.saturating_sub(now).saturating_sub(EVENT_INTERVAL.saturating_mul(MAX_BURST - 1));
         if wait.is_zero() { Ok(()) } else { Err(wait) }
     }
 
     /// Takes a token for an event that was written at this time.
     pub fn take(&mut self, now: Duration) {
-        self.full_at = self.full_at.max(now).saturating_add(EACH);
+        self.full_at = self.full_at.max(now).saturating_add(EVENT_INTERVAL);
     }
 }
 
@@ -236,23 +238,23 @@ mod tests {
     #[test]
     fn burst_then_one_a_minute() {
         let (mut bucket, mut now) = (Bucket::default(), Duration::from_secs(5000));
-        for _ in 0..BURST {
-            assert_eq!(bucket.look(now), Ok(()));
+        for _ in 0..MAX_BURST {
+            assert_eq!(bucket.check(now), Ok(()));
             bucket.take(now);
         }
-        assert_eq!(bucket.look(now), Err(EACH));
-        now += EACH / 2;
-        assert_eq!(bucket.look(now), Err(EACH / 2));
-        now += EACH / 2;
-        assert_eq!(bucket.look(now), Ok(()));
+        assert_eq!(bucket.check(now), Err(EVENT_INTERVAL));
+        now += EVENT_INTERVAL / 2;
+        assert_eq!(bucket.check(now), Err(EVENT_INTERVAL / 2));
+        now += EVENT_INTERVAL / 2;
+        assert_eq!(bucket.check(now), Ok(()));
         bucket.take(now);
-        assert_eq!(bucket.look(now), Err(EACH));
+        assert_eq!(bucket.check(now), Err(EVENT_INTERVAL));
         // Full again, and no fuller.
-        now += EACH * BURST * 3;
-        for _ in 0..BURST {
-            assert_eq!(bucket.look(now), Ok(()));
+        now += EVENT_INTERVAL * MAX_BURST * 3;
+        for _ in 0..MAX_BURST {
+            assert_eq!(bucket.check(now), Ok(()));
             bucket.take(now);
         }
-        assert!(bucket.look(now).is_err());
+        assert!(bucket.check(now).is_err());
     }
 }

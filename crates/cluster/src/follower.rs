@@ -1,10 +1,10 @@
-//! [`Follower`]: keeps up with objects as they change. It lists them, watches from there, and lists them anew if a
+//! [`Follower`]: keeps up with objects as they change. It lists them, watches from there, and lists them again if a
 //! watch breaks. The objects go to a [`Followed`].
 //!
 //! [`follow_node`] lists and watches one node by a field selector, its metadata only, and publishes its labels on a
 //! `watch` channel. The last published labels stay while the API server is away.
 //!
-//! [`keep`] is the other way round: it keeps an object equal to what a channel has.
+//! [`keep`] does the opposite: it keeps an object equal to the content of a channel.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -55,7 +55,7 @@ pub(crate) trait Followed {
     /// # Errors
     ///
     /// The object cannot be read.
-    fn event(&mut self, object: Self::Object, deleted: bool) -> Result<(), ApiError>;
+    fn event(&mut self, object: Self::Object, is_deleted: bool) -> Result<(), ApiError>;
 }
 
 /// Follows objects.
@@ -64,29 +64,29 @@ pub(crate) struct Follower<F> {
     followed: F,
     attempts: Attempts,
     /// Set if the last watch began and broke: then only an event shows that watches work again.
-    broken: bool,
+    is_broken: bool,
     /// Paces watches that end too soon, or whose version has expired.
-    turns: Backoff,
+    pauses: Backoff,
 }
 
 impl<F: Followed> Follower<F> {
     /// Makes no request yet. `request` is its name in the log.
     pub fn new(server: ApiServer, request: &'static str, followed: F) -> Self {
         let pace = *server.pace();
-        let (attempts, turns) = (Attempts::of(request, &pace), Backoff::new(pace.first, pace.longest));
-        Self { server, followed, attempts, broken: false, turns }
+        let (attempts, pauses) = (Attempts::of(request, &pace), Backoff::new(pace.first, pace.longest));
+        Self { server, followed, attempts, is_broken: false, pauses }
     }
 
     /// Follows for ever. Errors are logged and tried again.
     pub async fn run(mut self) {
         loop {
-            let pause = self.turn().await;
+            let pause = self.list_and_watch().await;
             tokio::time::sleep(pause).await;
         }
     }
 
-    /// Lists the objects and follows them until an error. Returns the pause before the next turn.
-    async fn turn(&mut self) -> Duration {
+    /// Lists the objects and follows them until an error. Returns the pause before the next list.
+    async fn list_and_watch(&mut self) -> Duration {
         let mut version = match self.followed.list(&mut self.server).await {
             Ok(version) => version,
             Err(error) => return self.attempts.failed(&error),
@@ -97,9 +97,9 @@ impl<F: Followed> Follower<F> {
             match self.watch(version).await {
                 // A watch that the server ended in its time is continued; a watch that ended at once costs a pause.
                 Ok(last) if opened.elapsed() >= self.server.pace().first => version = last,
-                Ok(_) => return shortened(self.turns.failed_after(began.elapsed())),
-                // The version is too old to continue from. This is not a fault; the objects are listed anew.
-                Err(error) if error.code() == Some(410) => return shortened(self.turns.failed_after(began.elapsed())),
+                Ok(_) => return shortened(self.pauses.failed_after(began.elapsed())),
+                // The version is too old to continue from. This is not a fault; the objects are listed again.
+                Err(error) if error.code() == Some(410) => return shortened(self.pauses.failed_after(began.elapsed())),
                 Err(error) => return self.attempts.failed(&error),
             }
         }
@@ -107,16 +107,16 @@ impl<F: Followed> Follower<F> {
 
     /// Follows the objects from a version until the server ends the watch. Returns the last version.
     async fn watch(&mut self, mut version: String) -> Result<String, ApiError> {
-        let lasts = shortened(self.server.pace().watch);
+        let duration = shortened(self.server.pace().watch);
         // The API takes seconds.
-        let seconds = u32::try_from(lasts.as_secs()).unwrap_or(u32::MAX).clamp(1, 294);
+        let seconds = u32::try_from(duration.as_secs()).unwrap_or(u32::MAX).clamp(1, 294);
         let params = WatchParams::default().fields(&self.followed.selector()).timeout(seconds);
         let from = version.clone();
         let mut events = self.server.call(F::OBJECT, "watch", |client| F::watch(client, params, from)).await?;
-        if !self.broken {
+        if !self.is_broken {
             self.attempts.succeeded();
         }
-        while let Ok(Some(event)) = tokio::time::timeout(lasts + GRACE, events.next()).await {
+        while let Ok(Some(event)) = tokio::time::timeout(duration + GRACE, events.next()).await {
             let change = match event {
                 Ok(WatchEvent::Added(object) | WatchEvent::Modified(object)) => Ok((object, false)),
                 Ok(WatchEvent::Deleted(object)) => Ok((object, true)),
@@ -129,34 +129,35 @@ impl<F: Followed> Follower<F> {
             };
             if let Err(error) = &change {
                 self.server.count(F::OBJECT, "watch", Some(error));
-                self.broken = true;
+                self.is_broken = true;
             }
-            let (object, deleted) = change?;
+            let (object, is_deleted) = change?;
             version = object.meta().resource_version.clone().unwrap_or_default();
-            self.followed.event(object, deleted)?;
-            self.works();
+            self.followed.event(object, is_deleted)?;
+            self.record_success();
         }
-        self.works();
+        self.record_success();
         Ok(version)
     }
 
-    fn works(&mut self) {
-        self.broken = false;
+    fn record_success(&mut self) {
+        self.is_broken = false;
         self.attempts.succeeded();
     }
 }
 
 /// The writer of one object.
 pub(crate) trait Kept {
-    /// The content of the object.
+    /// The wanted content of the object.
     type Wanted: Send + Sync;
 
-    /// Compares the object with its content, and writes it if it differs. Returns the time until the next look.
+    /// Compares the object with the wanted content, and writes it if it differs. Returns the time until the next
+    /// comparison.
     fn write(&mut self, wanted: &Arc<Self::Wanted>) -> impl Future<Output = Result<Duration, ApiError>> + Send;
 }
 
-/// Writes whatever a channel has, when it changes and once in a while, until the channel is closed. Nothing is written
-/// while the channel has nothing. Errors are logged and tried again.
+/// Keeps an object equal to the content of a channel until the channel is closed: compares them after each change, and
+/// once in a while. Nothing is written while the channel has no content. Errors are logged and tried again.
 pub(crate) async fn keep<W: Kept>(
     mut writer: W,
     mut attempts: Attempts,
@@ -198,7 +199,7 @@ pub async fn follow_node(server: ApiServer, node: String, labels: watch::Sender<
     Follower::new(server, "follow the node", Labels { node, labels }).run().await;
 }
 
-/// The node's labels, and the channel on which they are published.
+/// Follows a node's labels, and publishes them on a channel.
 struct Labels {
     node: String,
     labels: watch::Sender<Option<NodeLabels>>,
@@ -217,7 +218,7 @@ impl Followed for Labels {
         let list = |client| async move { Api::<Node>::all(client).list_metadata(&params).await };
         let list = server.call(Self::OBJECT, "list", list).await?;
         let found = list.items.into_iter().map(|node| node.metadata).find(|metadata| self.is_meant(metadata));
-        self.publish(found.map_or(NodeLabels::Absent, of));
+        self.publish(found.map_or(NodeLabels::Absent, node_labels));
         Ok(list.metadata.resource_version.unwrap_or_default())
     }
 
@@ -225,9 +226,9 @@ impl Followed for Labels {
         Ok(Api::<Node>::all(client).watch_metadata(&params, &from).await?.boxed())
     }
 
-    fn event(&mut self, object: PartialObjectMeta<Node>, deleted: bool) -> Result<(), ApiError> {
+    fn event(&mut self, object: PartialObjectMeta<Node>, is_deleted: bool) -> Result<(), ApiError> {
         if self.is_meant(&object.metadata) {
-            self.publish(if deleted { NodeLabels::Absent } else { of(object.metadata) });
+            self.publish(if is_deleted { NodeLabels::Absent } else { node_labels(object.metadata) });
         }
         Ok(())
     }
@@ -244,6 +245,6 @@ impl Labels {
     }
 }
 
-fn of(metadata: ObjectMeta) -> NodeLabels {
+fn node_labels(metadata: ObjectMeta) -> NodeLabels {
     NodeLabels::Of(metadata.labels.unwrap_or_default())
 }

@@ -3,8 +3,7 @@
 //!
 //! One adapter, `server`, makes every request; each kind of object has one writer. No admission waits for the API
 //! server: slices and events are written in the background, and a claim is read when it is prepared for the first time.
-//! If the API server is away or refuses, that is logged once and counted, and the request is repeated after a pause;
-//! written objects stay.
+//! A request that fails is counted, logged once, and repeated after a pause; written objects stay.
 
 mod claims;
 pub mod doctor;

@@ -1,8 +1,9 @@
-//! [`NodeConditionWriter`]: one condition of this node, and the startup taints that its first `True` ends.
+//! [`NodeConditionWriter`]: writes a condition of this node, and removes the startup taints once the condition is
+//! `True`.
 //!
-//! The only writer of nodes. It reads its node, compares, and writes what differs, on condition that the node has not
-//! changed since. The condition stays when the writer ends: the next process goes on, and [`clear`] removes it from all
-//! nodes after an uninstallation.
+//! The only writer of nodes. It reads its node, compares, and writes the differences, but only if the node has not
+//! changed since it was read. The condition stays when the writer ends: the next process goes on, and [`clear`] removes
+//! it from all nodes after linkwise was uninstalled.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::error::{ApiError, Attempts};
 use crate::follower::{Kept, keep};
-use crate::server::{ApiServer, named, resource};
+use crate::server::{ApiServer, check_name, resource};
 use linkwise_core::backoff::Backoff;
 use linkwise_core::publish::Condition;
 use linkwise_core::quantity;
@@ -25,10 +26,10 @@ use linkwise_core::quantity;
 /// The kind, in metrics.
 const OBJECT: &str = "nodes";
 
-/// The writes that are tried at once where the kubelet wrote the node in between.
+/// The most retries without a pause, if the kubelet wrote the node between our read and our write.
 const MAX_CONFLICTS: usize = 5;
 
-/// The nodes of one page of a list: each may have 50 KiB of images, labels and fields' managers.
+/// The number of nodes in one page of a list: each may have 50 KiB of images, labels and managed fields.
 const PAGE: u32 = 50;
 
 /// The node, its condition, and its taints.
@@ -40,9 +41,10 @@ pub struct NodeConditionSettings {
     pub kind: String,
     /// The keys of the startup taints.
     pub startup_taints: Vec<String>,
-    /// The id of this boot: the taints are removed once in each.
+    /// The id of this boot: the taints are removed once in each boot.
     pub boot: String,
-    /// The node and the boot of the first True, after which an earlier process removed them, as `untainted` got them.
+    /// The node and the boot for which an earlier process removed the taints: the text that the `untainted`
+    /// of [`NodeConditionWriter::new`] got.
     pub untainted: Option<String>,
 }
 
@@ -52,9 +54,9 @@ pub struct NodeConditionWriter {
     settings: NodeConditionSettings,
     /// Gets the node and the boot once the startup taints are removed.
     untainted: Box<dyn Fn(&str) + Send + Sync>,
-    /// A taint that somebody put back was reported.
-    reported: bool,
-    /// The pauses between looks while the node's status lacks resources.
+    /// Set once a startup taint that was added again has been reported.
+    is_reported: bool,
+    /// The pauses between reads of the node while its status lacks resources.
     pending: Backoff,
 }
 
@@ -71,7 +73,7 @@ impl NodeConditionWriter {
         untainted: impl Fn(&str) + Send + Sync + 'static,
     ) -> Self {
         let pending = Backoff::new(server.pace().first, server.pace().reassert);
-        Self { server, settings, untainted: Box::new(untainted), reported: false, pending }
+        Self { server, settings, untainted: Box::new(untainted), is_reported: false, pending }
     }
 
     /// Keeps the node's condition equal to the wanted one until `shutdown`, or until the channel is closed. Nothing is
@@ -83,13 +85,14 @@ impl NodeConditionWriter {
 
     async fn try_to_write(&mut self, wanted: &Condition) -> Result<Duration, ApiError> {
         let NodeConditionSettings { node: name, kind, startup_taints, boot, .. } = self.settings.clone();
-        named(&name)?;
+        check_name(&name)?;
         let get = |client| async { nodes(client).get(&name).await };
         let mut node = self.server.call(OBJECT, "get", get).await?;
-        // A node that was deleted and comes again has other taints, and another UID.
+        // A node that was deleted and created again has other taints, and another UID.
         let mark = format!("{boot} {}", node.metadata.uid.as_deref().unwrap_or_default());
         let was_ready = self.settings.untainted.as_ref() == Some(&mark);
-        // The kubelet writes its resources into the node's status every 10 s. Later changes of them are awaited by nobody.
+        // The kubelet writes its resources into the node's status every 10 s. The first `True` waits for them; after
+        // that, nobody waits for a change of resources.
         let allocatable = |name: &str| {
             let count = node.data["status"]["allocatable"][name].as_str().and_then(quantity::parse);
             count.and_then(|count| usize::try_from(count).ok()).unwrap_or(0)
@@ -113,15 +116,16 @@ impl NodeConditionWriter {
         let is_ours = |taint: &Value| startup_taints.iter().any(|key| taint["key"] == **key);
         let (ours, rest): (Vec<Value>, Vec<Value>) = taints.into_iter().partition(is_ours);
         if was_ready {
-            if !ours.is_empty() && !std::mem::replace(&mut self.reported, true) {
-                let why = "it was removed once since the boot, and somebody has put it back";
-                tracing::warn!(node = name, taint = %ours.first().unwrap_or_default()["key"], why, "startup taint stays");
+            if !ours.is_empty() && !std::mem::replace(&mut self.is_reported, true) {
+                let why = "it was removed once since the boot, and somebody added it again";
+                let taint = &ours.first().unwrap_or_default()["key"];
+                tracing::warn!(node = name, %taint, why, "startup taint stays");
             }
             return Ok(pause);
         }
         if !ours.is_empty() {
             patch(&mut self.server, &node, &name, Part::Spec, json!({ "taints": rest })).await?;
-            tracing::info!(node = name, taints = ours.len(), "startup taints removed: the node's GPUs can be had");
+            tracing::info!(node = name, taints = ours.len(), "startup taints removed, the node's GPUs are available");
         }
         (self.untainted)(&mark);
         self.settings.untainted = Some(mark);
@@ -178,7 +182,7 @@ fn conditions(node: &DynamicObject) -> Vec<Value> {
     node.data["status"]["conditions"].as_array().cloned().unwrap_or_default()
 }
 
-/// The node's conditions with the wanted one; `None` if it has that already.
+/// The node's conditions with the wanted one; `None` if the node has it already.
 fn changed(node: &DynamicObject, kind: &str, wanted: &Condition) -> Option<Vec<Value>> {
     let mut all = conditions(node);
     let Condition { status, reason, message, .. } = wanted;
@@ -200,11 +204,11 @@ fn changed(node: &DynamicObject, kind: &str, wanted: &Condition) -> Option<Vec<V
     Some(all)
 }
 
-/// Removes a condition from all nodes. Returns their number.
+/// Removes a condition from all nodes. Returns the number of nodes that had it.
 ///
 /// # Errors
 ///
-/// See [`ApiError`]. The nodes before have it no more.
+/// See [`ApiError`]. Nodes before the failed one no longer have the condition.
 pub async fn clear(mut server: ApiServer, kind: &str) -> Result<usize, ApiError> {
     let (mut cleared, mut conflicts, mut page) = (0, 0, ListParams::default().limit(PAGE));
     loop {

@@ -1,7 +1,7 @@
 //! [`ApiServer`]: makes all requests to the API server.
 //!
 //! Each request has a deadline and a bound on the length of its answer, and is counted. The client is made of kube's
-//! parts, without kube's retries (`attempts` paces them) and without its log lines for each failure.
+//! parts, without kube's retries (`Attempts` paces them) and without its log lines for each failure.
 //!
 //! [`Access`] is the server's address and the credentials for it. In a pod, the address comes from the environment, and
 //! the token and the CA are the files that the kubelet mounts; elsewhere both come from a kubeconfig. The files are
@@ -69,13 +69,13 @@ pub struct ApiServer {
     metrics: ApiMetrics,
     client: Option<Client>,
     /// The seconds in the last answer's Retry-After, or 0.
-    asked: Arc<AtomicU64>,
+    retry_after: Arc<AtomicU64>,
 }
 
 impl ApiServer {
     /// Makes no request yet.
     pub fn new(access: Access, pace: Pace, metrics: ApiMetrics) -> Self {
-        Self { access, pace, metrics, client: None, asked: Arc::default() }
+        Self { access, pace, metrics, client: None, retry_after: Arc::default() }
     }
 
     /// Another client of the same API server, for another part of the program. It counts in the same metrics.
@@ -88,8 +88,8 @@ impl ApiServer {
         &self.metrics
     }
 
-    /// The same, with this deadline for requests.
-    pub(crate) fn within(mut self, request: Duration) -> Self {
+    /// Limits the time for each request.
+    pub(crate) fn with_timeout(mut self, request: Duration) -> Self {
         self.pace.request = self.pace.request.min(request);
         self
     }
@@ -110,26 +110,26 @@ impl ApiServer {
         verb: &'static str,
         request: impl FnOnce(Client) -> F,
     ) -> Result<T, ApiError> {
-        let within = self.pace.request;
+        let timeout = self.pace.request;
         let attempt = async {
             let client = match &self.client {
                 Some(client) => client.clone(),
-                None => self.client.insert(connect(&self.access, &self.asked).await?).clone(),
+                None => self.client.insert(connect(&self.access, &self.retry_after).await?).clone(),
             };
-            self.asked.store(0, Ordering::Relaxed);
+            self.retry_after.store(0, Ordering::Relaxed);
             request(client).await.map_err(|error| {
-                let asked = self.asked.load(Ordering::Relaxed);
-                ApiError::of(&error, (asked > 0).then(|| Duration::from_secs(asked)))
+                let seconds = self.retry_after.load(Ordering::Relaxed);
+                ApiError::of(&error, (seconds > 0).then(|| Duration::from_secs(seconds)))
             })
         };
-        let result = tokio::time::timeout(within, attempt).await.unwrap_or(Err(ApiError::TimedOut(within)));
+        let result = tokio::time::timeout(timeout, attempt).await.unwrap_or(Err(ApiError::TimedOut(timeout)));
         self.count(object, verb, result.as_ref().err());
         result
     }
 
     /// Counts the outcome of a request, or of a watch that broke later.
     pub(crate) fn count(&mut self, object: &'static str, verb: &'static str, error: Option<&ApiError>) {
-        if error.is_some_and(ApiError::is_of_the_client) {
+        if error.is_some_and(ApiError::is_client_fault) {
             self.client = None;
         }
         self.metrics.count(object, verb, error.map_or("ok", ApiError::outcome));
@@ -151,23 +151,23 @@ pub(crate) fn typed(object: Value) -> Result<DynamicObject, ApiError> {
 /// # Errors
 ///
 /// [`ApiError::Malformed`]: no object and no namespace can have this name.
-pub(crate) fn named(name: &str) -> Result<(), ApiError> {
-    let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || matches!(byte, b'-' | b'.');
-    let is_name = !name.is_empty() && !name.starts_with('.') && name.bytes().all(inner);
-    is_name.then_some(()).ok_or_else(|| ApiError::Malformed(format!("{} is no name of an object", quoted(name))))
+pub(crate) fn check_name(name: &str) -> Result<(), ApiError> {
+    let is_allowed = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || matches!(byte, b'-' | b'.');
+    let is_name = !name.is_empty() && !name.starts_with('.') && name.bytes().all(is_allowed);
+    is_name.then_some(()).ok_or_else(|| ApiError::Malformed(format!("{} is not a valid object name", quoted(name))))
 }
 
-async fn connect(access: &Access, asked: &Arc<AtomicU64>) -> Result<Client, ApiError> {
+async fn connect(access: &Access, retry_after: &Arc<AtomicU64>) -> Result<Client, ApiError> {
     let config = access.config().await?;
     let wrong = |error: kube::Error| AccessError::Credentials(sentence(&error));
     let connector = config.rustls_https_connector().map_err(wrong)?;
     let executor = hyper_util::rt::TokioExecutor::new();
     let http = hyper_util::client::legacy::Client::builder(executor).build(connector);
-    let asked = Arc::clone(asked);
+    let retry_after = Arc::clone(retry_after);
     let service = ServiceBuilder::new()
         .map_response(move |response: Response<_>| {
             let after = response.headers().get(header::RETRY_AFTER).and_then(|value| value.to_str().ok());
-            asked.store(after.and_then(|after| after.trim().parse().ok()).unwrap_or(0), Ordering::Relaxed);
+            retry_after.store(after.and_then(|after| after.trim().parse().ok()).unwrap_or(0), Ordering::Relaxed);
             response.map(|body| Limited::new(body, MAX_ANSWER))
         })
         .layer(config.base_uri_layer())
@@ -197,8 +197,8 @@ pub enum AccessError {
     /// Neither a ServiceAccount nor a kubeconfig exists.
     #[error("no API server: KUBERNETES_SERVICE_HOST is not set (no pod?), and no --kubeconfig (KUBECONFIG) is given")]
     Nowhere,
-    /// The host and the port make no address.
-    #[error("KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT make no address: {}", quoted(.0))]
+    /// The host and the port do not form an address.
+    #[error("KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT do not form an address: {}", quoted(.0))]
     Address(String),
     /// The token file is missing.
     #[error("cannot read the ServiceAccount's token {0} (automountServiceAccountToken?)")]
@@ -213,7 +213,7 @@ pub enum AccessError {
 
 impl Access {
     /// The access that a kubeconfig gives, or else the pod: the host and port in its environment, and the folder of its
-    /// ServiceAccount. An empty kubeconfig or host is none.
+    /// ServiceAccount. An empty kubeconfig or host counts as absent.
     ///
     /// # Errors
     ///
@@ -240,8 +240,8 @@ impl Access {
                 let token = service_account.join("token");
                 std::fs::metadata(&token).map_err(|source| AccessError::Token(token.clone(), source))?;
                 let mut config = Config::new(address);
-                // Only the cluster's CA counts, and it is read anew every minute. Without a list, even an empty one,
-                // kube begins with the system's certificates and fails if there are none, as in the image.
+                // Only the cluster's CA counts, and kube reads it again every minute. Without a list, even an empty
+                // one, kube begins with the system's certificates and fails if there are none, as in the image.
                 config.root_cert_file = Some(service_account.join("ca.crt"));
                 config.root_cert = Some(Vec::new());
                 config.auth_info =

@@ -41,8 +41,7 @@ use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::state::DRA_DRIVER;
 use linkwise_system::send_if_new;
 use plan::{Memory, Plan, Write, drops_counters, drops_sharing, generation, plan};
-use stored::Stored;
-use stored::{OBJECT, Slices, list, resource, value};
+use stored::{OBJECT, Slices, Stored, list, resource, value};
 
 /// The name of linkwise as a field manager at the API server.
 const MANAGER: &str = "linkwise";
