@@ -1,4 +1,5 @@
-//! [`Comparison`]: a measured all-reduce beside the machine that it ran on, and the likeliest cause of a difference.
+//! [`Comparison`]: compares a measured all-reduce with the machine that it ran on, and finds the likeliest causes of a
+//! difference.
 
 use crate::prelude::*;
 use alloc::collections::BTreeSet;
@@ -10,15 +11,15 @@ use super::{Expectation, with_links_up};
 use crate::quote::quoted;
 use crate::topology::{Gpu, NodeObservation, NodeTopology, PciAddress, TopologyWarning};
 
-/// The share of the expectation, in percent, from which a measurement is as expected. The published results of healthy
-/// machines are within it.
-const EXPECTED_PERCENT: u64 = 90;
+/// The least share of the expectation, in percent, at which a measurement is as expected. The published results of
+/// healthy machines reach it.
+const MIN_PERCENT: u64 = 90;
 
-/// The share above which the model is of another machine.
+/// The share of the expectation, in percent, from which on the expectation must be that of another machine.
 const MAX_PERCENT: u64 = 125;
 
-/// The time of the largest operation, ns, below which latency hides the bandwidth.
-const LONG_ENOUGH: u64 = 4_000_000;
+/// The least time of the largest operation, ns: in a shorter one, latency hides the bandwidth.
+const MIN_NANOSECONDS: u64 = 4_000_000;
 
 /// The judgement of a measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -26,21 +27,21 @@ const LONG_ENOUGH: u64 = 4_000_000;
 pub enum Verdict {
     /// The run computed wrong values, whatever its bandwidth.
     WrongValues,
-    /// At least nine tenths of the expectation.
+    /// The measurement is at least nine tenths of the expectation.
     AsExpected,
-    /// Less.
+    /// The measurement is less than nine tenths of the expectation.
     Below,
-    /// So much more that the expectation is of another machine.
+    /// The measurement is so much more that the expectation must be that of another machine.
     Above,
-    /// Less, but the largest size was too small to show the bandwidth.
+    /// The measurement is less, but the largest size was too small to show the bandwidth.
     TooSmall,
-    /// No published result bears the model out for these GPUs.
+    /// No published result confirms the model for these GPUs.
     NotCalibrated,
-    /// The run used several hosts, of which the model says nothing.
+    /// The run used several hosts, which the model does not cover.
     SeveralHosts,
 }
 
-/// A cause of a difference, the likeliest first. Its text says what to look at.
+/// A cause of a difference between measurement and expectation. Its text says what to look at.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Cause {
     /// NVLinks that are down.
@@ -63,19 +64,19 @@ pub enum Cause {
     #[error("{0}")]
     Warning(String),
     /// Traffic through the host's memory, by NCCL's log.
-    #[error("by NCCL's log the GPUs talk through the host's memory (SHM){}", set(.0))]
+    #[error("NCCL's log shows traffic through the host's memory (SHM){}", note(.0))]
     SharedMemory(Option<String>),
-    /// Less than PCIe carries between GPUs that NVLink joins.
+    /// No more than PCIe carries, although NVLink joins the GPUs.
     #[error(
         "no more than PCIe carries: NCCL did not use NVLink{}; look for NCCL_P2P_DISABLE and NCCL_P2P_LEVEL, and for \
          containers that see one GPU each",
-        set(.0)
+        note(.0)
     )]
     NvlinkUnused(Option<String>),
     /// The bandwidth of rings where NVLink SHARP is faster.
     #[error(
         "rings carry {}: NVLink SHARP was not used{}; look for NCCL_NVLS_ENABLE=0, NCCL_ALGO and the fabric manager",
-        gb_per_s(*ring), set(setting)
+        gb_per_s(*ring), note(setting)
     )]
     NvlsUnused {
         /// The bandwidth of rings, MB/s.
@@ -87,7 +88,7 @@ pub enum Cause {
     #[error(
         "rings over all links carry {}: fewer channels{}, a throttled GPU (nvidia-smi -q -d PERFORMANCE), or another \
          job on these GPUs",
-        gb_per_s(*ring), set(setting)
+        gb_per_s(*ring), note(setting)
     )]
     SlowRings {
         /// The bandwidth of rings, MB/s.
@@ -95,9 +96,9 @@ pub enum Cause {
         /// The variable that limits them.
         setting: Option<String>,
     },
-    /// Nothing that the node knows.
+    /// No cause that linkwise can see.
     #[error(
-        "nothing that the node knows; look for a throttled GPU (nvidia-smi -q -d PERFORMANCE), PCIe Access Control \
+        "cause unknown; look for a throttled GPU (nvidia-smi -q -d PERFORMANCE), PCIe Access Control \
          Services, or another job on these GPUs"
     )]
     Unknown,
@@ -106,27 +107,27 @@ pub enum Cause {
     FarNic(PciAddress),
 }
 
-/// `: NCCL_ALGO=Ring is set`, or nothing.
-fn set(setting: &Option<String>) -> String {
+/// Writes ` (NCCL_ALGO=Ring is set)`, or nothing without a setting.
+fn note(setting: &Option<String>) -> String {
     setting.as_ref().map(|setting| format!(" ({setting} is set)")).unwrap_or_default()
 }
 
-/// The reason why a measurement cannot be laid beside a machine.
+/// The reason why a measurement cannot be compared with a machine.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MatchError {
     /// Fewer than two GPUs.
     #[error("an all-reduce of one GPU has no bandwidth")]
     OneGpu,
     /// The GPUs of the run are not known.
-    #[error("the text does not say which of the machine's {gpus} GPUs it measured{}: name them with --gpus",
-        if *ranks == 0 { String::new() } else { format!(", with {ranks} ranks") })]
+    #[error("cannot tell which of the machine's {gpus} GPUs the run used{}; name them with --gpus",
+        if *ranks == 0 { String::new() } else { format!(" for its {ranks} ranks") })]
     Unplaced {
         /// The ranks that the text lists; 0 if it lists none.
         ranks: usize,
         /// The machine's GPUs.
         gpus: usize,
     },
-    /// Another number of GPUs.
+    /// The run had another number of GPUs.
     #[error("the run had {ranks} GPUs, not {gpus}")]
     OtherNumber {
         /// The ranks.
@@ -134,7 +135,7 @@ pub enum MatchError {
         /// The GPUs that were named.
         gpus: usize,
     },
-    /// Another model.
+    /// The run was on GPUs of another model.
     #[error("the run was on {run}, the machine has {machine}")]
     OtherModel {
         /// The model in the text.
@@ -147,25 +148,25 @@ pub enum MatchError {
     OtherFactor(usize),
 }
 
-/// A measurement beside what was expected of it, as scripts read it too.
+/// A measurement compared with its expectation. `linkwise verify` prints it as JSON.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Comparison {
     /// The judgement.
     pub verdict: Verdict,
     /// The highest bus bandwidth, MB/s.
     pub measured: u64,
-    /// The bandwidth that the GPUs would reach with all NVLinks up, MB/s: what the measurement is compared with. `None`
-    /// for a run over several hosts.
+    /// The bandwidth that the GPUs should reach with all NVLinks up, MB/s. The measurement is compared with it. `None`
+    /// for a run over several hosts, and if the bandwidth is unknown.
     #[serde(rename = "expected")]
     pub whole: Option<u64>,
-    /// The share of `whole`, in percent.
+    /// The share in percent, rounded down: 100 × `measured` / `whole`.
     pub percent: Option<u64>,
     /// The causes of a difference, the likeliest first.
     #[serde(serialize_with = "as_texts")]
     pub causes: Vec<Cause>,
     /// The size with the highest bandwidth.
     pub best: Row,
-    /// The expectation of the GPUs as they are.
+    /// The expectation of the GPUs with the NVLinks that are up now.
     #[serde(flatten)]
     pub expectation: Expectation,
 }
@@ -174,12 +175,13 @@ fn as_texts<S: Serializer>(causes: &[Cause], serializer: S) -> Result<S::Ok, S::
     serializer.collect_seq(causes.iter().map(ToString::to_string))
 }
 
-/// Finds the GPUs of a run: by the addresses that it lists, or all of a machine that has as many.
+/// Finds the places of a run's GPUs by the addresses that the report lists, or else all places of a machine with as
+/// many GPUs as the run.
 pub(super) fn places(report: &NcclReport, topology: &NodeTopology) -> Result<Vec<usize>, MatchError> {
     let gpus = topology.gpus();
     let ranks = report.devices.len() / report.hosts();
     let by_address = report.devices.values().take(ranks).map(|device| {
-        let mut fitting = gpus.iter().enumerate().filter(|(_, gpu)| device.is(gpu));
+        let mut fitting = gpus.iter().enumerate().filter(|(_, gpu)| device.is_at(gpu));
         let place = fitting.next().map(|(place, _)| place);
         place.filter(|_| fitting.next().is_none())
     });
@@ -215,9 +217,9 @@ impl Comparison {
         let best = report.best().filter(|_| report.is_of(ranks)).ok_or(MatchError::OtherFactor(ranks))?.clone();
         let expectation = Expectation::of(&topology, &places);
         let up = with_links_up(machine);
-        // Links that are down are a fault of such a machine, not another kind. They change no GPU's place.
+        // A machine whose links are down is faulty, and still of its kind. The places of its GPUs are the same.
         let healthy = Expectation::of(&NodeTopology::assemble(&up).0, &places);
-        // The model says nothing of several hosts, not even a share.
+        // The model does not cover several hosts, so such a run has no share either.
         let whole = healthy.bandwidth().max(expectation.bandwidth()).filter(|_| hosts == 1);
         let measured = best.best().bus;
         let percent = whole.filter(|whole| *whole > 0).map(|whole| measured.saturating_mul(100) / whole);
@@ -228,8 +230,8 @@ impl Comparison {
             None => Verdict::NotCalibrated,
             Some(_) if healthy.calibration.is_none() => Verdict::NotCalibrated,
             Some(MAX_PERCENT..) => Verdict::Above,
-            Some(EXPECTED_PERCENT..) => Verdict::AsExpected,
-            Some(_) if largest < LONG_ENOUGH => Verdict::TooSmall,
+            Some(MIN_PERCENT..) => Verdict::AsExpected,
+            Some(_) if largest < MIN_NANOSECONDS => Verdict::TooSmall,
             Some(_) => Verdict::Below,
         };
         let wrong = (report.wrong > 0).then_some(Cause::WrongValues(report.wrong));
@@ -243,7 +245,7 @@ impl Comparison {
         Ok(comparison)
     }
 
-    /// The causes but for wrong values, links that are down and odd GPUs.
+    /// The causes other than wrong values, links that are down and odd GPUs.
     fn likely_causes(&self, report: &NcclReport, set: &NodeTopology, warnings: &[TopologyWarning]) -> Vec<Cause> {
         let mut causes = Vec::new();
         if self.verdict == Verdict::SeveralHosts {
@@ -275,13 +277,13 @@ impl Comparison {
         let all = 0..set.gpus().len();
         let pairs = || all.clone().flat_map(|a| (0..a).map(move |b| (a, b)));
         let pcie = pairs().map(|(a, b)| set.pcie(a, b)).max().map_or(0, u64::from);
-        let linked = pairs().any(|(a, b)| set.nvlink_count(a, b) > 0);
+        let has_nvlinks = pairs().any(|(a, b)| set.nvlink_count(a, b) > 0);
         let (ring, measured) = (self.expectation.ring.unwrap_or(0), self.measured);
-        // A tenth below the rings they are slow, not unused.
-        let below_rings = measured.saturating_mul(100) < ring.saturating_mul(EXPECTED_PERCENT);
+        // Below this share, the rings are slow; above it, they work, and only NVLink SHARP was unused.
+        let is_below_rings = measured.saturating_mul(100) < ring.saturating_mul(MIN_PERCENT);
         match self.expectation.nvls {
-            _ if linked && measured <= pcie => causes.push(Cause::NvlinkUnused(p2p())),
-            _ if linked && below_rings => {
+            _ if has_nvlinks && measured <= pcie => causes.push(Cause::NvlinkUnused(p2p())),
+            _ if has_nvlinks && is_below_rings => {
                 let names = ["NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_ALGO", "NCCL_PROTO"];
                 causes.push(Cause::SlowRings { ring, setting: setting(&names) });
             }
@@ -307,7 +309,7 @@ pub fn odd_among<'w>(warnings: &'w [TopologyWarning], gpus: &[Gpu]) -> impl Iter
     warnings.iter().filter(concerns).map(ToString::to_string)
 }
 
-/// The GPUs that have fewer NVLinks up than they could: as many as on the machine with its links `up`.
+/// Finds the GPUs with fewer active NVLinks than on `up`, the machine with its links up.
 fn links_down(machine: &NodeObservation, up: &NodeObservation, gpus: &[Gpu]) -> Vec<Cause> {
     let links = |machine: &NodeObservation, pci: PciAddress| -> usize {
         let gpu = machine.gpus.iter().find(|gpu| gpu.pci == pci);
@@ -319,7 +321,7 @@ fn links_down(machine: &NodeObservation, up: &NodeObservation, gpus: &[Gpu]) -> 
     down.map(|(pci, of, active)| Cause::LinksDown { pci, down: of - active, of }).collect()
 }
 
-/// Refuses a run on another model than the machine's. Names are compared as far as both are known.
+/// Refuses a run on GPUs of another model than the machine's. An unknown model is never refused.
 fn same_model(report: &NcclReport, gpus: &[Gpu]) -> Result<(), MatchError> {
     let machine = gpus.iter().find_map(|gpu| gpu.model.as_deref());
     let run = report.devices.values().find_map(|device| device.model.as_deref());
@@ -332,7 +334,7 @@ fn same_model(report: &NcclReport, gpus: &[Gpu]) -> Result<(), MatchError> {
     }
 }
 
-/// The chip's name in a product's: the first word with a letter and a digit, up to a hyphen.
+/// The chip in a product's name: the first word with a letter and a digit, without the part after a hyphen.
 fn chip(model: &str) -> Option<&str> {
     let has = |word: &str, is: fn(&u8) -> bool| word.bytes().any(|byte| is(&byte));
     model.split([' ', '-']).find(|word| has(word, u8::is_ascii_digit) && has(word, u8::is_ascii_alphabetic))

@@ -1,8 +1,8 @@
-//! Promised against measured: the bus bandwidth of an all-reduce by NCCL's model, what nccl-tests measured, and the
+//! The bus bandwidth of an all-reduce: the expectation by NCCL's model, the measurement by nccl-tests, and the
 //! likeliest cause of a difference.
 //!
-//! Pure: `linkwise expect` and `linkwise verify` call it with a topology and a text. It uses `topology` and
-//! `allocation`. docs/bandwidth.md has the published results that the model was compared with.
+//! Pure: `linkwise expect` and `linkwise verify` call it with a machine and the text that nccl-tests printed. It uses
+//! `topology` and `allocation`. docs/bandwidth.md has the published results that the model was compared with.
 
 mod comparison;
 mod report;
@@ -24,7 +24,7 @@ pub use report::{NcclReport, RankDevice, ReportError, Row, Run, gb_per_s};
 /// The source of the model.
 pub const MODEL: &str = "NCCL v2.30.7-1 (src/graph/topo.h, src/graph/tuning.cc), docs/bandwidth.md";
 
-/// A kind of machine of which published results of nccl-tests were compared with the model.
+/// A kind of machine for which the model was compared with published results of nccl-tests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Calibration {
@@ -41,7 +41,7 @@ pub enum Calibration {
 }
 
 impl Calibration {
-    /// The kind in words.
+    /// The kind as people read it.
     pub fn name(self) -> &'static str {
         match self {
             Self::VoltaMesh => "8 x V100 in a cube mesh",
@@ -56,13 +56,13 @@ impl Calibration {
 /// The bus bandwidths that a set of GPUs should reach in a large all-reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Expectation {
-    /// Rings, MB/s. `None` for fewer than two GPUs, for large parts of a mesh of NVLinks, and if the NVLinks of a GPU
-    /// or their rate are unknown.
+    /// The bandwidth of rings, MB/s. `None` for fewer than two GPUs, for large parts of a mesh of NVLinks, and if the
+    /// NVLinks of a GPU or their rate are unknown.
     pub ring: Option<u64>,
-    /// NVLink SHARP, MB/s; `None` where NCCL has none.
+    /// The bandwidth of NVLink SHARP, MB/s; `None` where NCCL has no NVLink SHARP.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nvls: Option<u64>,
-    /// The published results that bear the model out; `None`: none do.
+    /// The kind of machine whose published results confirm the model; `None` if no results do.
     pub calibration: Option<Calibration>,
 }
 
@@ -79,38 +79,39 @@ impl Expectation {
         Self { ring, nvls, calibration }
     }
 
-    /// The bandwidth of the faster algorithm, MB/s.
+    /// The bandwidth of the faster algorithm, MB/s: the larger of `ring` and `nvls`.
     pub fn bandwidth(&self) -> Option<u64> {
         self.ring.max(self.nvls)
     }
 }
 
-/// Finds the kind of machine whose published results a topology's GPUs are like.
+/// Finds the kind of machine that a topology's GPUs make up.
 fn calibration(set: &NodeTopology) -> Option<Calibration> {
     let gpus = set.gpus();
     let first = gpus.first().filter(|_| gpus.len() > 1)?;
     let ComputeCapability { major, minor } = first.facts.compute_capability?;
-    let alike = |gpu: &Gpu| gpu.facts.compute_capability == first.facts.compute_capability && !gpu.mig_enabled;
-    if !gpus.iter().all(alike) {
+    let is_alike = |gpu: &Gpu| gpu.facts.compute_capability == first.facts.compute_capability && !gpu.mig_enabled;
+    if !gpus.iter().all(is_alike) {
         return None;
     }
-    let one_plane = first.nvswitch_plane.is_some() && gpus.iter().all(|gpu| gpu.nvswitch_plane == first.nvswitch_plane);
+    let has_one_plane =
+        first.nvswitch_plane.is_some() && gpus.iter().all(|gpu| gpu.nvswitch_plane == first.nvswitch_plane);
     let links = |a: usize| (0..gpus.len()).filter(|b| *b != a).map(|b| set.nvlink_count(a, b)).sum::<u32>();
     match (major, minor) {
-        (8, 0) if one_plane => Some(Calibration::AmpereSwitch),
-        (9, 0) if one_plane => Some(Calibration::HopperSwitch),
-        (10, 0) if one_plane => Some(Calibration::BlackwellSwitch),
+        (8, 0) if has_one_plane => Some(Calibration::AmpereSwitch),
+        (9, 0) if has_one_plane => Some(Calibration::HopperSwitch),
+        (10, 0) if has_one_plane => Some(Calibration::BlackwellSwitch),
         _ if first.nvswitch_plane.is_some() => None,
-        // Links that are down are a fault of such a machine, not another kind.
+        // A machine whose links are down is faulty, and still of its kind.
         (7, 0) if gpus.len() == 8 && (0..gpus.len()).all(|place| links(place) > 0) => Some(Calibration::VoltaMesh),
         (8, 6) if gpus.len() == 2 && links(0) > 0 => Some(Calibration::AmpereBridge),
-        // Over PCIe one machine reaches other bandwidths with other versions of NCCL.
+        // Over PCIe the bandwidth of one machine differs between versions of NCCL.
         _ => None,
     }
 }
 
-/// The machine with each NVLink up that is known to lead somewhere. Behind NVSwitches each GPU gets as many links as
-/// the GPU of its model that has most, also a GPU that has none.
+/// Returns the machine with all its NVLinks up, except those whose other end is unknown. Each GPU gets as many links to
+/// NVSwitches as the GPU of its model with the most of them, even if it has none.
 fn with_links_up(machine: &NodeObservation) -> NodeObservation {
     let mut machine = machine.clone();
     for group in machine.gpus.iter_mut().flat_map(|gpu| gpu.nvlinks.iter_mut().flatten()) {
@@ -123,14 +124,14 @@ fn with_links_up(machine: &NodeObservation) -> NodeObservation {
     };
     let ports: Vec<(Option<String>, usize)> = machine.gpus.iter().map(port).collect();
     for (gpu, (model, links)) in machine.gpus.iter_mut().zip(&ports) {
-        let most = ports.iter().filter(|(other, _)| other == model).map(|(_, links)| *links).max().unwrap_or(0);
+        let max_links = ports.iter().filter(|(other, _)| other == model).map(|(_, links)| *links).max().unwrap_or(0);
         let groups = gpu.nvlinks.iter().flatten().filter(|group| group.active);
         let used: BTreeSet<u32> = groups.flat_map(|group| group.links.iter().copied()).collect();
-        let more = (0..).filter(|link| !used.contains(link)).take(most.saturating_sub(*links));
+        let more = (0..).filter(|link| !used.contains(link)).take(max_links.saturating_sub(*links));
         let Some(groups) = &mut gpu.nvlinks else { continue };
         match groups.iter_mut().filter(|group| is_switch(&&**group)).last() {
             Some(switch) => switch.links.extend(more),
-            None if most > 0 => {
+            None if max_links > 0 => {
                 let (links, remote) = (more.collect(), NvLinkRemote::Switch(None));
                 groups.push(NvLinkObservation { links, remote, active: true });
             }

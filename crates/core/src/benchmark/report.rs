@@ -1,4 +1,4 @@
-//! [`NcclReport`]: the all-reduces in the text that nccl-tests print, with what NCCL's log says around them.
+//! [`NcclReport`]: the all-reduces in the text that nccl-tests print, and the facts of NCCL's log in the same text.
 //!
 //! The text may come through mpirun, kubectl or a web page: each line may have a prefix, and lines may be cut or mixed.
 //! Each line is read once. A row is taken only if its numbers agree with each other.
@@ -12,7 +12,7 @@ use serde::Serialize;
 use crate::quote::excerpt;
 use crate::topology::{Gpu, thousandths};
 
-/// The types of nccl-tests (`test_typenames` in its src/common.cu, old names too), by their bytes.
+/// The data types of nccl-tests (`test_typenames` in its src/common.cu, old names too), by their size in bytes.
 const TYPES: [(u64, &[&str]); 4] = [
     (1, &["int8", "uint8", "char", "f8e4m3", "f8e5m2"]),
     (2, &["half", "bfloat16"]),
@@ -35,7 +35,7 @@ const PROGRAMS: [&str; 11] = [
     "sendrecv_perf",
 ];
 
-/// The program that is compared.
+/// The program whose results are compared.
 const ALL_REDUCE: &str = "all_reduce_perf";
 
 /// The most NCCL variables that are kept.
@@ -44,19 +44,20 @@ const MAX_SETTINGS: usize = 32;
 /// The most ranks whose devices are kept.
 const MAX_RANKS: usize = 4_096;
 
-/// The smallest algorithm bandwidth, MB/s, at which two decimals are enough to compare numbers of a row.
-const COMPARABLE: u64 = 1_000;
+/// The smallest algorithm bandwidth, MB/s, at which two decimals are enough to compare the numbers of a row.
+const MIN_COMPARABLE: u64 = 1_000;
 
-/// One measurement: a buffer for the result of its own, or the result in place.
+/// One measurement: out of place, with another buffer for the result, or in place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Run {
     /// The time of one operation, ns.
     pub nanoseconds: u64,
-    /// Bytes by time, MB/s.
+    /// The algorithm bandwidth, MB/s: bytes / time.
     pub algorithm: u64,
-    /// The bus bandwidth, MB/s.
+    /// The bus bandwidth, MB/s: of an all-reduce of n ranks, 2(n - 1)/n × `algorithm`.
     pub bus: u64,
-    /// The wrong values that the check counted; 0 also where it was off, and for versions that print a tolerance.
+    /// The number of wrong values that the check found; 0 also if the check was off, and for versions that print the
+    /// largest difference instead.
     pub wrong: u64,
 }
 
@@ -68,9 +69,9 @@ pub struct Row {
     /// The data type.
     #[serde(rename = "type")]
     pub data_type: &'static str,
-    /// Out of place.
+    /// The measurement out of place.
     pub out_of_place: Run,
-    /// In place, if it was measured.
+    /// The measurement in place, if there is one.
     pub in_place: Option<Run>,
 }
 
@@ -95,27 +96,27 @@ pub struct RankDevice {
 }
 
 impl RankDevice {
-    /// Returns true if the address is that of a GPU, as far as it is printed.
-    pub(super) fn is(&self, gpu: &Gpu) -> bool {
-        let same_slot = self.slot.is_none_or(|slot| slot == (gpu.pci.domain(), gpu.pci.device()));
-        self.bus == Some(gpu.pci.bus()) && same_slot
+    /// Returns true if the printed parts of the address are those of a GPU.
+    pub(super) fn is_at(&self, gpu: &Gpu) -> bool {
+        let is_same_slot = self.slot.is_none_or(|slot| slot == (gpu.pci.domain(), gpu.pci.device()));
+        self.bus == Some(gpu.pci.bus()) && is_same_slot
     }
 }
 
 /// The all-reduces of a text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NcclReport {
-    /// The sizes, in the text's order. Never empty.
+    /// The rows, one for each measured size, in the text's order. Never empty.
     pub rows: Vec<Row>,
     /// The devices by rank; empty if the text lists none.
     pub devices: BTreeMap<u32, RankDevice>,
-    /// The connections through the host's memory that NCCL's log names.
+    /// The number of connections through the host's memory in NCCL's log.
     pub shm: u64,
     /// The variables of NCCL that the text names, with their values.
     pub settings: BTreeMap<String, String>,
-    /// The wrong values of all sizes, by the summary or by the rows.
+    /// The number of wrong values: the largest number of a row or of a summary.
     pub wrong: u64,
-    /// Lines that begin as a row and are none, because they are cut, mixed or contradict themselves.
+    /// The number of lines that begin like a row, but are cut, mixed with other lines, or contradict themselves.
     pub unreadable: usize,
 }
 
@@ -125,8 +126,8 @@ pub enum ReportError {
     /// No row of any program.
     #[error("no table of nccl-tests: no line with a size, a count, a data type and bandwidths")]
     NoTable,
-    /// Rows that were cut or mixed, and no other.
-    #[error("no readable row: {0} lines begin as one, and are cut, mixed with other lines or contradict themselves")]
+    /// No rows but those that were cut or mixed.
+    #[error("no readable row: {0} lines begin like one, but are cut, mixed with other lines, or contradict themselves")]
     Unreadable(usize),
     /// Tables of other programs only.
     #[error("no all-reduce: the tables are of {0}; run all_reduce_perf")]
@@ -134,26 +135,27 @@ pub enum ReportError {
     /// One rank, whose rows have no bus bandwidth.
     #[error("an all-reduce of one GPU has no bandwidth")]
     OneGpu,
-    /// Two runs with different ranks.
-    #[error("runs over {0} and over {1} GPUs: give one of them alone")]
+    /// Two runs with different numbers of ranks.
+    #[error("the text has runs over {0} and over {1} GPUs; give the text of one run")]
     SeveralRuns(usize, usize),
 }
 
-/// A line's row, with its program left open.
+/// The row of a line, whose program is not known yet.
 struct ReadRow {
     row: Row,
-    /// False for a reduction to one rank, and where no data is reduced.
-    reduces_to_all: bool,
+    /// True if the row can be one of an all-reduce: data is reduced, to all ranks, and the count is that of all data.
+    is_all_reduce: bool,
 }
 
-/// The reader's place in the text.
+/// Reads a text line by line.
 #[derive(Default)]
 struct Reader {
     report: NcclReport,
     /// The program whose table comes next.
     program: Option<&'static str>,
+    /// The other programs whose tables were seen.
     others: BTreeSet<&'static str>,
-    /// The devices of the present run.
+    /// The devices of the current run.
     devices: BTreeMap<u32, RankDevice>,
 }
 
@@ -162,7 +164,7 @@ impl NcclReport {
     pub fn read(text: &str) -> Result<Self, ReportError> {
         let mut reader = Reader::default();
         for line in text.lines() {
-            reader.line(line)?;
+            reader.read_line(line)?;
         }
         match reader.report.rows.is_empty() {
             false => Ok(reader.report),
@@ -178,24 +180,24 @@ impl NcclReport {
         self.rows.iter().max_by_key(|row| row.best().bus)
     }
 
-    /// The hosts that the devices are on; one if the text does not say.
+    /// The number of hosts that the devices are on; 1 if the text names none.
     pub fn hosts(&self) -> usize {
         self.devices.values().filter_map(|device| device.host.as_deref()).collect::<BTreeSet<_>>().len().max(1)
     }
 
-    /// Returns true if each row's bus bandwidth is that of an all-reduce of so many ranks, 2(n - 1)/n of the algorithm
+    /// Returns true if each row's bus bandwidth is that of an all-reduce of n ranks: 2(n - 1)/n × the algorithm
     /// bandwidth.
     pub fn is_of(&self, ranks: usize) -> bool {
         let Some(others) = ranks.checked_sub(1).filter(|others| *others > 0) else { return false };
         let (ranks, others) = (ranks as u128, others as u128);
         let runs = self.rows.iter().flat_map(|row| [Some(row.out_of_place), row.in_place]).flatten();
-        runs.filter(|run| run.algorithm >= COMPARABLE)
+        runs.filter(|run| run.algorithm >= MIN_COMPARABLE)
             .all(|run| agree(u128::from(run.algorithm) * 2 * others, u128::from(run.bus) * ranks))
     }
 }
 
 impl Reader {
-    fn line(&mut self, line: &str) -> Result<(), ReportError> {
+    fn read_line(&mut self, line: &str) -> Result<(), ReportError> {
         if line.contains("_perf") {
             self.program = PROGRAMS.into_iter().find(|program| line.contains(program)).or(self.program);
         }
@@ -203,7 +205,7 @@ impl Reader {
         if words.contains(&"nThread") {
             self.devices.clear();
         }
-        self.log(&words);
+        self.read_log(&words);
         for summary in words.windows(6) {
             if let ["Out", "of", "bounds", "values", ":", wrong] = summary {
                 self.report.wrong = self.report.wrong.max(wrong_values(wrong));
@@ -216,16 +218,16 @@ impl Reader {
             return Ok(());
         }
         match row(&words) {
-            Some(Some(read)) => return self.take(read),
+            Some(Some(read)) => return self.add_row(read),
             Some(None) => self.report.unreadable += 1,
             None => {}
         }
         Ok(())
     }
 
-    /// Takes a row of an all-reduce. A table without a program's name counts as one if it can be one.
-    fn take(&mut self, read: ReadRow) -> Result<(), ReportError> {
-        let assumed = if read.reduces_to_all { ALL_REDUCE } else { "another program" };
+    /// Adds a row of an all-reduce. Without a program's name, a row that can be one of an all-reduce counts as one.
+    fn add_row(&mut self, read: ReadRow) -> Result<(), ReportError> {
+        let assumed = if read.is_all_reduce { ALL_REDUCE } else { "another program" };
         let program = self.program.unwrap_or(assumed);
         if program != ALL_REDUCE {
             self.others.insert(program);
@@ -244,8 +246,8 @@ impl Reader {
         Ok(())
     }
 
-    /// Reads what NCCL's log and a command line say: settings, and connections through the host's memory.
-    fn log(&mut self, words: &[&str]) {
+    /// Reads settings and connections through the host's memory, as NCCL's log and command lines have them.
+    fn read_log(&mut self, words: &[&str]) {
         for place in 0..words.len() {
             let setting = match words.get(place..).unwrap_or_default() {
                 ["via", by, ..] if by.starts_with("SHM/") => {
@@ -291,7 +293,7 @@ fn rank_device(words: &[&str]) -> Option<(u32, RankDevice)> {
     Some((rank, RankDevice { host: host.map(|host| excerpt(host)), slot, bus, model }))
 }
 
-/// Reads a row; `None` for a line that is none, `Some(None)` for one that cannot be read.
+/// Reads a row. `None` if the line is not a row; `Some(None)` if it begins like one, but cannot be read.
 ///
 /// A row is a size, a count, a type, a reduction where the program has one, a root in newer versions, and then time,
 /// algorithm and bus bandwidth and errors, out of place and in place.
@@ -301,28 +303,27 @@ fn row(words: &[&str]) -> Option<Option<ReadRow>> {
     let (at, (data_type, size)) = words.iter().enumerate().find_map(|(at, word)| Some((at, known(word)?)))?;
     let [.., bytes, count] = words.get(..at)? else { return None };
     let (bytes, count) = (bytes.parse::<u64>().ok()?, count.parse::<u64>().ok()?);
-    Some(measurements(words.get(at + 1..).unwrap_or_default(), bytes).map(|(reduction, out_of_place, in_place)| {
-        let reduces_to_all = reduction && count.checked_mul(size) == Some(bytes);
-        ReadRow { row: Row { bytes, data_type, out_of_place, in_place }, reduces_to_all }
-    }))
+    let read = measurements(words.get(at + 1..).unwrap_or_default(), data_type, bytes);
+    let is_complete = count.checked_mul(size) == Some(bytes);
+    Some(read.map(|read| ReadRow { is_all_reduce: read.is_all_reduce && is_complete, ..read }))
 }
 
-/// Reads what follows the type. The first value is false if there is no reduction, or if it has one rank as its root.
-fn measurements(words: &[&str], bytes: u64) -> Option<(bool, Run, Option<Run>)> {
+/// Reads the words after the type.
+fn measurements(words: &[&str], data_type: &'static str, bytes: u64) -> Option<ReadRow> {
     let reduction = words.first().filter(|word| word.bytes().all(|byte| byte.is_ascii_alphabetic()));
     let words = words.get(usize::from(reduction.is_some())..)?;
-    let decimal = |place: usize| words.get(place).and_then(|word| bandwidth(word)).is_some();
-    // Both a root and a long time are whole numbers: the bandwidths say which it is.
-    let root = words.first().filter(|word| is_whole(word) && decimal(2) && decimal(3));
+    let is_decimal = |place: usize| words.get(place).and_then(|word| bandwidth(word)).is_some();
+    // Both a root and a long time are whole numbers: the place of the bandwidths tells them apart.
+    let root = words.first().filter(|word| is_whole(word) && is_decimal(2) && is_decimal(3));
     let words = words.get(usize::from(root.is_some())..)?;
     let out_of_place = run(words, bytes)?;
-    // Four words each, the last being the errors.
+    // A measurement has four words; the last is the number of errors.
     let in_place = match words.get(4..) {
         Some(words) if words.len() >= 3 => Some(run(words, bytes)?),
         _ => None,
     };
-    let to_all = reduction.is_some_and(|word| *word != "none") && root.is_none_or(|root| *root == "-1");
-    Some((to_all, out_of_place, in_place))
+    let is_all_reduce = reduction.is_some_and(|word| *word != "none") && root.is_none_or(|root| *root == "-1");
+    Some(ReadRow { row: Row { bytes, data_type, out_of_place, in_place }, is_all_reduce })
 }
 
 /// Reads a measurement: time, algorithm and bus bandwidth, and errors, which may be absent.
@@ -333,29 +334,30 @@ fn run(words: &[&str], bytes: u64) -> Option<Run> {
     let run = Run { nanoseconds, algorithm: bandwidth(algorithm)?, bus: bandwidth(bus)?, wrong };
     // MB/s times ns are thousandths of a byte.
     let carried = u128::from(run.algorithm) * u128::from(run.nanoseconds);
-    let agrees = run.algorithm < COMPARABLE || agree(carried, u128::from(bytes) * 1_000);
-    (agrees && run.bus <= run.algorithm.saturating_mul(2).saturating_add(20)).then_some(run)
+    let is_consistent = run.algorithm < MIN_COMPARABLE || agree(carried, u128::from(bytes) * 1_000);
+    (is_consistent && run.bus <= run.algorithm.saturating_mul(2).saturating_add(20)).then_some(run)
 }
 
-/// Reads a number of wrong values, which C's `%g` writes: a million is `1e+06`. Versions that print the largest difference
-/// have one below 1 there, unless it is no number at all. `N/A` stands where the check was off.
+/// Reads a number of wrong values as C's `%g` writes it: a million is `1e+06`. Versions that print the largest
+/// difference instead print a number below 1, which counts as 0, or `inf` or `nan`, which count as 1. `N/A` means that
+/// the check was off.
 fn wrong_values(text: &str) -> u64 {
     let (number, exponent) = text.split_once('e').unwrap_or((text, "0"));
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     let Some(places) = exponent.parse::<i64>().ok().and_then(|places| usize::try_from(places).ok()) else { return 0 };
     let decimals = fraction.chars().chain(iter::repeat('0')).take(places.min(20));
     let digits: String = whole.chars().chain(decimals).collect();
-    let is_longer = is_whole(&digits) && !digits.starts_with('-');
-    digits.parse().unwrap_or(if is_longer { u64::MAX } else { matches!(text, "inf" | "nan" | "-nan").into() })
+    let is_too_long = is_whole(&digits) && !digits.starts_with('-');
+    digits.parse().unwrap_or(if is_too_long { u64::MAX } else { matches!(text, "inf" | "nan" | "-nan").into() })
 }
 
-/// Returns true if two values are within a fiftieth of the second.
+/// Returns true if two values differ by at most a fiftieth of the second.
 fn agree(one: u128, other: u128) -> bool {
     one.abs_diff(other).saturating_mul(50) <= other
 }
 
-/// Reads a bandwidth, which nccl-tests print with two decimals: a line that was cut in it has fewer. From 1000 GB/s on
-/// there is no room for both.
+/// Reads a bandwidth, which nccl-tests print with two decimals: fewer mean that the line was cut there. From 1000 GB/s
+/// on the column has no room for both, so one is enough.
 pub(super) fn bandwidth(text: &str) -> Option<u64> {
     let (whole, fraction) = text.split_once('.')?;
     let decimals = if whole.len() > 3 { 1..=2 } else { 2..=2 };
