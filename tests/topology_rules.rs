@@ -521,7 +521,7 @@ fn gpus_beyond_maximum_are_dropped() {
         node.gpus.push(gpu);
     }
     let found = warnings(&node);
-    assert_eq!(found[0], "70 GPUs were seen, 64 is the most a node can have; the rest is left out");
+    assert_eq!(found[0], "70 GPUs were seen, but a node can have at most 64; the rest is left out");
     check_graph(&node).unwrap();
 }
 
@@ -631,8 +631,8 @@ fn one_sided_nvlinks_warn_with_both_counts() {
         warnings(&node),
         [
             "GPUs 0000:06:00.0 and 0000:0b:00.0: 1 NVLink(s) seen from one end, 2 from the other; 1 counted",
-            "GPU 0000:06:00.0 is the odd one of 8 GPUs of its model: 5 of its NVLinks are up, of each other GPU 6; sets \
-             without it have the full bandwidth",
+            "GPU 0000:06:00.0 is the odd one of 8 GPUs of its model: 5 of its NVLinks are up, 6 on each other GPU; sets \
+             without it have full bandwidth",
         ],
     );
     let (topology, _) = NodeTopology::assemble(&node);
@@ -658,7 +658,9 @@ fn gpu_without_fabric_warns() {
     let pci = node.gpus[3].pci;
     assert_eq!(
         warnings(&node),
-        [format!("GPU {pci}: behind an NVSwitch but reports no fabric; taken to be in the one its neighbours report")],
+        [format!(
+            "GPU {pci}: behind an NVSwitch but reports no fabric; taken to be in the fabric that the other GPUs report"
+        )],
     );
     assert!(assembled(&node).0.gpus().iter().all(|gpu| gpu.nvswitch_plane == Some(0)));
 }

@@ -224,7 +224,7 @@ fn nothing_of_an_input_is_obeyed_by_a_terminal() {
 fn odd_gpu_is_named_and_goes_to_one_first() {
     let files = Files::new();
     let odd = files.put("odd.yaml", &machine(&[switched(18), switched(0), switched(18), switched(18)]));
-    let words = "GPU 0000:02:00.0 is the odd one of 4 GPUs of its model: 0 of its NVLinks are up, of each other GPU 18";
+    let words = "GPU 0000:02:00.0 is the odd one of 4 GPUs of its model: 0 of its NVLinks are up, 18 on each other GPU";
     assert!(said(&["topology", "--node", &odd]).1.contains(&format!("warning: {words}")));
     let (_, text) = said(&["expect", "--node", &odd]);
     assert!(text.contains(&format!("note: {words}")), "{text}");
@@ -239,8 +239,8 @@ fn odd_gpu_is_named_and_goes_to_one_first() {
     );
     // Any other difference, by one GPU of three.
     for (key, value, words) in [
-        ("pcie", json!({"mts": 32000, "width": 8}), "its PCIe link has 8 lanes, that of each other GPU 16"),
-        ("pcie", json!({"mts": 16000, "width": 16}), "its PCIe link can do 16000 MT/s, that of each other GPU 32000"),
+        ("pcie", json!({"mts": 32000, "width": 8}), "its PCIe link has 8 lanes, 16 on each other GPU"),
+        ("pcie", json!({"mts": 16000, "width": 16}), "its PCIe link can do 16000 MT/s, 32000 on each other GPU"),
         (
             "p2p_refused",
             json!({"0": "chipset", "1": "chipset"}),

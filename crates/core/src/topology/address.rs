@@ -14,7 +14,7 @@ use crate::quote::ParseError;
 
 /// A PCI function's address, `domain:bus:device.function`, domain included.
 ///
-/// Ordered as written; ties between sets are broken in this order.
+/// Addresses are ordered by domain, bus, device and function. Ties between sets of GPUs are broken in this order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PciAddress {
     domain: u32,
@@ -65,9 +65,9 @@ impl FromStr for PciAddress {
     /// one without a domain (`3b:00.0`, domain 0).
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         const WHY: &str = "is not a PCI address (expected domain:bus:device.function, such as 0000:3b:00.0)";
-        let hex = |part: &str, most: usize| {
-            let digits = (1..=most).contains(&part.len()) && part.bytes().all(|b| b.is_ascii_hexdigit());
-            digits.then(|| u32::from_str_radix(part, 16).ok()).flatten()
+        let hex = |part: &str, max_digits: usize| {
+            let is_hex = (1..=max_digits).contains(&part.len()) && part.bytes().all(|b| b.is_ascii_hexdigit());
+            is_hex.then(|| u32::from_str_radix(part, 16).ok()).flatten()
         };
         let narrow = |part: &str| hex(part, 2).and_then(|n| u8::try_from(n).ok());
         let address = || {
@@ -114,7 +114,7 @@ impl Default for GpuUuid {
 }
 
 impl MigUuid {
-    /// Makes up a UUID for a MIG device by its index on the GPU at an address, as [`GpuUuid::made_up`].
+    /// Makes up a UUID for a MIG device by its index on the GPU at an address, like [`GpuUuid::made_up`].
     pub fn made_up(pci: PciAddress, index: u32) -> Self {
         let PciAddress { domain, bus, device, function } = pci;
         Self(format!("MIG-{index:08x}-0000-0000-000{function:x}-{domain:08x}{bus:02x}{device:02x}").into())
@@ -147,9 +147,10 @@ impl<const OF_MIG_DEVICE: bool> FromStr for Uuid<OF_MIG_DEVICE> {
         const OF_MIG: &str = "is not a MIG device's UUID (expected MIG- and letters, digits, '-' and '/', 63 at most)";
         let (rest, separators, why): (_, &[u8], _) =
             if OF_MIG_DEVICE { (text.strip_prefix("MIG-"), b"-/", OF_MIG) } else { (Some(text), b"-", OF_GPU) };
-        let known = |b: u8| b.is_ascii_alphanumeric() || separators.contains(&b);
-        let fits = rest.is_some_and(|rest| !rest.is_empty() && rest.bytes().all(known)) && text.len() <= GpuUuid::MAX;
-        if fits { Ok(Self(text.into())) } else { Err(ParseError::new(text, why)) }
+        let is_allowed = |b: u8| b.is_ascii_alphanumeric() || separators.contains(&b);
+        let is_valid =
+            rest.is_some_and(|rest| !rest.is_empty() && rest.bytes().all(is_allowed)) && text.len() <= GpuUuid::MAX;
+        if is_valid { Ok(Self(text.into())) } else { Err(ParseError::new(text, why)) }
     }
 }
 

@@ -37,9 +37,10 @@ const MAX_NVLS_HEADS: u64 = 32;
 /// model (docs/bandwidth.md). `port` is their smallest port, `capability` their lowest capability. `None` before Hopper
 /// and for fewer than two GPUs.
 ///
-/// Each GPU pulls a part of the sum from the switches, and the GPU that pulls counts twice on its port: a port carries
-/// one part more than there are GPUs (`ncclTopoSearchTryNvls`). The tuner then takes a share of that for each part but
-/// one, twice (`nvlsEfficiency`, `ncclTopoTuneModel`).
+/// The formula is 2 × e × `port` × (h - 1) / (h + 1), where h is `gpus`, at most 32. Each of h GPUs pulls a part of
+/// the sum from the switches, and the GPU that pulls counts twice on its port, so a port carries h + 1 parts
+/// (`ncclTopoSearchTryNvls`). The tuner counts h - 1 of the parts, twice, and multiplies by an efficiency e
+/// (`nvlsEfficiency`, `ncclTopoTuneModel`).
 pub fn nvls(capability: ComputeCapability, port: u32, gpus: usize) -> Option<u64> {
     let percent: u64 = match capability.major {
         10.. => 74,
@@ -53,7 +54,7 @@ pub fn nvls(capability: ComputeCapability, port: u32, gpus: usize) -> Option<u64
 
 /// The bandwidth of a PCIe link, MB/s; `None` for the 2.5 GT/s x1 (or nothing at all) that a virtual switch claims.
 ///
-/// NCCL's table gives 15, 30, 60, 120, 240 and 480 for Gen1 to Gen6, in 100 Mbit/s and lane, and divides by 80 for
+/// NCCL's table gives 15, 30, 60, 120, 240 and 480 for Gen1 to Gen6, in 100 Mbit/s a lane, and divides by 80 for
 /// GB/s: 6 for each 1000 MT/s where 8b/10b coding is used, 7.5 above.
 pub fn pcie(link: PcieLink) -> Option<u32> {
     let (mts, width) = (u64::from(link.mts), u64::from(link.width));
@@ -65,7 +66,7 @@ pub fn pcie(link: PcieLink) -> Option<u32> {
     Some(u32::try_from(mb_per_s).unwrap_or(u32::MAX))
 }
 
-/// The most that a path between two packages carries, MB/s.
+/// The bandwidth of a crossing between packages, MB/s.
 pub fn crossing(cpu: Option<&CpuObservation>) -> u32 {
     let Some(cpu) = cpu else { return UNKNOWN_CROSSING };
     if cpu.arch.starts_with("ppc") {
@@ -90,9 +91,9 @@ pub fn crossing(cpu: Option<&CpuObservation>) -> u32 {
 /// The bandwidth left of a PCIe path that goes through the processor: an Intel host bridge splits peer-to-peer traffic
 /// into 64-byte packets, which costs a sixth (NCCL's `INTEL_P2P_OVERHEAD`).
 pub fn through_host_bridge(mb_per_s: u32, cpu: Option<&CpuObservation>) -> u32 {
-    let intel = cpu.is_some_and(|cpu| cpu.vendor.as_deref() == Some("GenuineIntel"));
+    let is_intel = cpu.is_some_and(|cpu| cpu.vendor.as_deref() == Some("GenuineIntel"));
     // Five sixths of a u32 fit a u32.
-    if intel { u32::try_from(u64::from(mb_per_s) * 5 / 6).unwrap_or(u32::MAX) } else { mb_per_s }
+    if is_intel { u32::try_from(u64::from(mb_per_s) * 5 / 6).unwrap_or(u32::MAX) } else { mb_per_s }
 }
 
 #[cfg(test)]

@@ -38,13 +38,13 @@ pub fn is_mig(name: &str) -> bool {
     name.contains("-mig-")
 }
 
-/// Whether a device of a claim is a set of GPUs, such as `gpus-2-0-3`. linkwise publishes none, and did in snapshots
-/// before 0.1.0: claims have them until their pods end.
+/// Returns true if a claim's device is a set of GPUs, such as `gpus-2-0-3`. Only snapshots before 0.1.0 published sets;
+/// claims that have one keep it until their pods end.
 pub fn is_set(name: &str) -> bool {
     name.starts_with("gpus-")
 }
 
-/// The hardware of each name: of each GPU and MIG device that has a name of its own.
+/// The hardware behind each name. The second of two devices that nothing distinguishes has no name.
 pub(crate) fn names(gpus: &[Gpu], mig_devices: &[MigDevice]) -> BTreeMap<String, Hardware> {
     let mut names = BTreeMap::new();
     let mut own: Vec<Option<String>> = Vec::new();
@@ -55,7 +55,7 @@ pub(crate) fn names(gpus: &[Gpu], mig_devices: &[MigDevice]) -> BTreeMap<String,
     }
     for (place, mig) in mig_devices.iter().enumerate() {
         let Some(Some(gpu)) = own.get(mig.parent) else { continue };
-        // NVIDIA's name is that of the GPU instance. One of several compute instances has no such name.
+        // NVIDIA names a GPU instance, so a device that is one of several compute instances in it has no such name.
         let slot = mig.slot().filter(|_| mig.profile.compute_slices == mig.profile.gpu_slices);
         let by_placement = slot.map(|slot| slot_name(gpu, mig.profile, slot));
         let MigDevice { gpu_instance, compute_instance, .. } = mig;
@@ -65,7 +65,7 @@ pub(crate) fn names(gpus: &[Gpu], mig_devices: &[MigDevice]) -> BTreeMap<String,
     names
 }
 
-/// Gives the first free name.
+/// Gives the hardware the first candidate that is free; `None` if none is.
 fn take(names: &mut BTreeMap<String, Hardware>, candidates: [Option<String>; 2], hardware: Hardware) -> Option<String> {
     let name = candidates.into_iter().flatten().find(|name| !names.contains_key(name))?;
     names.insert(name.clone(), hardware);

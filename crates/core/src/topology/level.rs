@@ -39,27 +39,28 @@ impl TopologyLevel {
 /// A level as the choice compares it: 0 is PIX, 1 PXB, 2 PHB, 3 NODE, 4 SYS inside one package, 5 SYS between packages
 /// (or if the package is unknown).
 ///
-/// NVML calls both 4 and 5 SYS. On a machine with several NUMA nodes in a package, that does not show the socket.
+/// NVML calls both 4 and 5 SYS, so on a machine with several NUMA nodes in a package its levels do not show whether a
+/// path stays inside the package.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(transparent)]
 pub struct Rank(u8);
 
 impl Rank {
-    /// The farthest rank, which is also that of a pair of which nothing is known.
+    /// The farthest rank, which a pair also has if nothing is known about it.
     pub const FARTHEST: Self = Self(5);
     /// The farthest rank of two GPUs below one PCIe switch, or a cascade of them.
     pub const PCIE_SWITCHES: Self = Self(1);
     /// The farthest rank at which a NIC counts as near a GPU.
     pub const HOST_BRIDGE: Self = Self(2);
 
-    /// The rank of a level; `same_package` splits SYS.
-    pub fn new(level: TopologyLevel, same_package: bool) -> Self {
+    /// The rank of a level; `is_same_package` splits SYS.
+    pub fn new(level: TopologyLevel, is_same_package: bool) -> Self {
         Self(match level {
             TopologyLevel::Internal | TopologyLevel::Single => 0,
             TopologyLevel::Multiple => 1,
             TopologyLevel::HostBridge => 2,
             TopologyLevel::Node => 3,
-            TopologyLevel::System if same_package => 4,
+            TopologyLevel::System if is_same_package => 4,
             TopologyLevel::System => 5,
         })
     }

@@ -50,14 +50,14 @@ pub struct MigProfileObservation {
     pub instances: u32,
     /// The engines of an instance.
     pub engines: MigEngines,
-    /// The places where an instance may be (`nvmlDeviceGetGpuInstancePossiblePlacements_v2`), whatever is there now.
+    /// The places where an instance may be (`nvmlDeviceGetGpuInstancePossiblePlacements_v2`), taken ones included.
     pub placements: Vec<MigPlacement>,
 }
 
 impl MigProfileObservation {
     /// The profile of a MIG device that has a whole instance, on a GPU with this memory in MiB.
     pub fn profile(&self, gpu_memory_mib: Option<u64>) -> MigProfile {
-        let (gpu_slices, gb) = (self.gpu_slices, share(self.memory_mib, gpu_memory_mib));
+        let (gpu_slices, gb) = (self.gpu_slices, name_gb(self.memory_mib, gpu_memory_mib));
         MigProfile { compute_slices: gpu_slices, gpu_slices, gb, extension: MigExtension::of_profile(self.number) }
     }
 }
@@ -154,7 +154,7 @@ pub struct MigEngines {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MigExtension {
-    /// Nothing.
+    /// No extension.
     None,
     /// Media engines (JPEG, OFA, decoders): `+me`.
     Media,
@@ -244,7 +244,7 @@ pub struct MigDevice {
     pub compute_instance: u32,
     /// Its profile.
     pub profile: MigProfile,
-    /// The other facts of it that need no graph.
+    /// The observation of this device.
     #[serde(skip)]
     pub facts: Arc<MigDeviceObservation>,
 }
@@ -273,9 +273,9 @@ pub struct MigProfile {
 impl MigProfile {
     /// Finds the profile of a device on a GPU with this memory in MiB.
     ///
-    /// See `share` for the memory in its name.
+    /// See `name_gb` for the memory in its name.
     pub fn new(device: &MigDeviceObservation, gpu_memory_mib: Option<u64>) -> Self {
-        let gb = share(device.memory_mib, gpu_memory_mib);
+        let gb = name_gb(device.memory_mib, gpu_memory_mib);
         let extension = device.extension.unwrap_or(MigExtension::None);
         Self { compute_slices: device.compute_slices, gpu_slices: device.gpu_slices, gb, extension }
     }
@@ -283,9 +283,10 @@ impl MigProfile {
 
 /// The memory in a profile's name, in GB.
 ///
-/// That is not the device's memory but its share of the GPU's: eighths, rounded up, of the GPU's whole GiB (go-nvlib,
-/// pkg/nvlib/device/mig_profile.go). If the GPU's memory is unknown, it is the device's own memory, rounded up.
-fn share(memory_mib: u64, gpu_memory_mib: Option<u64>) -> u64 {
+/// It is not the device's memory but its share of the GPU's memory, in eighths (go-nvlib,
+/// pkg/nvlib/device/mig_profile.go): e × G / 8, rounded, where e is 8 × `memory_mib` / `gpu_memory_mib`, rounded up,
+/// and G is the GPU's memory in GiB, rounded up. If the GPU's memory is unknown, it is the device's in GiB, rounded up.
+fn name_gb(memory_mib: u64, gpu_memory_mib: Option<u64>) -> u64 {
     match gpu_memory_mib {
         Some(total @ 1..) => {
             let eighths = memory_mib.saturating_mul(8).div_ceil(total);
@@ -319,11 +320,11 @@ impl FromStr for MigProfile {
             let (compute_slices, gpu_slices) = (compute.parse().ok()?, gpu.parse().ok()?);
             Some(Self { compute_slices, gpu_slices, gb: gb.parse().ok()?, extension })
         };
-        // Text that would be displayed differently is no name: a sign, a leading zero.
+        // Text that would be displayed differently is not a name: a sign, a leading zero.
         let is_same = |profile: &Self| profile.to_string() == text;
         let has_slices = |profile: &Self| (1..=profile.gpu_slices).contains(&profile.compute_slices);
         let profile = parts().filter(|profile| is_same(profile) && has_slices(profile));
-        let why = "is no MIG profile (expected such as 1g.10gb, 1g.10gb+me or 1c.3g.40gb)";
+        let why = "is not a MIG profile (expected a name such as 1g.10gb, 1g.10gb+me or 1c.3g.40gb)";
         profile.ok_or_else(|| ParseError::new(text, why))
     }
 }
@@ -365,20 +366,20 @@ impl PossibleMig<'_> {
     }
 }
 
-/// The MIG devices that the GPUs in MIG mode could have: GPU by GPU, the last places first, the smaller ones first. A
-/// scheduler that takes the first that fits leaves the first slices free, which are the only places for a profile of
-/// half the GPU or more.
+/// The MIG devices that the GPUs in MIG mode could have, GPU by GPU: those with the last first slice come first, and of
+/// these the smaller ones. A scheduler that takes the first device that fits thus leaves the first slices free, which
+/// are the only places for a profile of half the GPU or more.
 pub fn possible_mig(topology: &NodeTopology) -> Vec<PossibleMig<'_>> {
     let mut found = Vec::new();
     for (place, gpu) in topology.gpus().iter().enumerate().filter(|(_, gpu)| gpu.mig_enabled) {
-        let Some(of) = device_name(topology, place, None) else { continue };
+        let Some(gpu_name) = device_name(topology, place, None) else { continue };
         let mut names = BTreeSet::new();
         let mut own = Vec::new();
         for kind in gpu.facts.mig.iter().flat_map(|mig| &mig.profiles) {
             let profile = kind.profile(gpu.facts.memory_mib);
             for placement in &kind.placements {
                 let slot = MigSlot { profile_id: kind.id, placement: *placement };
-                let name = slot_name(&of, profile, slot);
+                let name = slot_name(&gpu_name, profile, slot);
                 let ends = placement.start.saturating_add(placement.size);
                 let is_sane = placement.size > 0 && ends <= MAX_SLICES && name.len() <= MAX_NAME;
                 if is_sane && own.len() < MAX_SLOTS && names.insert(name.clone()) {
@@ -434,7 +435,7 @@ mod tests {
             ["", "1g", "1g.gb", "g.5gb", "1g.5", "1g.5gb+you", "01g.5gb", "+1g.5gb", "0g.5gb", "3c.3g.40gb", "all"];
         for text in odd.into_iter().chain(["4c.3g.40gb"]) {
             let error = text.parse::<MigProfile>().unwrap_err().to_string();
-            assert!(error.starts_with(&format!("'{text}' is no MIG profile")), "{error}");
+            assert!(error.starts_with(&format!("'{text}' is not a MIG profile")), "{error}");
         }
     }
 

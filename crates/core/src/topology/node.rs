@@ -24,7 +24,8 @@ pub struct NodeTopology {
     mig_devices: Vec<MigDevice>,
     nics: Vec<Nic>,
     cpu_nodes: BTreeMap<NumaNodeId, Option<PackageId>>,
-    /// What `device_names` makes of the above, once: every change of the node's state asks for the device of each claim.
+    /// The hardware by its DRA name, as [`device_names::names`] finds it. Kept because every change of the node's state
+    /// looks up the device of each claim.
     pub(super) names: BTreeMap<String, Hardware>,
 }
 
@@ -42,13 +43,13 @@ struct Pair {
 pub struct Gpu {
     /// NVML's index.
     pub index: u32,
-    /// NVML's UUID, which is its device id.
+    /// NVML's UUID, which is the GPU's device id.
     pub uuid: GpuUuid,
     /// Its PCI address.
     pub pci: PciAddress,
     /// The product name.
     pub model: Option<String>,
-    /// The NUMA node, memory-only ones included.
+    /// The NUMA node, which may have memory only.
     pub numa: Option<NumaNodeId>,
     /// The NUMA node with CPUs that the GPU is on. If the GPU's own node has no CPUs, the only node with CPUs of its
     /// package. The kubelet may align to it.
@@ -58,15 +59,15 @@ pub struct Gpu {
     pub package: Option<PackageId>,
     /// The NVSwitch plane that it has a port on: a number that linkwise gives, from 0.
     pub nvswitch_plane: Option<u32>,
-    /// The place of its nearest RDMA NIC among those of the machine's GPUs, from 0.
+    /// Its rail, from 0: the place of its nearest RDMA NIC among the NICs that serve GPUs.
     pub rail: Option<u32>,
-    /// True if NVML or the file says which NVLinks it has.
+    /// True if NVML or the node file says which NVLinks it has.
     #[serde(skip)]
     pub nvlinks_known: bool,
-    /// The bandwidth of that port, MB/s; 0 without one.
+    /// The bandwidth of its port on the NVSwitch plane, MB/s; 0 without a port.
     #[serde(skip)]
     pub nvswitch_port: u32,
-    /// The other facts of it that need no graph.
+    /// The observation of this GPU, without the parts that are in the graph: its NVLinks, peers and MIG devices.
     #[serde(skip)]
     pub facts: Arc<GpuObservation>,
     /// The PCIe root above it, by the kernel's name, such as `pci0000:17`.
@@ -157,17 +158,18 @@ impl NodeTopology {
                 let level = level(&tree, (first, from), (second, to), &mut warnings);
                 let rank = Rank::new(level, from.shares_package(to));
                 let hops = tree.path(from, to).unwrap_or_else(|| narrower(first.pcie, second.pcie));
-                let pair = Pair { rank, nvlinks: links.pairs.get(a, b), pcie: tree.carries(hops, rank) };
+                let pair = Pair { rank, nvlinks: links.pairs.get(a, b), pcie: tree.pair_bandwidth(hops, rank) };
                 topology.pairs.set(a, b, pair);
             }
         }
         warnings.extend(warning::p2p_refused(&topology, &seen));
         let in_tree = |place: usize| places.get(place).is_some_and(|place: &Place| place.function.is_some());
         warnings.extend(warning::odd_gpus(&topology, &seen, in_tree));
-        (topology.named(), warnings)
+        (topology.with_names(), warnings)
     }
 
-    fn named(self) -> Self {
+    /// Computes the names in DRA.
+    fn with_names(self) -> Self {
         Self { names: device_names::names(&self.gpus, &self.mig_devices), ..self }
     }
 
@@ -181,7 +183,7 @@ impl NodeTopology {
         self.gpus.iter().position(|gpu| gpu.uuid == *uuid)
     }
 
-    /// The distance of two GPUs on the PCIe side; nearest for a GPU and itself.
+    /// The distance between two GPUs on the PCIe side; nearest for a GPU and itself.
     pub fn rank(&self, a: usize, b: usize) -> Rank {
         self.pairs.get(a, b).rank
     }
@@ -227,8 +229,8 @@ impl NodeTopology {
         self.gpus.len() < 2 || self.gpus.iter().all(|gpu| gpu.nvlinks_known)
     }
 
-    /// Returns true if the NVLinks of all GPUs are known, and their rate: by the model or the capability of a GPU, without
-    /// NVLinks by its PCIe link too.
+    /// Returns true if the NVLinks of all GPUs are known, and the rates of their links. A GPU's model or compute
+    /// capability gives the rates; for a GPU without NVLinks its PCIe link is enough.
     pub fn knows_rates(&self) -> bool {
         let has_none = |place: usize| (0..self.gpus.len()).all(|other| self.nvlink_count(place, other) == 0);
         let has_rate = |(place, gpu): (usize, &Gpu)| {
@@ -247,13 +249,13 @@ impl NodeTopology {
         &self.nics
     }
 
-    /// The NICs nearest to a GPU, as places in [`Self::nics`]: those of the smallest rank, if that is PHB or closer, and
-    /// of these the fastest ones and those of unknown rate.
+    /// The NICs nearest to a GPU, as places in [`Self::nics`]: those of the smallest rank, if that is PHB or closer,
+    /// and of these the fastest ones and those of unknown rate.
     pub fn nearest_nics(&self, gpu: usize) -> Vec<usize> {
         nearest(self.nics.iter().enumerate(), gpu, |_| ())
     }
 
-    /// The NUMA nodes that have CPUs, with their package. A kubelet is told of these only.
+    /// The NUMA nodes that have CPUs, with their package. Only these are reported to the kubelet.
     pub fn cpu_nodes(&self) -> &BTreeMap<NumaNodeId, Option<PackageId>> {
         &self.cpu_nodes
     }
@@ -277,13 +279,13 @@ impl NodeTopology {
             cpu_nodes: self.cpu_nodes.clone(),
             names: BTreeMap::new(),
         }
-        .named()
+        .with_names()
     }
 
     /// The same graph without MIG devices: GPUs in MIG mode stay in it.
     #[must_use]
     pub fn without_mig_devices(&self) -> Self {
-        Self { mig_devices: Vec::new(), ..self.clone() }.named()
+        Self { mig_devices: Vec::new(), ..self.clone() }.with_names()
     }
 
     /// The level of a pair as nvidia-smi prints it: `NV4`, `PIX`, `SYS` ...; `X` for a GPU and itself.
@@ -326,17 +328,13 @@ fn accept<'a>(observed: &'a [GpuObservation], warnings: &mut Vec<TopologyWarning
         warnings.push(TopologyWarning::TooManyGpus(gpus.len()));
         gpus.truncate(NodeTopology::MAX_GPUS);
     }
-    for pair in gpus.windows(2) {
-        if let [a, b] = pair
-            && a.pci == b.pci
-        {
-            warnings.push(TopologyWarning::DuplicateAddress { pci: a.pci, a: a.uuid.clone(), b: b.uuid.clone() });
-        }
+    for (a, b) in gpus.iter().zip(gpus.iter().skip(1)).filter(|(a, b)| a.pci == b.pci) {
+        warnings.push(TopologyWarning::DuplicateAddress { pci: a.pci, a: a.uuid.clone(), b: b.uuid.clone() });
     }
     gpus
 }
 
-/// What was observed of a GPU by itself: its links and its MIG devices are the graph's.
+/// The observation of a GPU without the parts that are in the graph: its NVLinks, peers and MIG devices.
 fn facts(gpu: &GpuObservation) -> GpuObservation {
     let (common_ancestors, p2p_refused) = (BTreeMap::new(), BTreeMap::new());
     let mig = gpu.mig.clone().map(|mig| MigObservation { devices: Vec::new(), ..mig });
@@ -351,8 +349,8 @@ fn place(gpu: &GpuObservation, tree: &mut PciTree<'_>, warnings: &mut Vec<Topolo
         return Place { function: None, numa: gpu.numa, package };
     };
     tree.fill_link(place, gpu.pcie);
-    // With one NUMA node NVML can name no other, so the kernel's -1 beside it is no contradiction. Nor is the GPU's own
-    // memory node a contradiction to the node with CPUs that the GPU hangs on.
+    // On a machine with one NUMA node, NVML names that node even if the kernel says -1. If the GPU's own memory is a
+    // NUMA node, NVML may name the node with CPUs instead. Neither is a disagreement.
     if let Some(nvml) = gpu.numa
         && place.numa != Some(nvml)
         && tree.cpu_node(place) != Some(nvml)
@@ -410,7 +408,7 @@ fn mig_devices(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarning>) ->
     devices
 }
 
-/// The narrower of two links by NVML's maxima, MB/s.
+/// The bandwidth of the narrower of two links by NVML's maxima, MB/s.
 fn narrower(a: Option<PcieLink>, b: Option<PcieLink>) -> u32 {
     let carries =
         |link: Option<PcieLink>| link.and_then(super::bandwidth::pcie).unwrap_or(super::bandwidth::UNKNOWN_HOP);

@@ -25,15 +25,18 @@ pub(super) struct Connected {
     pub ports: Vec<Option<(u32, u32)>>,
 }
 
-/// The links that one GPU reports, without those that are down.
+/// The numbers of links that one GPU reports, without those that are down.
 #[derive(Default)]
-struct Reported {
+struct ActiveLinks {
+    /// Links to other GPUs, by their places.
     direct: BTreeMap<usize, u32>,
+    /// Links to NVSwitches.
     switched: u32,
 }
 
+/// Finds the NVLinks between all GPUs, and their ports on NVSwitch planes.
 pub(super) fn connect(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarning>) -> Connected {
-    let reports: Vec<Option<Reported>> = (0..gpus.len()).map(|index| report(gpus, index, warnings)).collect();
+    let reports: Vec<Option<ActiveLinks>> = (0..gpus.len()).map(|index| report(gpus, index, warnings)).collect();
     let rate = |index: usize| gpus.get(index).map_or(0, |gpu| bandwidth::nvlink(gpu.compute_capability));
     let widths: Vec<u32> = reports.iter().map(|report| report.as_ref().map_or(0, |seen| seen.switched)).collect();
     let planes = planes(gpus, &widths, warnings).into_iter().zip(&widths).enumerate();
@@ -41,10 +44,10 @@ pub(super) fn connect(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarni
     let ports: Vec<Option<(u32, u32)>> = ports.collect();
     let port = |index: usize| ports.get(index).copied().flatten();
     let mut pairs = LinkMatrix::zeros(gpus.len());
-    let says = |from: usize, to: usize| Some(reports.get(from)?.as_ref()?.direct.get(&to).copied().unwrap_or(0));
+    let reported = |from: usize, to: usize| Some(reports.get(from)?.as_ref()?.direct.get(&to).copied().unwrap_or(0));
     for (a, b) in (0..gpus.len()).flat_map(|a| (a + 1..gpus.len()).map(move |b| (a, b))) {
         // The smaller count of both ends, or that of one end if the other is unknown.
-        let direct = match (says(a, b), says(b, a)) {
+        let direct = match (reported(a, b), reported(b, a)) {
             (Some(a_to_b), Some(b_to_a)) => {
                 if a_to_b != b_to_a
                     && let (Some(a), Some(b)) = (gpus.get(a), gpus.get(b))
@@ -53,7 +56,7 @@ pub(super) fn connect(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarni
                 }
                 a_to_b.min(b_to_a)
             }
-            (one, other) => one.or(other).unwrap_or(0),
+            (a_to_b, b_to_a) => a_to_b.or(b_to_a).unwrap_or(0),
         };
         let mut links = NvLinks { count: direct, mbps: direct.saturating_mul(rate(a).min(rate(b))) };
         if let (Some((plane_a, port_a)), Some((plane_b, port_b))) = (port(a), port(b))
@@ -69,9 +72,9 @@ pub(super) fn connect(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarni
 }
 
 /// Sorts the active links of one GPU by their far ends; `None` if NVML did not answer.
-fn report(gpus: &[&GpuObservation], index: usize, warnings: &mut Vec<TopologyWarning>) -> Option<Reported> {
+fn report(gpus: &[&GpuObservation], index: usize, warnings: &mut Vec<TopologyWarning>) -> Option<ActiveLinks> {
     let gpu = gpus.get(index)?;
-    let mut seen = Reported::default();
+    let mut seen = ActiveLinks::default();
     let mut numbers = BTreeSet::new();
     let mut unknown = 0;
     let mut lost: BTreeMap<PciAddress, u32> = BTreeMap::new();
@@ -84,7 +87,7 @@ fn report(gpus: &[&GpuObservation], index: usize, warnings: &mut Vec<TopologyWar
         }
         match group.remote {
             NvLinkRemote::Switch(_) => seen.switched = seen.switched.saturating_add(links),
-            // The processor is no GPU: what hangs on it belongs to the host's side.
+            // A link to the processor joins no GPUs.
             NvLinkRemote::Cpu => {}
             NvLinkRemote::Unknown => unknown += links,
             NvLinkRemote::Gpu(pci) => {
@@ -108,8 +111,7 @@ fn report(gpus: &[&GpuObservation], index: usize, warnings: &mut Vec<TopologyWar
         warnings.push(TopologyWarning::NvLinkUnknownRemote(gpu.pci, unknown));
     }
     if gpu.compute_capability.is_none() && (seen.switched > 0 || !seen.direct.is_empty()) {
-        let mb_per_s = bandwidth::UNKNOWN_NVLINK;
-        warnings.push(TopologyWarning::NvLinkUnknownRate(gpu.pci, mb_per_s));
+        warnings.push(TopologyWarning::NvLinkUnknownRate(gpu.pci, bandwidth::UNKNOWN_NVLINK));
     }
     Some(seen)
 }

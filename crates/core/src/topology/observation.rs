@@ -32,7 +32,7 @@ pub struct NodeObservation {
     /// The newest CUDA version that the driver supports (`nvmlSystemGetCudaDriverVersion`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cuda_version: Option<CudaVersion>,
-    /// The questions that were not answered.
+    /// The calls that failed.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub failures: Vec<ProbeFailure>,
     /// The number of orders about MIG that the driver had answered before this was observed, since linkwise started.
@@ -40,7 +40,7 @@ pub struct NodeObservation {
     pub mig_orders: u64,
 }
 
-/// Reads GPUs. Commands and requests name them by their indices.
+/// Reads GPUs. Refuses two with one index, because commands and requests name GPUs by their indices.
 fn gpus<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<GpuObservation>, D::Error> {
     let gpus = Vec::<GpuObservation>::deserialize(from)?;
     let mut indices = BTreeSet::new();
@@ -73,7 +73,7 @@ pub struct GpuObservation {
     /// The product name, such as `NVIDIA H100 80GB HBM3`.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "text_if_known")]
     pub model: Option<String>,
-    /// The board's serial number (`nvmlDeviceGetSerial`). It is in no node file: those are given to strangers.
+    /// The board's serial number (`nvmlDeviceGetSerial`). Node files leave it out, because they are given to strangers.
     #[serde(skip)]
     pub serial: Option<String>,
     /// The N of /dev/nvidiaN.
@@ -100,11 +100,11 @@ pub struct GpuObservation {
     /// The maximum of the GPU's PCIe link (NVML's maxima), not its present state.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pcie: Option<PcieLink>,
-    /// The lanes of the GPU's PCIe link now (`nvmlDeviceGetCurrPcieLinkWidth`). It is in no node file, which has what does
-    /// not change.
+    /// The lanes of the GPU's PCIe link now (`nvmlDeviceGetCurrPcieLinkWidth`). Node files leave it out,
+    /// because it changes.
     #[serde(skip)]
     pub pcie_width_now: Option<u32>,
-    /// The NVLinks grouped by remote end; `None` if NVML could not tell, empty if there are none.
+    /// The NVLinks grouped by remote end; `None` if NVML does not report them, empty if there are none.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "nvlinks")]
     pub nvlinks: Option<Vec<NvLinkObservation>>,
     /// True if NVLink-C2C joins it to a processor, as on Grace machines (`nvmlDeviceGetC2cModeInfoV`).
@@ -128,13 +128,13 @@ pub struct GpuObservation {
 }
 
 impl GpuObservation {
-    /// A GPU of which nothing but its place is known.
+    /// Makes a GPU of which only the index, the UUID and the address are known.
     pub fn new(index: u32, uuid: GpuUuid, pci: PciAddress) -> Self {
         Self { index, uuid, pci, ..Self::default() }
     }
 
-    /// The number of its active NVLinks. `None` if NVML could not tell, and in MIG mode, in which the driver shuts them
-    /// down.
+    /// The number of its active NVLinks. `None` if NVML does not report them, and in MIG mode, in which the driver
+    /// shuts them down.
     pub fn active_nvlinks(&self) -> Option<u32> {
         let has_mig = self.mig.as_ref().is_some_and(|mig| mig.enabled);
         let ends = self.nvlinks.as_ref().filter(|_| !has_mig)?;
@@ -145,7 +145,7 @@ impl GpuObservation {
 /// The way in which a GPU addresses the memory of the host (`nvmlDeviceAddressingModeType_t`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AddressingMode {
-    /// Neither of the others.
+    /// Neither HMM nor ATS.
     None,
     /// Heterogeneous Memory Management: by the kernel's page tables, in software.
     #[serde(rename = "HMM")]
@@ -216,8 +216,8 @@ pub const MAX_MEMORY_MIB: u64 = 1 << 30;
 pub const MAX_NVLINKS: u32 = 64;
 
 /// Refuses a value above its limit.
-fn limited<T: PartialOrd + Display, E: Error>(what: &str, value: T, most: T) -> Result<T, E> {
-    if value <= most { Ok(value) } else { Err(E::custom(format!("{what}{value} is more than {most}"))) }
+fn limited<T: PartialOrd + Display, E: Error>(what: &str, value: T, max: T) -> Result<T, E> {
+    if value <= max { Ok(value) } else { Err(E::custom(format!("{what}{value} is more than {max}"))) }
 }
 
 fn at_most<'de, const MAX: u32, D: Deserializer<'de>>(from: D) -> Result<u32, D::Error> {
@@ -232,16 +232,16 @@ fn memory_if_known<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D:
     Option::<u64>::deserialize(from)?.map(|mib| limited("", mib, MAX_MEMORY_MIB)).transpose()
 }
 
-fn short<E: Error>(text: String) -> Result<String, E> {
+fn limited_text<E: Error>(text: String) -> Result<String, E> {
     limited("a length of ", text.chars().count(), MAX_TEXT).map(|_| text)
 }
 
 fn text<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
-    short(String::deserialize(from)?)
+    limited_text(String::deserialize(from)?)
 }
 
 fn text_if_known<'de, D: Deserializer<'de>>(from: D) -> Result<Option<String>, D::Error> {
-    Option::<String>::deserialize(from)?.map(short).transpose()
+    Option::<String>::deserialize(from)?.map(limited_text).transpose()
 }
 
 fn nvlinks<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Vec<NvLinkObservation>>, D::Error> {
@@ -262,15 +262,15 @@ impl PcieLink {
         (mts <= Self::MAX_MTS && width <= Self::MAX_WIDTH).then_some(Self { mts, width })
     }
 
-    /// Reads the rate in the kernel's words: "16.0 GT/s PCIe", on older kernels "8 GT/s".
-    pub fn megatransfers(words: &str) -> Option<u32> {
-        let (number, unit) = words.split_once(' ')?;
+    /// Reads the rate as the kernel writes it: "16.0 GT/s PCIe", on older kernels "8 GT/s".
+    pub fn megatransfers(text: &str) -> Option<u32> {
+        let (number, unit) = text.split_once(' ')?;
         u32::try_from(thousandths(number).filter(|_| unit.starts_with("GT/s"))?).ok()
     }
 }
 
-/// Reads digits with an optional fraction and multiplies the number by a thousand; digits of the fraction beyond the third
-/// are dropped. `None` for signs, exponents, blanks, and numbers that do not fit.
+/// Reads digits with an optional fraction and multiplies the number by a thousand; digits of the fraction beyond the
+/// third are dropped. `None` for signs, exponents, blanks, and numbers that do not fit.
 pub fn thousandths(text: &str) -> Option<u64> {
     let (whole, fraction) = text.split_once('.').unwrap_or((text, ""));
     let all_digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
@@ -387,9 +387,9 @@ pub fn is_cpu_list(list: &str) -> bool {
     let mut follows = |range: &str| {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
         let (Ok(first), Ok(last)) = (first.parse::<u32>(), last.parse::<u32>()) else { return false };
-        let follows = (next..=last).contains(&first) && last < MAX_CPUS;
+        let is_ascending = (next..=last).contains(&first) && last < MAX_CPUS;
         next = last.saturating_add(1);
-        follows
+        is_ascending
     };
     list.is_empty() || list.split(',').all(&mut follows)
 }
@@ -410,7 +410,7 @@ pub struct HostBridgeObservation {
     /// The NUMA node it is attached to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub numa: Option<NumaNodeId>,
-    /// Its package, if the NUMA node does not tell.
+    /// Its package, if its NUMA node does not give it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub package: Option<PackageId>,
     /// The kernel's name of its root bus, such as `pci0000:17`: the first folder below /sys/devices of the devices
@@ -437,7 +437,7 @@ pub struct PciObservation {
     /// The maximum of its link towards the CPU; for a port that faces down, towards the device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub link: Option<PcieLink>,
-    /// The NUMA node of this function, if the kernel gives it another one than its host bridge's.
+    /// The NUMA node of this function, if it differs from that of its host bridge.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub numa: Option<NumaNodeId>,
     /// The network interfaces it offers.
@@ -488,7 +488,7 @@ pub enum DisplayClass {
 }
 
 impl DisplayClass {
-    /// Reads base class and subclass; `None` for what is no display controller (base class 03h).
+    /// Reads base class and subclass; `None` for anything but a display controller (base class 03h).
     pub fn new(class: u16) -> Option<Self> {
         match class {
             0x0300 => Some(Self::Vga),
@@ -532,13 +532,13 @@ impl NicObservation {
         Self { name, kind, mbps: None, system_guid: None, port_guids: Vec::new() }
     }
 
-    /// A rate that a link can have; `None` for 0 and for what a driver gives in place of an unknown one.
+    /// Returns the rate if a link can have it; `None` for 0 and for the number that a driver gives for an unknown rate.
     pub fn rate(mbps: u32) -> Option<u32> {
         (1..=Self::MAX_MBPS).contains(&mbps).then_some(mbps)
     }
 
-    /// Leaves out IP over InfiniBand: a network device that runs over the RDMA device of the same PCI function is no
-    /// other interface. `class` is base class and subclass of the function.
+    /// Leaves out IP over InfiniBand: a network device that runs over the RDMA device of the same PCI function is not
+    /// another interface. `class` is base class and subclass of the function.
     pub fn without_ipoib(class: u16, mut nics: Vec<Self>) -> Vec<Self> {
         let has_rdma = nics.iter().any(|nic| nic.kind == NicKind::Rdma);
         nics.retain(|nic| nic.kind == NicKind::Rdma || class != Self::INFINIBAND || !has_rdma);
@@ -559,7 +559,7 @@ pub enum NicKind {
     Ethernet,
 }
 
-/// A question to NVML, hwloc or the kernel that was not answered.
+/// A call to NVML, hwloc or the kernel that failed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ProbeFailure {

@@ -1,4 +1,4 @@
-//! The host's PCI tree as a flat list: the place of a function, the distance of two, the bandwidth of a path.
+//! The host's PCI tree as a flat list: the place of a function, the distance and the bandwidth between two.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -31,17 +31,17 @@ pub(super) struct Function<'a> {
     /// The index of the function above, which is less than its own.
     parent: Option<usize>,
     host_bridge: usize,
-    /// The link as seen, or else as filled in.
+    /// The observed link, or else the one that [`PciTree::fill_link`] set.
     link: Option<PcieLink>,
     pub place: Place,
 }
 
-/// The tree.
+/// The PCI tree of a host. A function comes after those above it.
 pub(super) struct PciTree<'a> {
     pub functions: Vec<Function<'a>>,
     by_address: BTreeMap<PciAddress, usize>,
     packages: BTreeMap<NumaNodeId, PackageId>,
-    /// The NUMA nodes that were observed, each with whether it has CPUs.
+    /// The observed NUMA nodes; true for a node with CPUs.
     pub has_cpus: BTreeMap<NumaNodeId, bool>,
     cpu: Option<&'a CpuObservation>,
     /// The names of the host bridges' root buses, if the host has them.
@@ -102,10 +102,11 @@ impl<'a> PciTree<'a> {
         of_package.next().filter(|_| of_package.next().is_none())
     }
 
-    /// Returns true if both devices are known to be on or beside one NUMA node.
+    /// Returns true if both devices are known to be on one NUMA node. A node without CPUs counts as its
+    /// [`Self::cpu_node`].
     pub fn share_node(&self, a: Place, b: Place) -> bool {
-        let beside = |place: Place| self.cpu_node(place).or(place.numa);
-        a.numa.is_some() && (a.numa == b.numa || beside(a) == beside(b))
+        let node_of = |place: Place| self.cpu_node(place).or(place.numa);
+        a.numa.is_some() && (a.numa == b.numa || node_of(a) == node_of(b))
     }
 
     /// The place of the function at an address.
@@ -118,7 +119,7 @@ impl<'a> PciTree<'a> {
         self.functions.get(place.function?)?.seen.class
     }
 
-    /// The kernel's name of the PCIe root above a place: the host's name, or else that of the root port's bus.
+    /// The kernel's name of the PCIe root above a place: the observed name, or else that of the root port's bus.
     pub fn root(&self, place: Place) -> Option<String> {
         let index = place.function?;
         let named = self.roots.get(self.functions.get(index)?.host_bridge).copied().flatten();
@@ -145,7 +146,7 @@ impl<'a> PciTree<'a> {
         }
     }
 
-    /// The distance of two functions of the tree; `None` if one is not in the tree.
+    /// The distance between two functions of the tree; `None` if one is not in the tree.
     pub fn level(&self, a: Place, b: Place) -> Option<TopologyLevel> {
         let (a_index, b_index) = (a.function?, b.function?);
         let (first, second) = (self.functions.get(a_index)?, self.functions.get(b_index)?);
@@ -162,8 +163,8 @@ impl<'a> PciTree<'a> {
         })
     }
 
-    /// The bandwidth of the path between two functions, MB/s, without the crossing of packages; `None` if one is not in
-    /// the tree.
+    /// The bandwidth of the path between two functions, MB/s: that of its narrowest hop. The path's host bridge and its
+    /// crossing of packages do not count. `None` if a function is not in the tree.
     pub fn path(&self, a: Place, b: Place) -> Option<u32> {
         let (a_index, b_index) = (a.function?, b.function?);
         let meeting = self.meeting_point(a_index, b_index);
@@ -175,10 +176,11 @@ impl<'a> PciTree<'a> {
         Some(narrowest.unwrap_or(bandwidth::UNKNOWN_HOP))
     }
 
-    /// The bandwidth of a pair of rank `rank` whose hops have the bandwidth `hops`, MB/s.
-    pub fn carries(&self, hops: u32, rank: Rank) -> u32 {
-        let carried = if rank >= Rank::HOST_BRIDGE { bandwidth::through_host_bridge(hops, self.cpu) } else { hops };
-        if rank == Rank::FARTHEST { carried.min(bandwidth::crossing(self.cpu)) } else { carried }
+    /// The bandwidth between two devices of rank `rank`, MB/s: `hops`, the bandwidth of their path, reduced by the host
+    /// bridge and limited by the crossing of packages, where the rank has them.
+    pub fn pair_bandwidth(&self, hops: u32, rank: Rank) -> u32 {
+        let bridged = if rank >= Rank::HOST_BRIDGE { bandwidth::through_host_bridge(hops, self.cpu) } else { hops };
+        if rank == Rank::FARTHEST { bridged.min(bandwidth::crossing(self.cpu)) } else { bridged }
     }
 
     /// The functions on the way up to the host bridge, the given one first.
@@ -187,26 +189,26 @@ impl<'a> PciTree<'a> {
         core::iter::successors(at(from), move |(_, function)| function.parent.and_then(at))
     }
 
-    /// The lowest function that is both or above both; `None` if only a host bridge joins them.
+    /// The lowest function that is at or above both; `None` if only a host bridge joins them.
     fn meeting_point(&self, a: usize, b: usize) -> Option<usize> {
         let (mut low, mut high) = (a.min(b), a.max(b));
         while low != high {
-            // What is above a function comes before it, so the later of two is not above the other.
+            // A function comes after those above it, so the later of two functions is not above the other.
             let above = self.functions.get(high)?.parent?;
             (low, high) = (low.min(above), low.max(above));
         }
         Some(low)
     }
 
-    /// The switch above a function, or without one the root port.
+    /// The nearest switch above a function, or else the root port.
     fn switch_above(&self, index: usize) -> Option<usize> {
         let nearest = |is: fn(PciKind) -> bool| self.upwards(index).skip(1).find(|(_, above)| is(above.seen.kind));
         let above = nearest(is_switch).or_else(|| nearest(|kind| kind == PciKind::RootPort));
         above.map(|(index, _)| index)
     }
 
-    /// The bandwidth of the link above a function; `None` for a port that faces down, whose link is that of the device
-    /// below. If both ends of a link are known, both count, as in NCCL.
+    /// The bandwidth of the link above a function, MB/s. `None` for a port that faces down, because its link counts as
+    /// that of the device below. If both ends of a link are known, the lower value counts, as in NCCL.
     fn hop(&self, function: &Function<'_>) -> Option<u32> {
         let faces_down = |kind| matches!(kind, PciKind::RootPort | PciKind::DownstreamPort);
         if faces_down(function.seen.kind) {
@@ -215,7 +217,7 @@ impl<'a> PciTree<'a> {
         let above = function.parent.and_then(|parent| self.functions.get(parent));
         let port = above.filter(|port| faces_down(port.seen.kind));
         let ends = [Some(function), port].into_iter().flatten();
-        // No switch above GPUs has one lane: a virtual one may claim any rate of it.
+        // A real switch above GPUs has more than one lane; a virtual one may report one lane of any rate.
         let links = ends.filter_map(|end| end.link).filter(|link| !is_switch(function.seen.kind) || link.width > 1);
         let known = links.filter_map(bandwidth::pcie).min();
         Some(known.unwrap_or(bandwidth::UNKNOWN_HOP))

@@ -1,15 +1,15 @@
-//! Rails: for each GPU the place of its nearest RDMA NIC among those of the machine. A fabric with rails joins the NICs
-//! of one place of all nodes by one switch.
+//! Rails: a GPU's rail is the place of its nearest RDMA NIC among the NICs that serve GPUs. In a rail-optimized fabric,
+//! one switch joins the NICs that have the same place in all nodes.
 //!
-//! The rule is that of NCCL 2.30, by which its rings enter and leave a node:
-//! - The NICs are in the order of their PCI addresses (`ncclIbCompareDevs` in src/transport/net_ib/init.cc), and behind
-//!   them those of unknown address in the order of their names, in which the verbs library lists them.
-//! - The functions of a card are one NIC (`NCCL_NET_MERGE_LEVEL=PORT`, the default). A card is known by its system
+//! The rules are those by which NCCL 2.30 chooses the NICs where its rings enter and leave a node:
+//! - The NICs are in the order of their PCI addresses (`ncclIbCompareDevs` in src/transport/net_ib/init.cc). NICs of
+//!   unknown address follow in the order of their names, in which the verbs library lists them.
+//! - The functions of a card count as one NIC (`NCCL_NET_MERGE_LEVEL=PORT`, the default). A card is known by its system
 //!   image GUID (`net.asic` in src/graph/topo.cc), or else by the PCI device.
 //! - GPUs that are equally near to several NICs are spread over them (`ncclTopoGetLocalNetType`).
 //!
-//! NICs that serve no GPU (storage, management) have no rail. Of equally near NICs the fastest count. The rate of a NIC
-//! whose link is down is unknown, and it counts too: a rail stays while a link is down.
+//! NICs that serve no GPU (storage, management) have no rail. Of equally near NICs only the fastest count, and those of
+//! unknown rate: the rate is unknown while a link is down, and a GPU must keep its rail then.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -18,7 +18,7 @@ use super::address::Guid;
 use super::node::{Nic, NodeTopology, nearest};
 use super::observation::NicKind;
 
-/// A card's identity: its functions have one.
+/// The identity of a card, which its functions have in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Card<'a> {
     System(Guid),
@@ -40,7 +40,7 @@ impl<'a> Card<'a> {
 /// The RDMA NICs in the order of the machine, each with the place of its card: that of the card's first NIC.
 fn cards(nics: &[Nic]) -> Vec<(usize, &Nic)> {
     let mut nics: Vec<&Nic> = nics.iter().filter(|nic| nic.kind == NicKind::Rdma).collect();
-    nics.sort_by_key(|nic| (nic.pci.is_none(), nic.pci, nic.names.first().map(|name| numbered(name))));
+    nics.sort_by_key(|nic| (nic.pci.is_none(), nic.pci, nic.names.first().map(|name| natural_key(name))));
     let mut places = BTreeMap::new();
     nics.into_iter().enumerate().map(|(place, nic)| (*places.entry(Card::of(nic)).or_insert(place), nic)).collect()
 }
@@ -51,7 +51,7 @@ pub(super) fn rails(gpus: usize, nics: &[Nic]) -> Vec<Option<u32>> {
     // The number of GPUs so far with the same nearest cards.
     let mut sharing: BTreeMap<BTreeSet<usize>, usize> = BTreeMap::new();
     let mut card = |gpu: usize| {
-        // Of a fabric's cards and others (Ethernet) at one distance, those of the fabric.
+        // At the same distance, cards with InfiniBand ports come before others (Ethernet).
         let near = nearest(cards.iter().copied(), gpu, |nic| nic.port_guids.is_empty());
         let near: BTreeSet<usize> = near.into_iter().collect();
         let before = sharing.entry(near.clone()).or_default();
@@ -65,8 +65,8 @@ pub(super) fn rails(gpus: usize, nics: &[Nic]) -> Vec<Option<u32>> {
     own.into_iter().map(rail).collect()
 }
 
-/// The NIC, of `nics` equally near ones, of the GPU with this number among those that share them: its bits are mirrored
-/// where the number of NICs is a power of two, so that few GPUs are far apart.
+/// Chooses one of `nics` equally near NICs for a GPU by its number among the GPUs that share them: the number modulo
+/// `nics`. If `nics` is a power of two, the bits of that are mirrored, so that a few GPUs get NICs that are far apart.
 fn spread(gpu: usize, nics: usize) -> Option<usize> {
     let place = gpu.checked_rem(nics)?;
     if !nics.is_power_of_two() {
@@ -76,8 +76,8 @@ fn spread(gpu: usize, nics: usize) -> Option<usize> {
     Some((0..bits).filter(|bit| place >> bit & 1 == 1).fold(0, |mirrored, bit| mirrored | 1 << (bits - 1 - bit)))
 }
 
-/// A name such that `mlx5_9` comes before `mlx5_10`: the text before the number at its end, the number, the whole.
-fn numbered(name: &str) -> (&str, Option<u64>, &str) {
+/// The key that sorts `mlx5_9` before `mlx5_10`: the text before the number at the end, the number, the whole name.
+fn natural_key(name: &str) -> (&str, Option<u64>, &str) {
     let text = name.trim_end_matches(|c: char| c.is_ascii_digit());
     (text, name.get(text.len()..).and_then(|number| number.parse().ok()), name)
 }
@@ -94,7 +94,7 @@ impl NodeTopology {
         rails
     }
 
-    /// The number of GPUs on each rail; 0 where rails differ in it, where a GPU has none, and without rails.
+    /// The number of GPUs on each rail; 0 if the rails have different numbers, if a GPU has no rail, and without rails.
     pub fn gpus_per_rail(&self) -> usize {
         let rails = self.rails();
         let first = rails.values().next().map_or(0, Vec::len);

@@ -1,8 +1,9 @@
 //! [`TopologyWarning`]: oddities that the assembly noticed and worked around, among them P2P that the driver refuses.
 //!
-//! The choice does not use refused P2P. NCCL asks for reading and writing (`ncclTopoCheckP2p` in its
-//! src/graph/paths.cc) where its path of two GPUs is NVLink or PCIe switches alone; farther apart it takes no P2P by
-//! default. Over switches a refusal sends the traffic through the host's memory; over NVLink NCCL ends with an error.
+//! The choice of GPUs does not depend on refused P2P. NCCL wants P2P for reading and writing (`ncclTopoCheckP2p` in its
+//! src/graph/paths.cc) if the path between two GPUs is NVLink or PCIe switches alone; farther apart it uses no P2P by
+//! default. If P2P is refused over PCIe switches, the traffic goes through the host's memory; over NVLink, NCCL ends
+//! with an error.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -17,10 +18,10 @@ use super::observation::{GpuObservation, ProbeFailure};
 use crate::quote::one_line;
 use crate::words::list;
 
-/// Something odd in the observations. The node keeps working. Each warning names the hardware and both values.
+/// An oddity in the observations. The node keeps working. Each warning names the hardware and both values.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum TopologyWarning {
-    /// A question that was not answered.
+    /// A call that failed.
     #[error("{}: {}: {}", one_line(&.0.subject), one_line(&.0.call), one_line(&.0.error))]
     Probe(ProbeFailure),
     /// Two GPUs have one UUID, which is one device id: the second one cannot be offered.
@@ -47,7 +48,7 @@ pub enum TopologyWarning {
         b: GpuUuid,
     },
     /// More GPUs than a set can hold.
-    #[error("{0} GPUs were seen, {most} is the most a node can have; the rest is left out", most = u64::BITS)]
+    #[error("{0} GPUs were seen, but a node can have at most {max}; the rest is left out", max = u64::BITS)]
     TooManyGpus(usize),
     /// A GPU that hwloc does not see. Its levels come from NVML.
     #[error("GPU {0}: not in the host's PCI tree; its levels come from NVML")]
@@ -56,7 +57,8 @@ pub enum TopologyWarning {
     #[error("GPUs {0} and {1}: neither the host's PCI tree nor NVML says how far apart they are; taken as SYS")]
     UnknownLevel(PciAddress, PciAddress),
     /// Two sources report different levels. The host's PCI tree is believed.
-    #[error("GPUs {a} and {b}: the host's PCI tree says {}, NVML says {}; the tree is believed", .host.symbol(), .nvml.symbol())]
+    #[error("GPUs {a} and {b}: the host's PCI tree says {}, NVML says {}; the tree is believed",
+        .host.symbol(), .nvml.symbol())]
     LevelDisagreement {
         /// One GPU.
         a: PciAddress,
@@ -68,7 +70,8 @@ pub enum TopologyWarning {
         nvml: TopologyLevel,
     },
     /// Two sources report different NUMA nodes. The kernel is believed.
-    #[error("GPU {pci}: the kernel says NUMA node {}, NVML says {nvml}; the kernel is believed", .host.map_or("-1".to_owned(), |n| n.to_string()))]
+    #[error("GPU {pci}: the kernel says NUMA node {}, NVML says {nvml}; the kernel is believed",
+        .host.map_or("-1".to_owned(), |n| n.to_string()))]
     NumaDisagreement {
         /// The GPU.
         pci: PciAddress,
@@ -77,7 +80,7 @@ pub enum TopologyWarning {
         /// The node from NVML.
         nvml: NumaNodeId,
     },
-    /// An NVLink whose other end is no GPU of this node.
+    /// An NVLink whose other end is not a GPU of this node.
     #[error("GPU {pci}: {links} NVLink(s) lead to {remote}, where no GPU of this node is; not counted")]
     NvLinkToNowhere {
         /// The GPU.
@@ -94,7 +97,8 @@ pub enum TopologyWarning {
     #[error("GPU {0}: the other end of {1} NVLink(s) is unknown; not counted")]
     NvLinkUnknownRemote(PciAddress, u32),
     /// The two ends of a pair report different numbers of NVLinks. The smaller is believed.
-    #[error("GPUs {a} and {b}: {a_to_b} NVLink(s) seen from one end, {b_to_a} from the other; {} counted", .a_to_b.min(.b_to_a))]
+    #[error("GPUs {a} and {b}: {a_to_b} NVLink(s) seen from one end, {b_to_a} from the other; {} counted",
+        .a_to_b.min(.b_to_a))]
     NvLinkOneSided {
         /// One GPU.
         a: PciAddress,
@@ -108,11 +112,13 @@ pub enum TopologyWarning {
     /// A GPU with NVLinks of unknown generation.
     #[error("GPU {0}: its compute capability is unknown, each of its NVLinks is taken as {1} MB/s")]
     NvLinkUnknownRate(PciAddress, u32),
-    /// A GPU behind an NVSwitch that does not report its fabric, beside GPUs that do.
-    #[error("GPU {0}: behind an NVSwitch but reports no fabric; taken to be in the one its neighbours report")]
+    /// A GPU behind an NVSwitch that does not report its fabric, although other GPUs report theirs.
+    #[error("GPU {0}: behind an NVSwitch but reports no fabric; taken to be in the fabric that the other GPUs report")]
     FabricUnreported(PciAddress),
     /// Pairs of GPUs between which the driver refuses P2P, where NCCL would use it.
-    #[error("{}: no P2P, {refusal}: {}", pairs_of(pairs), if *by_nvlink { "NCCL ends with an error there, although NVLink joins them" } else { "NCCL goes through the host's memory" })]
+    #[error("{}: no P2P, {refusal}: NCCL {}", named_pairs(pairs),
+        if *by_nvlink { "ends with an error there, although NVLink joins them" }
+        else { "goes through the host's memory" })]
     P2pRefused {
         /// The driver's reason.
         refusal: P2pRefusal,
@@ -121,7 +127,7 @@ pub enum TopologyWarning {
         /// The pairs.
         pairs: Vec<(PciAddress, PciAddress)>,
     },
-    /// A machine of which the NVLinks of some GPUs are unknown.
+    /// GPUs whose NVLinks are unknown.
     #[error("GPUs {}: their NVLinks are unknown, and taken as none: bandwidths are those of PCIe", list(.0))]
     NvLinksUnknown(Vec<PciAddress>),
     /// One GPU that differs from all others of its model.
@@ -145,14 +151,15 @@ pub enum TopologyWarning {
 /// takes it first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum Oddity {
-    /// NVLinks that are up.
-    #[error("{} of its NVLinks are up, of each other GPU {}; sets without it have the full bandwidth", .0.own, .0.others)]
+    /// Fewer NVLinks are up.
+    #[error("{} of its NVLinks are up, {} on each other GPU; sets without it have full bandwidth", .0.own, .0.others)]
     NvLinks(Compared),
-    /// Lanes of the PCIe link.
-    #[error("its PCIe link has {} lanes, that of each other GPU {}; sets without it have the full bandwidth", .0.own, .0.others)]
+    /// The PCIe link has fewer lanes.
+    #[error("its PCIe link has {} lanes, {} on each other GPU; sets without it have full bandwidth", .0.own, .0.others)]
     PcieWidth(Compared),
-    /// The rate of the PCIe link, MT/s and lane.
-    #[error("its PCIe link can do {} MT/s, that of each other GPU {}; sets without it have the full bandwidth", .0.own, .0.others)]
+    /// The PCIe link has a lower rate, MT/s a lane.
+    #[error("its PCIe link can do {} MT/s, {} on each other GPU; sets without it have full bandwidth",
+        .0.own, .0.others)]
     PcieRate(Compared),
     /// The driver refuses P2P between it and every other GPU.
     #[error("the driver refuses P2P between it and every other GPU; sets without it have P2P")]
@@ -165,9 +172,9 @@ pub enum Oddity {
 /// A value of the odd GPU, and the one that every other GPU has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Compared {
-    /// Its own.
+    /// The odd GPU's value.
     pub own: u32,
-    /// That of each other GPU.
+    /// The value of each other GPU.
     pub others: u32,
 }
 
@@ -184,7 +191,7 @@ impl Oddity {
     }
 }
 
-/// The fewest GPUs of a model among which one is odd: of two, none is.
+/// The fewest GPUs of a model among which one can be odd: of two, neither is.
 const MIN_EQUALS: usize = 3;
 
 /// Finds the GPUs of unknown NVLinks, and for each kind of difference the one GPU that differs from all others of its
@@ -221,8 +228,7 @@ pub(super) fn odd_gpus(
             Some(u32::from(!others.all(|other| is_refused(place, *other) == Some(true))))
         };
         let has_nic = |place: usize| {
-            let gpu = topology.gpus().get(place).filter(|_| in_tree(place))?;
-            Some(u32::from(gpu.rail.is_some()))
+            topology.gpus().get(place).filter(|_| in_tree(place)).map(|gpu| u32::from(gpu.rail.is_some()))
         };
         let odd = [
             odd_one(&places, nvlinks).map(|(place, compared)| (place, Oddity::NvLinks(compared))),
@@ -239,7 +245,7 @@ pub(super) fn odd_gpus(
     warnings
 }
 
-/// The one place whose value is below that of all other places, which have one value; with both values. `None` also if a
+/// Finds the one place whose value is below that of all other places, if these have the same value. `None` also if a
 /// value is unknown.
 fn odd_one(places: &[usize], value: impl Fn(usize) -> Option<u32>) -> Option<(usize, Compared)> {
     let values: Vec<(usize, u32)> = places.iter().map(|place| Some((*place, value(*place)?))).collect::<Option<_>>()?;
@@ -249,8 +255,8 @@ fn odd_one(places: &[usize], value: impl Fn(usize) -> Option<u32>) -> Option<(us
     (own < others && rest.all(|value| value == others)).then_some((place, Compared { own, others }))
 }
 
-/// The pairs in words: all GPUs of a node may be refused.
-fn pairs_of(pairs: &[(PciAddress, PciAddress)]) -> String {
+/// Names the pairs, but only the first few, because the driver may refuse P2P between all GPUs of a node.
+fn named_pairs(pairs: &[(PciAddress, PciAddress)]) -> String {
     /// The most pairs that are named.
     const MAX_NAMED: usize = 4;
     let named = list(pairs.iter().take(MAX_NAMED).map(|(one, two)| format!("{one} and {two}")));
@@ -262,7 +268,7 @@ fn pairs_of(pairs: &[(PciAddress, PciAddress)]) -> String {
     format!("GPUs {named}{more}")
 }
 
-/// Finds the refusals that NCCL would notice, gathered by their reason. A GPU in MIG mode has no P2P, and needs none.
+/// Finds the refusals that NCCL would notice, grouped by their reason. A GPU in MIG mode has no P2P, and needs none.
 pub(super) fn p2p_refused(topology: &NodeTopology, seen: &[&GpuObservation]) -> Vec<TopologyWarning> {
     let mut found: BTreeMap<(bool, P2pRefusal), Vec<_>> = BTreeMap::new();
     for (a, (one, first)) in seen.iter().zip(topology.gpus()).enumerate() {
