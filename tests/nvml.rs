@@ -502,7 +502,7 @@ async fn a_gpu_that_is_skipped_is_not_touched() {
     machine.command.skip = vec![Place { index: 1, of: 5 }];
     let mut agent = machine.agent();
     assert!(said(&mut agent).await.is_err());
-    let called = agent.open().unwrap();
+    let called = agent.open_call().unwrap();
     assert_eq!((called.call.as_str(), called.gpu.as_ref().unwrap().place.index), ("nvmlDeviceGetHandleByIndex_v2", 1));
 }
 
@@ -543,7 +543,7 @@ async fn a_wait_for_events_that_hangs_is_noticed() {
     let (machine, mut agent) = up_with(|command| command.limits = SHORT).await;
     machine.tell("hang nvmlEventSetWait_v2");
     let ended = timeout(LIMIT, said(&mut agent)).await.unwrap().unwrap_err();
-    assert!(matches!(ended, AgentEnded::Deaf(_)), "{ended}");
+    assert!(matches!(ended, AgentEnded::EventWaitHung(_)), "{ended}");
 }
 
 #[tokio::test]

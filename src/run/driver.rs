@@ -69,7 +69,7 @@ pub fn agent_command(host: &HostArgs) -> AgentCommand {
 
 /// The node's gate to the driver, for the program with this name.
 pub(super) fn gate(settings: &Settings, program: &str) -> Option<Gate> {
-    Gate::beside(&settings.kubelet_socket.value, program)
+    Gate::of_kubelet(&settings.kubelet_socket.value, program)
 }
 
 /// The settings for starting the process that speaks to NVML: this binary.

@@ -82,7 +82,7 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     // The plugin reads the configuration file.
     let settings = load_text(&args.flags, &Environment::read(), "")?.settings;
     let gate = gate(&settings, "mps-control-daemon");
-    let daemons_gate = gate.as_ref().map(|gate| gate.of("mps-daemons"));
+    let daemons_gate = gate.as_ref().map(|gate| gate.for_user("mps-daemons"));
     // These metrics are not served on any port.
     let release = Release::new(DriverMetrics::register(&mut Registry::default()), gate);
     let programs = Programs { control: "nvidia-cuda-mps-control".into(), smi: "nvidia-smi".into() };

@@ -115,8 +115,8 @@ async fn follow_signals(
         tokio::select! {
             signal = last.recv() => break signal,
             // An order that the node's other processes do not learn of is logged.
-            _ = release_order.recv() => drop(release.wish(true).await),
-            _ = resume_order.recv() => drop(release.wish(false).await),
+            _ = release_order.recv() => drop(release.order(true).await),
+            _ = resume_order.recv() => drop(release.order(false).await),
         }
     };
     tracing::info!(signal, "ending");
@@ -196,7 +196,7 @@ fn start_driver(
     let release = Release::new(metrics.clone(), gate(settings, "linkwise-run"));
     node.views.follow_release(release.follow());
     let beside = (metrics, node.readiness.idle().clone(), release.clone());
-    let (mig, orders) = mpsc::channel(supervisor::MIG_REQUESTS);
+    let (mig, orders) = mpsc::channel(supervisor::MAX_MIG_REQUESTS);
     let driver = driver_of(&args.nvml, &args.host, settings, node.events(), beside);
     let others = node.others.subscribe();
     (supervisor::Driver { mig: Some(orders), others, ..driver }, release, mig)

@@ -79,7 +79,7 @@ async fn a_child_that_says_nothing_at_all_is_given_up() {
     let mut agent = Agent::spawn(&command).unwrap();
     let ended = next(&mut agent).await.unwrap_err();
     assert!(matches!(ended, AgentEnded::Late(_)), "{ended}");
-    assert_eq!(ended.to_string(), "the NVML agent said nothing within 3s and was killed");
+    assert_eq!(ended.to_string(), "the NVML agent sent no message within 3s and was killed");
     let after = next(&mut agent).await.unwrap_err();
     assert!(after.to_string().contains("SIGKILL"), "{after}");
 }
@@ -102,7 +102,7 @@ async fn nonsense_from_the_parent_ends_the_child() {
     let ended = timeout(LIMIT, child.wait_with_output()).await.unwrap().unwrap();
     assert_eq!(ended.status.code(), Some(1));
     let words = String::from_utf8_lossy(&ended.stderr);
-    assert!(words.contains("from the parent: expected value at line 1"), "{words}");
+    assert!(words.contains("cannot read the parent's request: expected value at line 1"), "{words}");
 }
 
 /// Where the kernel has a process's state, in a folder of the test's.

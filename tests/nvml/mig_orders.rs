@@ -196,7 +196,7 @@ async fn order_that_hangs_ends_the_agent() {
         agent.request(ToAgent::Mig(MigOrder { gpu: uuid(0), task: MigTask::Make(SLOT) })).await.unwrap();
         let ended = said(&mut agent).await.unwrap_err();
         assert!(matches!(&ended, AgentEnded::Hung(called, _) if called.call == call), "{ended:?}");
-        agent.gone().await;
+        agent.kill().await;
         machine.tell(&format!("unhang 0 {call}"));
         // What it has left is destroyed by its place.
         let mut agent = machine.scanned().await;
@@ -211,7 +211,7 @@ async fn order_waits_for_that_of_another_process() {
     const CALL: &str = "nvmlGpuInstanceCreateComputeInstance";
     let mut machine = empty();
     let folder = tempfile::tempdir().unwrap();
-    let gate = Gate::beside(&folder.path().join("kubelet.sock"), "run").unwrap();
+    let gate = Gate::of_kubelet(&folder.path().join("kubelet.sock"), "run").unwrap();
     gate.prepare().unwrap();
     machine.command.gate = Some(gate);
     let (mut one, mut other) = (machine.agent(), machine.agent());
@@ -280,7 +280,7 @@ async fn gpu_that_is_not_asked_may_still_have_its_instances() {
         let mut agent = machine.scanned().await;
         order(&mut agent, MigTask::Destroy(SLOT, Some(made.clone()))).await.unwrap_err()
     };
-    assert!(skipped.may_exist && skipped.why.contains("NVML may not be asked about GPU-"), "{skipped:?}");
+    assert!(skipped.may_exist && skipped.why.contains("NVML does not list GPU-"), "{skipped:?}");
     machine.command.skip.clear();
     let mut agent = machine.agent();
     assert_eq!(mig(&ready(&mut agent).await.0).devices.len(), 1);

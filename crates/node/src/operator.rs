@@ -47,7 +47,7 @@ pub fn orders(node: &Node, release: &Release) -> Orders {
 }
 
 async fn release_driver(release: &Release, wish: bool, patience: Duration) -> Outcome {
-    let others = release.wish(wish).await.err().map(|error| {
+    let others = release.order(wish).await.err().map(|error| {
         let order = if wish { "released" } else { "taken back" };
         format!("only this process has {order} the driver, the node's others do not learn of it: {error}")
     });
@@ -255,7 +255,7 @@ mod tests {
         release.set_held(true);
         let answer = release_driver(&release, true, Duration::from_millis(1)).await;
         assert!(matches!(&answer, Outcome::NotYet(words) if words.contains("the order stands")), "{answer:?}");
-        assert!(release.is_wished());
+        assert!(release.is_ordered());
         release.set_held(false);
         assert_eq!(
             release_driver(&release, true, LETTING_GO).await,

@@ -1,6 +1,6 @@
 //! The NVML agent's main: the hidden subcommand `linkwise nvml-agent`.
 //!
-//! Three threads: this one waits for events, one polls (`watch`), and one reads the parent's requests. The third one
+//! Three threads: this one waits for events, one polls (`watch`), and one reads the parent's requests. The last one
 //! ends the process when the parent is gone or closes the socket, even if NVML hangs; it therefore never calls NVML.
 //! The code is synchronous on purpose: the calls block.
 
@@ -22,10 +22,10 @@ use super::call::{CallError, Fault, LOAD, answer};
 use super::calls::Calls;
 use super::child::AgentCommand;
 use super::events::{self, Waiting};
-use super::gate::{RELEASED, Use};
+use super::gate::{DriverUse, RELEASED};
 use super::protocol::{FromAgent, ToAgent, encode};
 use super::watch::{Fingerprint, Watch};
-use super::{library, probe, raw};
+use super::{full_scan, library, raw};
 use linkwise_core::errors::chain;
 use linkwise_system::lock;
 
@@ -64,43 +64,42 @@ impl Parent {
     }
 }
 
-/// Prints a line for people: in one piece, since the driver's library prints too.
-pub fn complain(what: &str) {
+/// Prints a line to standard error by one write, because the driver's library prints there too.
+pub fn print_error(what: &str) {
     let _ = io::stderr().write_all(format!("linkwise nvml-agent: {what}\n").as_bytes());
 }
 
 /// Ends this process after an error, from any of its threads.
 fn give_up(what: &str, error: &dyn std::error::Error) -> ! {
-    complain(&format!("{what}: {}", chain(error)));
+    print_error(&format!("{what}: {}", chain(error)));
     raw::exit_now(1)
 }
 
 /// Runs until the parent is gone. `command` is the [`AgentCommand`] as JSON. If the library does not load or
 /// initialise, the parent gets the reason, and the process ends with code 1.
 pub fn main(command: &str) -> anyhow::Result<()> {
-    let command: AgentCommand =
-        serde_json::from_str(command).context("not the argument that 'nvml-agent' is started with")?;
+    let command: AgentCommand = serde_json::from_str(command).context("cannot read the argument of 'nvml-agent'")?;
     let sockets = inherited_socket().and_then(|socket| Ok((socket.try_clone()?, socket)));
-    let (reading, socket) = sockets.context("standard input is not the socket that 'nvml-agent' is started with")?;
+    let (reading, socket) = sockets.context("cannot use standard input as the socket to the parent")?;
     let parent = Arc::new(Parent(Mutex::new(socket)));
-    let (ask, asked) = mpsc::channel();
-    let wish = ask.clone();
+    let (request_sender, requests) = mpsc::channel();
+    let own_requests = request_sender.clone();
     let listening = move || {
-        listen(reading, &ask);
+        listen(reading, &request_sender);
         raw::exit_now(0)
     };
-    thread::Builder::new().name("parent".into()).spawn(listening).context("cannot start a thread")?;
+    thread::Builder::new().name("parent".into()).spawn(listening).context("cannot start the request thread")?;
 
     let calls = Calls::new(Arc::clone(&parent), command.calls.as_deref());
     let opened = enter(&command).and_then(|entered| Ok((entered, load(&command, &calls)?)));
-    // This process uses the driver until its end.
+    // `_driver` is kept until the process ends, so that the gate counts this process as a user of the driver.
     let ((_driver, turn), (library, nvml)) = opened.unwrap_or_else(|error| parent.leave(error));
     // NVML lives as long as the process, which never shuts it down: a shutdown can hang, and the end of the process is
     // enough.
     let nvml: &'static Nvml = Box::leak(Box::new(nvml));
-    let listed = probe::list(nvml, &calls, &command.skip);
+    let listed = full_scan::list(nvml, &calls, &command.skip);
     drop(turn);
-    // This comes before the scan, so that no event falls between the scan and the registration.
+    // The registration comes before the scan, so that no event is lost between the two.
     let (gpus, waiting) = (Arc::clone(&listed.gpus), Arc::<Waiting>::default());
     let set = events::register(nvml, &calls, &gpus, &waiting);
     let mut watch = Watch {
@@ -111,16 +110,16 @@ pub fn main(command: &str) -> anyhow::Result<()> {
         command,
         gpus: Arc::default(),
         missing: Vec::new(),
-        at_start: listed.gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
+        registered: listed.gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
         waiting: Arc::clone(&waiting),
-        silence: BTreeMap::new(),
+        unoffered: BTreeMap::new(),
         seen: Fingerprint::default(),
     };
     watch.begin(listed);
     let watching = thread::Builder::new().name("watch".into());
-    let watching = watching.spawn(move || watch.run(&asked)).context("cannot start a thread")?;
+    let watching = watching.spawn(move || watch.run(&requests)).context("cannot start the polling thread")?;
     if let Some(set) = set {
-        events::listen(&set, &gpus, &parent, &waiting, &wish, || !watching.is_finished());
+        events::listen(&set, &gpus, &parent, &waiting, &own_requests, || !watching.is_finished());
     }
     // If no GPU has events, this thread has no work. A panic has been printed.
     let _ = watching.join();
@@ -135,20 +134,20 @@ fn inherited_socket() -> io::Result<UnixStream> {
 }
 
 /// Passes the parent's requests on until the parent closes the socket. An unreadable request ends the process.
-fn listen(socket: UnixStream, ask: &mpsc::Sender<ToAgent>) {
+fn listen(socket: UnixStream, requests: &mpsc::Sender<ToAgent>) {
     for message in serde_json::Deserializer::from_reader(socket).into_iter() {
         match message {
             // The receiver ends only with the process: a failed send means that it is ending.
-            Ok(message) => drop(ask.send(message)),
+            Ok(message) => drop(requests.send(message)),
             Err(error) if error.is_io() || error.is_eof() => return,
-            Err(error) => give_up("from the parent", &error),
+            Err(error) => give_up("cannot read the parent's request", &error),
         }
     }
 }
 
-/// Comes to the driver through the node's gate, and waits for the turn to initialise NVML. On nodes with MIG, programs
-/// that began and ended NVML at the same moment have hung the driver (NVIDIA/k8s-device-plugin#466).
-fn enter(command: &AgentCommand) -> Result<(Option<Use>, Option<File>), CallError> {
+/// Enters the node's gate, and waits for the turn to initialise NVML. On nodes with MIG, programs that initialised and
+/// shut down NVML at the same moment have hung the driver (NVIDIA/k8s-device-plugin#466).
+fn enter(command: &AgentCommand) -> Result<(Option<DriverUse>, Option<File>), CallError> {
     let Some(gate) = &command.gate else { return Ok((None, None)) };
     let driver = gate.enter().map_err(|released| CallError::unreadable(RELEASED, released))?;
     Ok((Some(driver), gate.init_turn()))

@@ -65,7 +65,7 @@ impl Fault {
 pub enum Reason {
     /// NVML's return code.
     Code(u32),
-    /// The answer could not be read.
+    /// The error in words: no library loads, the driver is released, or an answer is unreadable.
     Text(String),
 }
 
@@ -152,8 +152,8 @@ pub fn returned<T>(call: &'static str, code: u32, value: impl FnOnce() -> Option
     }
 }
 
-/// Turns INVALID_ARGUMENT into "not offered": NVML answers so if a GPU has no link of this number, a link no remote
-/// end, or a driver no such field.
+/// Turns INVALID_ARGUMENT into "not offered": NVML returns it for a link that the GPU does not have, for the remote end
+/// of a link that has none, and for a field that the driver does not know.
 pub fn offered<T>(answer: Answer<T>) -> Answer<T> {
     match answer {
         Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT) => Ok(None),

@@ -3,9 +3,9 @@
 //! All threads of the agent use it, except the one that waits for events, whose calls have a limit of their own. A
 //! report is one small write to a socket: some hundreds at the start, some dozens in each poll.
 //!
-//! A file may get a line for each call that has returned: the function, the GPU's index or `-`, the return code (`0`,
-//! the error, or `not offered`), and the time in microseconds, with tabs between them. That is for a report of hardware
-//! that none of us has.
+//! With `--nvml-calls`, a file gets a line for each call that has returned: the function, the GPU's index or `-`, the
+//! return code (`0`, the error, or `not offered`), and the time in microseconds, with tabs between them. Users attach
+//! the file to a report about hardware that the developers lack.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -15,12 +15,12 @@ use std::time::Instant;
 
 use nvml_wrapper::error::NvmlError;
 
-use super::agent::{Parent, complain};
+use super::agent::{Parent, print_error};
 use super::call::{Answer, answer};
 use super::protocol::{Called, CalledGpu, FromAgent, Place};
 use linkwise_core::topology::GpuUuid;
 
-/// Makes calls about one GPU, or about none.
+/// Makes and reports calls, all about one GPU or about none.
 #[derive(Clone)]
 pub struct Calls {
     parent: Arc<Parent>,
@@ -29,38 +29,39 @@ pub struct Calls {
 }
 
 impl Calls {
-    /// Calls about no GPU. A record that cannot be opened is said on standard error, and costs nothing else.
+    /// Starts with calls about no GPU. If the record cannot be opened, standard error has the reason, and no call is
+    /// recorded.
     pub fn new(parent: Arc<Parent>, record: Option<&Path>) -> Self {
         let open = |path: &Path| match OpenOptions::new().create(true).append(true).open(path) {
             Ok(file) => Some(Arc::new(file)),
             Err(error) => {
-                complain(&format!("--nvml-calls {}: {error}", path.display()));
+                print_error(&format!("cannot open --nvml-calls {}: {error}", path.display()));
                 None
             }
         };
         Self { parent, gpu: None, record: record.and_then(open) }
     }
 
-    /// Calls about a GPU.
+    /// Returns a copy for calls about a GPU.
     pub fn about(&self, place: Place, uuid: Option<GpuUuid>) -> Self {
         Self { gpu: Some(CalledGpu { place, uuid }), ..self.clone() }
     }
 
     /// Reports one of nvml-wrapper's calls and makes it.
-    pub fn ask<T>(&self, call: &'static str, made: impl FnOnce() -> Result<T, NvmlError>) -> Answer<T> {
-        self.raw(call, || answer(call, made()))
+    pub fn ask<T>(&self, call: &'static str, make: impl FnOnce() -> Result<T, NvmlError>) -> Answer<T> {
+        self.raw(call, || answer(call, make()))
     }
 
     /// Reports a raw call and makes it.
-    pub fn raw<T>(&self, call: &'static str, made: impl FnOnce() -> Answer<T>) -> Answer<T> {
+    pub fn raw<T>(&self, call: &'static str, make: impl FnOnce() -> Answer<T>) -> Answer<T> {
         self.report(call);
-        self.unnamed(call, made)
+        self.unreported(call, make)
     }
 
     /// Makes one of several calls that were reported together.
-    pub fn unnamed<T>(&self, call: &'static str, made: impl FnOnce() -> Answer<T>) -> Answer<T> {
+    pub fn unreported<T>(&self, call: &'static str, make: impl FnOnce() -> Answer<T>) -> Answer<T> {
         let begin = Instant::now();
-        let answer = made();
+        let answer = make();
         if let Some(mut file) = self.record.as_deref() {
             let gpu = self.gpu.as_ref().map_or("-".to_owned(), |gpu| gpu.place.index.to_string());
             let code = match &answer {
@@ -68,7 +69,7 @@ impl Calls {
                 Ok(None) => "not offered".to_owned(),
                 Err(error) => error.to_string(),
             };
-            // A full disk costs the record alone.
+            // If the disk is full, only the record suffers.
             let _ = file.write_all(format!("{call}\t{gpu}\t{code}\t{}\n", begin.elapsed().as_micros()).as_bytes());
         }
         answer

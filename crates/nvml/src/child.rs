@@ -26,20 +26,21 @@ use super::memory::MemoryWatch;
 use super::protocol::{Called, FromAgent, Incoming, Place, ProtocolError, ToAgent, encode};
 use super::watchdog::{Limits, Watchdog};
 
-/// The time that a child has to end after it was killed or has closed its socket.
-const LAST_MOMENTS: Duration = Duration::from_secs(2);
+/// The time that an agent has to end after it was killed or has closed its socket.
+const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The least number of bytes to read at once.
-const READ: usize = 8 << 10;
+const MIN_READ: usize = 8 << 10;
 
 /// The longest time for reading the file with a process's state.
-const FILES: Duration = Duration::from_millis(500);
+const STAT_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Signals that the library did not cause: an operator or the kernel sends them, the kernel when memory runs out.
-/// SIGHUP, SIGINT, SIGKILL, SIGTERM (signal(7)).
-const FROM_OUTSIDE: [i32; 4] = [1, 2, 9, 15];
+/// Signals that the library does not cause: an operator sends them, or the kernel when memory runs out. SIGHUP, SIGINT,
+/// SIGKILL, SIGTERM (signal(7)).
+const OUTSIDE_SIGNALS: [i32; 4] = [1, 2, 9, 15];
 
-/// The settings for starting an agent. A part of them becomes the agent's one argument, as JSON.
+/// The settings for starting an agent. Those without `serde(skip)` become the agent's one argument,
+/// as JSON.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AgentCommand {
@@ -48,13 +49,14 @@ pub struct AgentCommand {
     pub program: PathBuf,
     /// The path of the driver's library, or of a driver's root, chosen by the operator.
     pub library: Option<PathBuf>,
-    /// The driver's root that is searched first, before the dynamic linker's path, if the operator chose none.
+    /// The driver's root that is searched first, before the dynamic linker's path, if the operator chose no
+    /// library.
     pub driver_root: Option<PathBuf>,
     /// The path of the kernel's /proc.
     pub procfs: PathBuf,
-    /// The time from one poll of the child to the next.
+    /// The time from one poll of the agent to the next.
     pub poll: Duration,
-    /// The longest times for its calls.
+    /// The longest times for the agent's calls.
     #[serde(skip)]
     pub limits: Limits,
     /// The most unreclaimable memory that the agent may have, in MiB; an agent with more is killed.
@@ -63,11 +65,11 @@ pub struct AgentCommand {
     /// The path of /proc with the processes of this PID namespace.
     #[serde(skip)]
     pub processes: PathBuf,
-    /// The node's gate, through which it comes to the driver.
+    /// The node's gate, which the agent enters before it uses the driver.
     pub gate: Option<Gate>,
-    /// The GPUs that it must not touch.
+    /// The GPUs about which the agent must make no call.
     pub skip: Vec<Place>,
-    /// The file that gets a line for each of its calls.
+    /// The file to which the agent appends a line for each call.
     pub calls: Option<PathBuf>,
     /// Variables added to the inherited environment.
     #[serde(skip)]
@@ -75,7 +77,7 @@ pub struct AgentCommand {
 }
 
 impl AgentCommand {
-    /// The usual settings for a child of this program, whose memory has no limit.
+    /// The usual settings for an agent, whose memory has no limit.
     pub fn new(program: impl Into<PathBuf>) -> Self {
         Self {
             program: program.into(),
@@ -94,14 +96,14 @@ impl AgentCommand {
 pub enum AgentEnded {
     #[error("the NVML agent ended: {0}")]
     Exited(ExitStatus),
-    #[error("the NVML agent stopped talking and was killed")]
+    #[error("the NVML agent closed its socket, did not end, and was killed")]
     Silent,
-    #[error("the NVML agent said nothing within {0:?} and was killed")]
+    #[error("the NVML agent sent no message within {0:?} and was killed")]
     Late(Duration),
     #[error("{0} did not return within {1:?}, and the NVML agent was killed")]
     Hung(Called, Duration),
     #[error("nvmlEventSetWait_v2 has not returned for {0:?}, and the NVML agent was killed")]
-    Deaf(Duration),
+    EventWaitHung(Duration),
     /// The agent had more memory than its limit, both in MiB, and was killed.
     #[error(
         "the NVML agent had {0} MiB of memory that the kernel cannot take back, more than {1} MiB \
@@ -112,19 +114,19 @@ pub enum AgentEnded {
     Stopped(Duration),
     #[error("the NVML agent sent an invalid message")]
     Protocol(#[source] ProtocolError),
-    #[error("cannot hear the NVML agent")]
+    #[error("cannot read from the NVML agent")]
     Io(#[source] io::Error),
 }
 
 impl AgentEnded {
-    /// Returns true if the library crashed: a signal ended the process that comes only from a crash.
+    /// Returns true if the library crashed: a signal that only a crash sends ended the process.
     pub fn is_crash(&self) -> bool {
         let Self::Exited(status) = self else { return false };
-        status.signal().is_some_and(|signal| !FROM_OUTSIDE.contains(&signal))
+        status.signal().is_some_and(|signal| !OUTSIDE_SIGNALS.contains(&signal))
     }
 }
 
-/// A running child; dropping it kills it.
+/// A running agent; dropping it kills the process.
 #[derive(Debug)]
 pub struct Agent {
     wire: Wire,
@@ -138,12 +140,12 @@ struct Wire {
     process: Child,
     stream: UnixStream,
     incoming: Incoming,
-    /// Set once the child's end of the socket is closed.
-    closed: bool,
+    /// Set once the agent's end of the socket is closed.
+    is_closed: bool,
 }
 
 impl Agent {
-    /// Starts a child. It must be called within a tokio runtime. Errors after the start come from [`Agent::next`].
+    /// Starts an agent. It must be called within a tokio runtime. Errors after the start come from [`Agent::next`].
     pub fn spawn(command: &AgentCommand) -> anyhow::Result<Self> {
         let sockets = StdUnixStream::pair().and_then(|(ours, theirs)| {
             ours.set_nonblocking(true)?;
@@ -159,7 +161,7 @@ impl Agent {
         let now = Instant::now();
         let watchdog = Watchdog::new(command.limits, command.poll, now);
         let memory = MemoryWatch::new(&command.processes, command.memory_mib, now);
-        Ok(Self { wire: Wire { process, stream, incoming: Incoming::default(), closed: false }, watchdog, memory })
+        Ok(Self { wire: Wire { process, stream, incoming: Incoming::default(), is_closed: false }, watchdog, memory })
     }
 
     /// The process id; `None` once the process has been reaped.
@@ -168,8 +170,8 @@ impl Agent {
     }
 
     /// The call that the agent reported last and that has not returned. A crash is blamed on this call.
-    pub fn open(&self) -> Option<&Called> {
-        self.watchdog.open.as_ref()
+    pub fn open_call(&self) -> Option<&Called> {
+        self.watchdog.open_call.as_ref()
     }
 
     /// Returns true if NVML was initialised at the agent's last message.
@@ -177,10 +179,10 @@ impl Agent {
         self.watchdog.has_initialised()
     }
 
-    /// Describes the agent's end for people: for a crash, with the call in which the library crashed.
-    pub fn account(&self, ended: &AgentEnded) -> String {
+    /// Describes the agent's end for people; a crash with the call in which the library crashed.
+    pub fn describe(&self, ended: &AgentEnded) -> String {
         let source = std::error::Error::source(ended).map(|source| format!(": {source}")).unwrap_or_default();
-        match self.open().filter(|_| ended.is_crash()) {
+        match self.open_call().filter(|_| ended.is_crash()) {
             Some(called) => format!("the NVML library crashed in {called}: {ended}{source}"),
             None => format!("{ended}{source}"),
         }
@@ -188,31 +190,31 @@ impl Agent {
 
     /// Returns the agent's next message. Reports of calls are not returned: they are for the watchdog. An agent that is
     /// late, or has too much memory, is killed. Cancel safe: nothing is lost when the future is dropped. An error means
-    /// that the child has ended, or is being killed for its messages or its silence.
+    /// that the agent has ended or is being killed.
     pub async fn next(&mut self) -> Result<FromAgent, AgentEnded> {
         loop {
-            let (process, until, closed) = (self.id(), self.watchdog.until, self.wire.closed);
+            let (process, until, is_closed) = (self.id(), self.watchdog.deadline, self.wire.is_closed);
             // An agent that closed its socket has a separate limit for its end.
-            let deadline = async { if closed { pending().await } else { sleep_until(until).await } };
+            let deadline = async { if is_closed { pending().await } else { sleep_until(until).await } };
             let received = tokio::select! {
                 // The agent's messages are read before the agent is killed.
                 biased;
                 received = self.wire.receive() => Some(received),
                 has_mib = self.memory.exceeded(process) => {
-                    return Err(self.wire.give_up(AgentEnded::Memory(has_mib, self.memory.bound_mib)));
+                    return Err(self.wire.give_up(AgentEnded::Memory(has_mib, self.memory.limit_mib)));
                 }
                 () = deadline => None,
             };
             let Some(received) = received else {
-                if self.wire.closed || !self.watchdog.is_expired(Instant::now()) {
+                if self.wire.is_closed || !self.watchdog.is_expired(Instant::now()) {
                     continue;
                 }
-                let cause = self.silence().await;
+                let cause = self.silence_cause().await;
                 return Err(self.wire.give_up(cause));
             };
             let message = received?;
-            if let Some(waiting) = self.watchdog.heard(&message, Instant::now()) {
-                return Err(self.wire.give_up(AgentEnded::Deaf(waiting)));
+            if let Some(waiting) = self.watchdog.received(&message, Instant::now()) {
+                return Err(self.wire.give_up(AgentEnded::EventWaitHung(waiting)));
             }
             if !matches!(message, FromAgent::Calling(_)) {
                 return Ok(message);
@@ -221,23 +223,23 @@ impl Agent {
     }
 
     /// Finds the reason for the silence. If the process was stopped, no call and no GPU is to blame.
-    async fn silence(&mut self) -> AgentEnded {
+    async fn silence_cause(&mut self) -> AgentEnded {
         let limit = self.watchdog.limit;
         let stat = match self.id() {
-            Some(id) => timeout(FILES, tokio::fs::read_to_string(format!("/proc/{id}/stat"))).await.ok(),
+            Some(id) => timeout(STAT_TIMEOUT, tokio::fs::read_to_string(format!("/proc/{id}/stat"))).await.ok(),
             None => None,
         };
         let stat = stat.and_then(Result::ok).unwrap_or_default();
         // The name in brackets may hold anything; the state follows it (proc_pid_stat(5)): stopped, or traced.
         let state = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().next());
-        match (state, self.open()) {
+        match (state, self.open_call()) {
             (Some("T" | "t"), _) => AgentEnded::Stopped(limit),
             (_, Some(called)) => AgentEnded::Hung(called.clone(), limit),
             (_, None) => AgentEnded::Late(limit),
         }
     }
 
-    /// Sends a request to the child; the answer comes from [`Agent::next`]. Fails if the agent has ended:
+    /// Sends a request to the agent; the answer comes from [`Agent::next`]. Fails if the agent has ended:
     /// [`Agent::next`] returns the reason.
     pub async fn request(&mut self, request: ToAgent) -> io::Result<()> {
         let line = encode(&request).map_err(io::Error::other)?;
@@ -246,11 +248,11 @@ impl Agent {
 
     /// Kills the process and waits for its end, but not for a process that hangs in the kernel.
     pub async fn end(self) {
-        let _ = timeout(LAST_MOMENTS, self.gone()).await;
+        let _ = timeout(END_TIMEOUT, self.kill()).await;
     }
 
     /// Kills the process and waits until it has ended, however long that takes.
-    pub fn gone(self) -> impl Future<Output = ()> + Send + use<> {
+    pub fn kill(self) -> impl Future<Output = ()> + Send + use<> {
         let mut process = self.wire.process;
         async move {
             // Each of these fails only if the process has ended already.
@@ -262,33 +264,33 @@ impl Agent {
 
 impl Wire {
     async fn receive(&mut self) -> Result<FromAgent, AgentEnded> {
-        while !self.closed {
+        while !self.is_closed {
             match self.incoming.take() {
                 Ok(Some(message)) => return Ok(message),
                 Ok(None) => {}
                 Err(error) => return Err(self.give_up(AgentEnded::Protocol(error))),
             }
             let buffer = self.incoming.buffer();
-            buffer.reserve(READ);
+            buffer.reserve(MIN_READ);
             match self.stream.read_buf(buffer).await {
-                // A close before the child read all requests counts as a reset.
-                Ok(0) => self.closed = true,
-                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => self.closed = true,
+                // If the agent closes before it has read all requests, the kernel reports a reset.
+                Ok(0) => self.is_closed = true,
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => self.is_closed = true,
                 Ok(_) => {}
                 Err(error) => return Err(self.give_up(AgentEnded::Io(error))),
             }
         }
-        match timeout(LAST_MOMENTS, self.process.wait()).await {
+        match timeout(END_TIMEOUT, self.process.wait()).await {
             Ok(Ok(status)) => Err(AgentEnded::Exited(status)),
             Ok(Err(error)) => Err(AgentEnded::Io(error)),
-            // The end is not awaited: a child that hangs in the kernel does not even die.
+            // Its end is not awaited: a process that hangs in the kernel survives SIGKILL.
             Err(_) => Err(self.give_up(AgentEnded::Silent)),
         }
     }
 
     fn give_up(&mut self, cause: AgentEnded) -> AgentEnded {
-        self.closed = true;
-        // This fails only if the child has ended already.
+        self.is_closed = true;
+        // This fails only if the agent has ended already.
         let _ = self.process.start_kill();
         cause
     }

@@ -1,8 +1,8 @@
 //! NVML's events, in the agent: registers each GPU, waits, reports to the parent.
 //!
-//! Called by `agent` on the main thread. A GPU that cannot be registered loses only its own events. A wait that fails is
-//! repeated after a pause; NVML's reference says that one lost GPU ends the wait for all. The polls report the GPUs whose
-//! events do not come, and the parent replaces this process: the next one registers all GPUs again.
+//! Called by `agent` on the main thread. A GPU that cannot be registered loses only its own events. A failed wait is
+//! repeated after a pause; NVML's reference says that one lost GPU ends the wait for all. The polls report the number
+//! of GPUs whose events do not arrive, and the parent replaces this process: the next one registers all GPUs again.
 
 use std::sync::{Mutex, mpsc};
 use std::thread;
@@ -15,7 +15,7 @@ use nvml_wrapper_sys::bindings as sys;
 use super::agent::Parent;
 use super::call::{Answer, CallError, answer};
 use super::calls::Calls;
-use super::probe::{Gpu, REGISTER};
+use super::full_scan::{Gpu, REGISTER};
 use super::protocol::{FromAgent, ToAgent};
 use super::raw::{self, Event, EventSet};
 use super::scan::CallFailure;
@@ -25,17 +25,17 @@ use linkwise_system::lock;
 /// The event types that linkwise registers for.
 const WANTED: u64 = (sys::nvmlEventTypeXidCriticalError | sys::nvmlEventTypeDoubleBitEccError) as u64;
 /// The duration of one wait; an event ends it at once.
-pub const WAIT: Duration = Duration::from_secs(5);
+pub const WAIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// The least time from one wait to the next, and the pause after a first failed wait.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 /// The pauses after failed waits.
-const PAUSES: Backoff = Backoff::new(FIRST_PAUSE, WAIT);
-/// The number of failed waits in a row after which no GPU counts as heard.
-const FAILURES: u32 = 3;
+const PAUSES: Backoff = Backoff::new(FIRST_PAUSE, WAIT_TIMEOUT);
+/// The number of failed waits in a row after which the events of all GPUs count as missing.
+const MAX_FAILURES: u32 = 3;
 
-/// A poll that begins later than this shows that the process was suspended, or that a long scan came before it. A
-/// hanging thread is then found a little later.
-const LATE: Duration = Duration::from_secs(1);
+/// The longest delay of a poll. A longer one shows that this process was suspended, or that a long scan came before the
+/// poll; then the current wait counts from now, and a wait that hangs is found a little later.
+const MAX_LATENESS: Duration = Duration::from_secs(1);
 
 /// The state of the thread that waits for events, shared with the other threads.
 #[derive(Debug, Default)]
@@ -43,47 +43,48 @@ pub struct Waiting(Mutex<WaitState>);
 
 #[derive(Debug, Default)]
 struct WaitState {
+    /// The start of the current wait.
     since: Option<Instant>,
     /// The registrations that failed.
     unregistered: Vec<CallFailure>,
     /// The error of a wait that keeps failing.
     failing: Option<CallFailure>,
     /// A poll was requested and has not begun.
-    asked: bool,
+    is_poll_requested: bool,
 }
 
 impl Waiting {
     /// The duration of the current wait.
-    pub fn lasts(&self) -> Duration {
+    pub fn duration(&self) -> Duration {
         lock(&self.0).since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
-    /// The failures because of which events do not come: of the driver, or of GPUs.
+    /// The failures that keep events away: of the driver, or of single GPUs.
     pub fn unheard(&self) -> Vec<CallFailure> {
         let state = lock(&self.0);
         state.unregistered.iter().chain(&state.failing).cloned().collect()
     }
 
-    /// Records the begin of a poll, which follows all events so far, and its delay. A long delay shows that this
-    /// process was suspended: then the current wait counts from now.
-    pub fn round_begins(&self, late: Duration) {
+    /// Records that a poll begins, with its delay. The poll serves all requests so far. After a delay
+    /// above `MAX_LATENESS` the current wait counts from now.
+    pub fn poll_begins(&self, delay: Duration) {
         let mut state = lock(&self.0);
-        state.asked = false;
-        if late > LATE && state.since.is_some() {
+        state.is_poll_requested = false;
+        if delay > MAX_LATENESS && state.since.is_some() {
             state.since = Some(Instant::now());
         }
     }
 
     /// Requests a poll, unless a requested one has not begun.
-    fn ask_for_a_round(&self, ask: &mpsc::Sender<ToAgent>) {
-        if !std::mem::replace(&mut lock(&self.0).asked, true) {
+    fn request_poll(&self, requests: &mpsc::Sender<ToAgent>) {
+        if !std::mem::replace(&mut lock(&self.0).is_poll_requested, true) {
             // The receiver ends only with the process.
-            let _ = ask.send(ToAgent::Poll);
+            let _ = requests.send(ToAgent::Poll);
         }
     }
 
-    fn set(&self, waits: bool) {
-        lock(&self.0).since = waits.then(Instant::now);
+    fn set_waiting(&self, is_waiting: bool) {
+        lock(&self.0).since = is_waiting.then(Instant::now);
     }
 }
 
@@ -96,7 +97,7 @@ pub fn register<'nvml>(
 ) -> Option<EventSet<'nvml>> {
     let record = |subject: String, error| lock(&waiting.0).unregistered.push(CallFailure::new(subject, error));
     let mut candidates: Vec<&Gpu<'nvml>> = gpus.iter().collect();
-    // A set is undefined after UNKNOWN: each such error costs one GPU and requires a new set.
+    // After UNKNOWN a set is undefined: the GPU is left out, and the others are registered in a new set.
     loop {
         let set = calls.raw("nvmlEventSetCreate", || EventSet::create(nvml));
         let set = set.unwrap_or_else(|error| {
@@ -125,22 +126,22 @@ pub fn register<'nvml>(
     }
 }
 
-/// Waits for the events of the registered GPUs and reports them, until `go_on` is false; `go_on` is called after each
-/// wait and each pause. After each event a poll is requested: it finds what the XID left behind.
+/// Waits for the events of the registered GPUs and reports them, until `may_continue` is false, which
+/// is called before each wait. After each event a poll is requested: it finds what the XID left behind.
 pub fn listen(
     set: &EventSet<'_>,
     gpus: &[Gpu<'_>],
     parent: &Parent,
     waiting: &Waiting,
-    ask: &mpsc::Sender<ToAgent>,
-    go_on: impl Fn() -> bool,
+    requests: &mpsc::Sender<ToAgent>,
+    may_continue: impl Fn() -> bool,
 ) {
     let (mut backoff, mut failures) = (PAUSES, 0);
-    while go_on() {
+    while may_continue() {
         let began = Instant::now();
-        waiting.set(true);
-        let waited = set.wait(WAIT);
-        waiting.set(false);
+        waiting.set_waiting(true);
+        let waited = set.wait(WAIT_TIMEOUT);
+        waiting.set_waiting(false);
         let pause = match waited {
             Ok(event) => {
                 failures = 0;
@@ -148,7 +149,7 @@ pub fn listen(
                 lock(&waiting.0).failing = None;
                 if let Some(event) = &event {
                     parent.send(&message(event, gpus));
-                    waiting.ask_for_a_round(ask);
+                    waiting.request_poll(requests);
                 }
                 pause_after(event.is_some(), began.elapsed())
             }
@@ -157,9 +158,9 @@ pub fn listen(
                     parent.send(&failed(error.clone()));
                 }
                 failures += 1;
-                if failures == FAILURES {
+                if failures == MAX_FAILURES {
                     lock(&waiting.0).failing = Some(CallFailure::new("driver", error));
-                    waiting.ask_for_a_round(ask);
+                    waiting.request_poll(requests);
                 }
                 backoff.failed()
             }
@@ -169,8 +170,8 @@ pub fn listen(
 }
 
 /// The pause after a successful wait: if the library returns at once, this thread must not spin.
-fn pause_after(event: bool, lasted: Duration) -> Duration {
-    if event { Duration::ZERO } else { FIRST_PAUSE.saturating_sub(lasted) }
+fn pause_after(has_event: bool, lasted: Duration) -> Duration {
+    if has_event { Duration::ZERO } else { FIRST_PAUSE.saturating_sub(lasted) }
 }
 
 /// Pauses this thread, which has no other work; another thread ends the process.
@@ -184,10 +185,10 @@ fn failed(error: CallError) -> FromAgent {
 }
 
 fn message(event: &Event<'_>, gpus: &[Gpu<'_>]) -> FromAgent {
-    let gpu = match name(event, gpus) {
+    let gpu = match gpu_of(event, gpus) {
         Ok(Some(gpu)) => gpu,
-        Ok(None) => return failed(unnamed(event, "no UUID")),
-        Err(error) => return failed(unnamed(event, error)),
+        Ok(None) => return failed(unusable(event, "its GPU has no UUID")),
+        Err(error) => return failed(unusable(event, error)),
     };
     if event.kind & u64::from(sys::nvmlEventTypeXidCriticalError) != 0 {
         let (gpu_instance, compute_instance) = (event.gpu_instance, event.compute_instance);
@@ -195,17 +196,17 @@ fn message(event: &Event<'_>, gpus: &[Gpu<'_>]) -> FromAgent {
     } else if event.kind & u64::from(sys::nvmlEventTypeDoubleBitEccError) != 0 {
         FromAgent::DoubleBitEcc { gpu }
     } else {
-        failed(unnamed(event, format_args!("{gpu}, which did not ask for it")))
+        failed(unusable(event, format_args!("{gpu} is not registered for this type")))
     }
 }
 
-fn unnamed(event: &Event<'_>, of: impl std::fmt::Display) -> CallError {
-    let words = format!("an event of type {}, data {}, of a GPU with {of}", event.kind, event.data);
-    CallError::unreadable("nvmlEventSetWait_v2", words)
+fn unusable(event: &Event<'_>, cause: impl std::fmt::Display) -> CallError {
+    let error = format!("cannot report an event of type {} with data {}: {cause}", event.kind, event.data);
+    CallError::unreadable("nvmlEventSetWait_v2", error)
 }
 
 /// The GPU of an event: by its handle, which needs no call, or else by its UUID.
-fn name(event: &Event<'_>, gpus: &[Gpu<'_>]) -> Answer<GpuUuid> {
+fn gpu_of(event: &Event<'_>, gpus: &[Gpu<'_>]) -> Answer<GpuUuid> {
     if let Some(gpu) = gpus.iter().find(|gpu| raw::same(&gpu.device, &event.device)) {
         return Ok(Some(gpu.uuid.clone()));
     }
@@ -220,19 +221,19 @@ mod tests {
     #[test]
     fn suspension_does_not_count_as_a_wait() {
         let waiting = Waiting::default();
-        waiting.round_begins(2 * LATE);
-        assert_eq!(waiting.lasts(), Duration::ZERO, "nobody waits");
+        waiting.poll_begins(2 * MAX_LATENESS);
+        assert_eq!(waiting.duration(), Duration::ZERO, "nobody waits");
         let long = Duration::from_secs(5);
         lock(&waiting.0).since = Some(Instant::now().checked_sub(long).unwrap());
-        waiting.round_begins(LATE);
-        assert!(waiting.lasts() >= long);
-        waiting.round_begins(2 * LATE);
-        assert!(waiting.lasts() < long);
+        waiting.poll_begins(MAX_LATENESS);
+        assert!(waiting.duration() >= long);
+        waiting.poll_begins(2 * MAX_LATENESS);
+        assert!(waiting.duration() < long);
     }
 
     #[test]
     fn wait_that_returns_at_once_does_not_spin() {
-        assert_eq!(pause_after(false, WAIT), Duration::ZERO);
+        assert_eq!(pause_after(false, WAIT_TIMEOUT), Duration::ZERO);
         assert_eq!(pause_after(false, Duration::ZERO), FIRST_PAUSE);
         assert_eq!(pause_after(false, FIRST_PAUSE / 4), FIRST_PAUSE / 4 * 3);
         assert_eq!(pause_after(true, Duration::ZERO), Duration::ZERO, "another event may wait already");

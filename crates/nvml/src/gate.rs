@@ -1,8 +1,9 @@
-//! The folder over which all processes of linkwise on a node agree about the driver: an operator's release, the
+//! The gate: the folder over which all linkwise processes of a node share the driver. It has an operator's release, the
 //! processes that use the driver, and the turns to initialise NVML and to change MIG devices.
 //!
-//! Called by the agent, its supervisor and the MPS daemons' process. Facts are files and locks on files; the kernel ends
-//! a lock with its process, however that ends, and only then. The files may hang: async callers use a thread.
+//! Called by the agent, its supervisor and the MPS daemons' process. Each fact is a file or a lock on a file. The
+//! kernel releases a lock when its process ends, in any way, and not before. File calls may hang, so async callers make
+//! them on a thread.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;
@@ -17,27 +18,27 @@ use linkwise_system::files;
 /// The call that [`CallError`](crate::CallError) names for an agent that ends because the driver is released.
 pub const RELEASED: &str = "linkwise admin release";
 
-/// The file that exists while an operator has released the driver. It has the id of the boot.
+/// The file that exists while an operator has released the driver. It contains the id of the boot.
 const RELEASE: &str = "released";
-/// The prefix of the files that the users of the driver have locked, by their names.
+/// The prefix of the users' files: each user of the driver has locked the file with its name.
 const USED_BY: &str = "used-by-";
-/// The file that the process has locked that initialises NVML.
+/// The file that is locked by the process that initialises NVML.
 const INITIALISING: &str = "initialising";
-/// The file that the process has locked that carries out an order about MIG devices.
+/// The file that is locked by the process that carries out an order about MIG devices.
 const MIG: &str = "mig";
 
 /// The longest time that an agent waits until other processes of linkwise have initialised NVML: a quarter of the time
 /// that a start may take.
-const INIT_TURN: Duration = Duration::from_secs(30);
-/// The longest time that an order about MIG devices waits for those of other processes. The supervisor hears nothing of
-/// the agent meanwhile, and allows a poll and a call for that.
-const MIG_TURN: Duration = Duration::from_secs(10);
+const INIT_TURN_TIMEOUT: Duration = Duration::from_secs(30);
+/// The longest time that an order about MIG devices waits for orders of other processes. Meanwhile the agent sends no
+/// message, for which the supervisor allows the time of a poll and a call.
+const MIG_TURN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The kernel's id of this boot.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 /// The time from one attempt to lock the turn to the next.
-const ATTEMPTS: Duration = Duration::from_millis(20);
+const LOCK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The folder, and the name under which this process uses the driver.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -47,33 +48,33 @@ pub struct Gate {
     user: String,
 }
 
-/// The driver is used as long as this lives.
+/// The mark that this process uses the driver, until it is dropped.
 #[derive(Debug)]
-pub struct Use {
+pub struct DriverUse {
     /// `None` where the folder does not exist or cannot be written: then a release does not wait for this process.
     _lock: Option<File>,
 }
 
-/// An operator has released the driver: it may not be used.
+/// The error of using the driver while an operator has released it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("an operator released the driver; `linkwise admin resume` takes it back")]
+#[error("an operator released the driver; run `linkwise admin resume` to use it again")]
 pub struct DriverReleased;
 
-/// Another process has had a turn for too long.
+/// The error of waiting too long for another process's turn to end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("an order about MIG devices that another process of linkwise gave has not ended")]
+#[error("another linkwise process is still changing MIG devices")]
 pub struct TurnTaken;
 
 impl Gate {
-    /// The gate of the node whose kubelet has this socket.
-    pub fn beside(kubelet_socket: &Path, user: &str) -> Option<Self> {
+    /// The gate of the kubelet's node: a folder beside the kubelet's socket. `user` names this process in it.
+    pub fn of_kubelet(kubelet_socket: &Path, user: &str) -> Option<Self> {
         let folder = kubelet_socket.parent()?.join("linkwise/driver");
         Some(Self { folder, user: user.to_owned() })
     }
 
     /// The same gate for another user.
     #[must_use]
-    pub fn of(&self, user: &str) -> Self {
+    pub fn for_user(&self, user: &str) -> Self {
         Self { folder: self.folder.clone(), user: user.to_owned() }
     }
 
@@ -93,19 +94,19 @@ impl Gate {
         self.open(&format!("{USED_BY}{}", self.user)).map(drop)
     }
 
-    /// Returns true if an operator has released the driver in this boot. A reboot has ended every use of the driver, and
-    /// ends the release.
+    /// Returns true if an operator has released the driver since the last boot. A reboot ends every use of the driver,
+    /// and the release.
     pub fn is_released(&self) -> bool {
         let Ok(boot) = fs::read_to_string(self.folder.join(RELEASE)) else { return false };
         // A full disk may have left the file empty.
         boot.is_empty() || boot_id().is_none_or(|now| now == boot)
     }
 
-    /// Releases the driver for every process of the node, or takes it back. Returns false if there is no kubelet's
-    /// folder, over which others could learn of it.
-    pub fn release(&self, release: bool) -> io::Result<bool> {
+    /// Releases the driver for every process of the node, or resumes it. Returns false if the kubelet's folder is
+    /// missing: then other processes cannot learn of the release.
+    pub fn set_released(&self, is_released: bool) -> io::Result<bool> {
         let path = self.folder.join(RELEASE);
-        if release {
+        if is_released {
             self.prepare()?;
             return match fs::write(path, boot_id().unwrap_or_default()) {
                 Err(_) if !self.folder.is_dir() => Ok(false),
@@ -115,12 +116,12 @@ impl Gate {
         files::remove_for_this_boot(&path).map(|_| true)
     }
 
-    /// Begins to use the driver.
-    pub fn enter(&self) -> Result<Use, DriverReleased> {
+    /// Begins to use the driver. Fails while it is released.
+    pub fn enter(&self) -> Result<DriverUse, DriverReleased> {
         let file = self.open(&format!("{USED_BY}{}", self.user));
         let lock = file.and_then(|file| file.lock_shared().map(|()| file)).ok();
-        // The order matters: a release is written first, and looks for locks afterwards.
-        if self.is_released() { Err(DriverReleased) } else { Ok(Use { _lock: lock }) }
+        // The lock comes first, because a release is written before anyone looks for locks.
+        if self.is_released() { Err(DriverReleased) } else { Ok(DriverUse { _lock: lock }) }
     }
 
     /// The names of the users of the driver.
@@ -136,26 +137,26 @@ impl Gate {
         users
     }
 
-    /// Waits for the turn to initialise NVML; it ends when the file is dropped. None comes in time where another process
-    /// hangs, and that hinders nobody.
+    /// Waits for the turn to initialise NVML; the turn ends when the file is dropped. Returns `None` if another process
+    /// keeps its turn too long, such as one that hangs, or if there is no folder: NVML may be initialised all the same.
     pub fn init_turn(&self) -> Option<File> {
-        self.turn(INITIALISING, INIT_TURN).ok().flatten()
+        self.turn(INITIALISING, INIT_TURN_TIMEOUT).ok().flatten()
     }
 
-    /// Waits for the turn to change MIG devices; it ends when the file is dropped, or with the process and the call that
-    /// it is in. `None` where there is no folder over which others could learn of it. Fails if another process has the
-    /// turn: what that one makes is not known yet.
+    /// Waits for the turn to change MIG devices. The turn ends when the file is dropped, or when the process has ended,
+    /// which it cannot do during a call. Returns `None` if there is no folder. Fails if another process keeps its turn:
+    /// which MIG devices that process makes is not known yet.
     pub fn mig_turn(&self) -> Result<Option<File>, TurnTaken> {
-        self.turn(MIG, MIG_TURN)
+        self.turn(MIG, MIG_TURN_TIMEOUT)
     }
 
-    fn turn(&self, name: &str, patience: Duration) -> Result<Option<File>, TurnTaken> {
+    fn turn(&self, name: &str, timeout: Duration) -> Result<Option<File>, TurnTaken> {
         let Ok(file) = self.open(name) else { return Ok(None) };
         let begin = Instant::now();
         loop {
             match file.try_lock() {
                 Ok(()) => return Ok(Some(file)),
-                Err(TryLockError::WouldBlock) if begin.elapsed() < patience => thread::park_timeout(ATTEMPTS),
+                Err(TryLockError::WouldBlock) if begin.elapsed() < timeout => thread::park_timeout(LOCK_INTERVAL),
                 Err(TryLockError::WouldBlock) => return Err(TurnTaken),
                 Err(TryLockError::Error(_)) => return Ok(None),
             }
@@ -176,7 +177,7 @@ mod tests {
     use super::*;
 
     fn gate(folder: &Path, user: &str) -> Gate {
-        let gate = Gate::beside(&folder.join("kubelet.sock"), user).unwrap();
+        let gate = Gate::of_kubelet(&folder.join("kubelet.sock"), user).unwrap();
         gate.prepare().unwrap();
         gate
     }
@@ -188,15 +189,15 @@ mod tests {
         let (one, two) = (run.enter().unwrap(), run.enter().unwrap());
         let other = labels.enter().unwrap();
         assert_eq!(run.users(), ["labels", "run"]);
-        run.release(true).unwrap();
+        run.set_released(true).unwrap();
         assert!(labels.is_released());
         assert_eq!(labels.enter().unwrap_err(), DriverReleased);
         drop((one, other));
         assert_eq!(labels.users(), ["run"], "one of two users has ended");
         drop(two);
         assert!(run.users().is_empty());
-        labels.release(false).unwrap();
-        labels.release(false).unwrap();
+        labels.set_released(false).unwrap();
+        labels.set_released(false).unwrap();
         assert!(!run.is_released() && run.enter().is_ok());
     }
 
@@ -214,10 +215,10 @@ mod tests {
     fn without_a_kubelet_nothing_is_made_and_nothing_refused() {
         let folder = tempfile::tempdir().unwrap();
         let absent = folder.path().join("kubelet");
-        let gate = Gate::beside(&absent.join("kubelet.sock"), "run").unwrap();
+        let gate = Gate::of_kubelet(&absent.join("kubelet.sock"), "run").unwrap();
         gate.prepare().unwrap();
         assert!(gate.enter().is_ok() && gate.users().is_empty() && gate.init_turn().is_none());
-        assert!(!gate.release(true).unwrap() && !absent.exists());
+        assert!(!gate.set_released(true).unwrap() && !absent.exists());
     }
 
     #[test]
@@ -225,7 +226,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (run, labels) = (gate(folder.path(), "run"), gate(folder.path(), "labels"));
         let turn = run.turn(MIG, Duration::ZERO).unwrap().unwrap();
-        assert_eq!(labels.turn(MIG, ATTEMPTS * 2).unwrap_err(), TurnTaken);
+        assert_eq!(labels.turn(MIG, LOCK_INTERVAL * 2).unwrap_err(), TurnTaken);
         assert!(labels.turn(INITIALISING, Duration::ZERO).unwrap().is_some(), "another turn");
         let waiting = thread::spawn(move || labels.turn(MIG, Duration::from_secs(60)).unwrap().is_some());
         drop(turn);

@@ -1,19 +1,21 @@
-//! NVML, called in a process of its own, the agent: a library that leaks, hangs or crashes costs that process only.
+//! NVML, called in a process of its own, the agent: a library that leaks, hangs or crashes harms only that process.
 //!
 //! `agent` is the agent's main and `child` the parent's end of it; `protocol` has their messages, `call` and `scan` the
 //! values in them. `watchdog` limits the time without a message from the agent, and `memory` measures its memory. In
-//! the agent, `probe` scans (`mig` for MIG devices, which `mig_order` makes and destroys), `events` waits for events,
-//! `watch` polls, `poll` makes one poll's calls to a GPU, `calls` reports each call to the parent before it is made,
-//! and `raw` has the calls that nvml-wrapper lacks or has wrong. Only the agent ever loads the library.
+//! the agent, `full_scan` reads every fact of each GPU (`mig` the facts of MIG devices, which `mig_order` makes and
+//! destroys), `events` waits for events, `watch` polls, `poll` makes one poll's calls to a GPU, `calls` reports each
+//! call to the parent before it is made, and `raw` has the calls that nvml-wrapper lacks or has wrong. Only the agent
+//! ever loads the library.
 //!
-//! Called by `src/run` and `src/commands`: `child` by the program, `agent` by `main`. Nothing here decides the meaning of a
-//! fact; that is for `topology` and `state`.
+//! Called by `src/run` and `src/commands`: `child` by the program, `agent` by `main`. Nothing here decides the meaning
+//! of a fact; that is for `topology` and `state`.
 
 pub mod agent;
 pub mod call;
 mod calls;
 pub mod child;
 mod events;
+mod full_scan;
 pub mod gate;
 mod library;
 mod links;
@@ -21,7 +23,6 @@ mod memory;
 mod mig;
 mod mig_order;
 mod poll;
-mod probe;
 pub mod protocol;
 mod raw;
 mod scan;
@@ -30,6 +31,6 @@ mod watch;
 mod watchdog;
 
 pub use call::{Answer, CallError, Fault, Reason};
-pub use probe::{COUNT, HANDLE, REGISTER};
+pub use full_scan::{COUNT, HANDLE, REGISTER};
 pub use scan::{CallFailure, NodeScan, known};
 pub use watchdog::Limits;

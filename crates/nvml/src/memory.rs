@@ -1,7 +1,8 @@
-//! Measures the memory of an agent that the kernel cannot reclaim. The agent's parent calls it.
+//! Measures, in the parent, the memory of an agent that the kernel cannot reclaim.
 //!
-//! Called by `child`, which kills an agent that has more than its limit. Nothing fails inside the library: a limit by
-//! the kernel (RLIMIT_DATA, RLIMIT_AS) would count mapped memory, of which a runtime such as Go's uses a small part.
+//! Called by `child`, which kills an agent that has more than its limit. A limit of the kernel (RLIMIT_DATA, RLIMIT_AS)
+//! would make allocations inside the library fail, and would count mapped memory, of which a runtime such as Go's uses
+//! a small part.
 
 use std::future::pending;
 use std::io;
@@ -12,11 +13,11 @@ use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, sleep_until};
 
 /// The time from one measurement to the next.
-const USUAL: Duration = Duration::from_secs(1);
+const INTERVAL: Duration = Duration::from_secs(1);
 /// The time from one measurement to the next while the agent grows.
-const SOON: Duration = Duration::from_millis(100);
+const GROWING_INTERVAL: Duration = Duration::from_millis(100);
 /// The growth since the last measurement that counts as growing, in KiB.
-const GROWTH_KIB: u64 = 1 << 10;
+const MIN_GROWTH_KIB: u64 = 1 << 10;
 
 /// The lines of /proc/PID/status that count (proc_pid_status(5)): anonymous pages, tmpfs and shared anonymous pages,
 /// and swapped pages of these. Pages of files do not count, since the kernel drops them before it kills a process. A
@@ -24,22 +25,22 @@ const GROWTH_KIB: u64 = 1 << 10;
 /// unlike smaps: this file answers while a driver hangs in the kernel.
 const LINES: [&str; 3] = ["RssAnon:", "RssShmem:", "VmSwap:"];
 
-/// Follows one agent.
+/// The memory of one agent over time.
 #[derive(Debug)]
 pub struct MemoryWatch {
     /// The path of /proc with this process's children.
     procfs: PathBuf,
-    pub(crate) bound_mib: u64,
+    pub(crate) limit_mib: u64,
     last_kib: u64,
     next: Instant,
-    /// A measurement that has not returned; no second one begins beside it.
-    look: Option<JoinHandle<io::Result<String>>>,
+    /// The measurement that has not returned; a second one waits for it.
+    running: Option<JoinHandle<io::Result<String>>>,
 }
 
 impl MemoryWatch {
     /// Begins with an agent that starts now.
-    pub fn new(procfs: &Path, bound_mib: u64, now: Instant) -> Self {
-        Self { procfs: procfs.to_owned(), bound_mib, last_kib: 0, next: now + SOON, look: None }
+    pub fn new(procfs: &Path, limit_mib: u64, now: Instant) -> Self {
+        Self { procfs: procfs.to_owned(), limit_mib, last_kib: 0, next: now + GROWING_INTERVAL, running: None }
     }
 
     /// Waits until the agent has more memory than its limit; returns its memory in MiB. If the file does not answer,
@@ -48,20 +49,20 @@ impl MemoryWatch {
         // A process that has ended has no memory.
         let Some(process) = process else { return pending().await };
         loop {
-            let look = match &mut self.look {
-                Some(look) => look,
+            let running = match &mut self.running {
+                Some(running) => running,
                 None => {
                     sleep_until(self.next).await;
                     let path = self.procfs.join(process.to_string()).join("status");
-                    self.look.insert(spawn_blocking(move || std::fs::read_to_string(path)))
+                    self.running.insert(spawn_blocking(move || std::fs::read_to_string(path)))
                 }
             };
-            let status = look.await;
-            self.look = None;
-            // The file is unreadable: the process has just ended.
+            let status = running.await;
+            self.running = None;
+            // An unreadable file means that the process has just ended.
             let kib = status.ok().and_then(|status| own_kib(&status.ok()?)).unwrap_or(0);
             self.next = Instant::now() + self.pause(kib);
-            if kib > self.bound_mib.saturating_mul(1024) {
+            if kib > self.limit_mib.saturating_mul(1024) {
                 return kib.div_ceil(1024);
             }
         }
@@ -70,7 +71,7 @@ impl MemoryWatch {
     /// The pause before the next measurement, given the agent's present memory.
     fn pause(&mut self, kib: u64) -> Duration {
         let last = std::mem::replace(&mut self.last_kib, kib);
-        if kib.saturating_sub(last) > GROWTH_KIB { SOON } else { USUAL }
+        if kib.saturating_sub(last) > MIN_GROWTH_KIB { GROWING_INTERVAL } else { INTERVAL }
     }
 }
 
@@ -100,8 +101,8 @@ mod tests {
     #[test]
     fn agent_that_grows_is_looked_at_more_often() {
         let mut watch = MemoryWatch::new(Path::new("/proc"), 48, Instant::now());
-        let looks = [(900, USUAL), (2_900, SOON), (3_000, USUAL), (1_000, USUAL), (30_000, SOON), (30_000, USUAL)];
-        for (kib, pause) in looks {
+        let (slow, fast) = (INTERVAL, GROWING_INTERVAL);
+        for (kib, pause) in [(900, slow), (2_900, fast), (3_000, slow), (1_000, slow), (30_000, fast), (30_000, slow)] {
             assert_eq!(watch.pause(kib), pause, "{kib}");
         }
     }

@@ -1,7 +1,7 @@
 //! MIG as NVML and the kernel describe it: the mode, the MIG devices, their profiles and capabilities.
 //!
-//! Called by `probe` for each GPU. A call that fails costs one fact. For a device without a UUID or instance ids, the
-//! error takes the device's place.
+//! Called by `full_scan` for each GPU. A call that fails costs one fact. For a device without a UUID or instance ids,
+//! the error takes the device's place.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,7 +11,7 @@ use nvml_wrapper_sys::bindings as sys;
 
 use super::call::{Answer, CallError};
 use super::calls::Calls;
-use super::probe::UUID;
+use super::full_scan::UUID;
 use super::raw::{self, GpuInstanceHandle};
 use super::scan::{MigDeviceScan, MigScan, known};
 use linkwise_core::topology::{
@@ -58,8 +58,8 @@ fn visible(devices: Option<Devices>, minor: Option<u32>, procfs: &Path) -> Answe
         return Ok(devices);
     }
     let why = format!(
-        "the kernel has {made} MIG device(s) of this GPU and NVML shows none: this process lacks the right to see them, \
-         CAP_SYS_ADMIN or the driver's capability mig/monitor (docs/mig.md)"
+        "NVML shows none of the {made} MIG device(s) that the kernel lists for this GPU: this process lacks the right \
+         to see them; give it CAP_SYS_ADMIN or the driver's capability mig/monitor (docs/mig.md)"
     );
     Err(CallError::unreadable(HANDLE, why))
 }
@@ -75,8 +75,8 @@ fn compute_instances(minor: u32, procfs: &Path) -> usize {
     entries(&folder, "gi").map(|instance| entries(&instance.path(), "ci").count()).sum()
 }
 
-/// The UUIDs of the MIG devices of a GPU in MIG mode; a poll finds changes by them. A call that failed fails all: a MIG
-/// device without an answer has not vanished.
+/// The UUIDs of the MIG devices of a GPU in MIG mode; polls compare them to find changes. If one call fails, all UUIDs
+/// are unknown, because a MIG device that did not answer has not vanished.
 pub fn names(device: &Device<'_>, calls: &Calls) -> Result<Vec<MigUuid>, CallError> {
     let count = calls.ask("nvmlDeviceGetMaxMigDeviceCount", || device.mig_device_count())?;
     let mut names = Vec::new();
@@ -96,7 +96,8 @@ pub fn handle<'nvml>(parent: &Device<'nvml>, calls: &Calls, index: u32) -> Answe
     }
 }
 
-/// Scans the MIG device at an index. "Not offered" if the device lacks a required fact: the index has no device.
+/// Scans the MIG device at an index. "Not offered" if the index has no device, or the device lacks a
+/// required fact.
 fn mig_device(
     parent: &Device<'_>,
     calls: &Calls,
@@ -168,8 +169,8 @@ fn numbers(device: &Device<'_>, calls: &Calls) -> Result<Profiles, CallError> {
     Ok(found)
 }
 
-/// The extension of a device's profile. NVML reports the driver's id of the GPU instance's profile; the number with
-/// that id decides.
+/// The extension of a device's profile. NVML reports the driver's id of the GPU instance's profile; the extension
+/// follows from NVML's number of the profile with that id.
 fn extension(numbers: &Result<Profiles, CallError>, instance: &Answer<MigSlot>) -> Answer<MigExtension> {
     let Some(MigSlot { profile_id: id, .. }) = instance.clone()? else { return Ok(None) };
     let mut known = numbers.as_ref().map_err(Clone::clone)?.iter();
@@ -185,7 +186,6 @@ fn profiles(device: &Device<'_>, calls: &Calls, numbers: &Profiles) -> Answer<Ve
             Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT) => None,
             placements => placements?,
         };
-        let placements = placements.unwrap_or_default().into_iter().map(|(start, size)| MigPlacement { start, size });
         profiles.push(MigProfileObservation {
             id: info.id,
             number: *number,
@@ -200,7 +200,7 @@ fn profiles(device: &Device<'_>, calls: &Calls, numbers: &Profiles) -> Answer<Ve
                 jpeg: info.jpegCount,
                 ofa: info.ofaCount,
             },
-            placements: placements.collect(),
+            placements: placements.unwrap_or_default(),
         });
     }
     profiles.retain(|profile| !profile.placements.is_empty());

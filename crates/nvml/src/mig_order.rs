@@ -6,17 +6,17 @@
 use nvml_wrapper_sys::bindings as sys;
 
 use super::call::{Answer, CallError, Fault};
+use super::full_scan::{Gpu, UUID};
 use super::mig::{handle, names};
-use super::probe::{Gpu, UUID};
 use super::raw::{self, GpuInstanceHandle};
 use linkwise_core::claims::{MigOrder, MigOrderError, MigTask};
 use linkwise_core::topology::{MigSlot, MigUuid};
 
 /// The advice for an operator whose container may not change MIG devices.
-const NO_RIGHTS: &str = ": this container lacks the rights for MIG on demand; the overlay dra-mig and the chart's \
-    dra.migRights give them (docs/mig.md)";
+const NO_RIGHTS: &str = ": this container lacks the rights for MIG on demand; use the overlay dra-mig, or set \
+    dra.migRights in the chart (docs/mig.md)";
 
-/// The failure of an order by a call, and whether its instance may exist.
+/// The failure of an order because of a call. `may_exist` is true if the instance of the order may exist.
 fn failed(error: &CallError, may_exist: bool) -> MigOrderError {
     let rights = if error.fault() == Fault::NoPermission { NO_RIGHTS } else { "" };
     MigOrderError { why: format!("{error}{rights}"), may_exist }
@@ -31,7 +31,7 @@ pub fn carry_out(gpus: &[Gpu<'_>], hides_gpus: bool, order: &MigOrder) -> Result
             Err(MigOrderError { why, may_exist: false })
         }
         (MigTask::Destroy(..), None) if hides_gpus => {
-            let why = format!("NVML may not be asked about {}, or does not answer", order.gpu);
+            let why = format!("NVML does not list {}: the agent skips it, or it does not answer", order.gpu);
             Err(MigOrderError { why, may_exist: true })
         }
         // A vanished GPU took its instances with it.
@@ -47,7 +47,7 @@ pub fn carry_out(gpus: &[Gpu<'_>], hides_gpus: bool, order: &MigOrder) -> Result
     }
 }
 
-/// NVML's answer to an order: without an answer the order cannot go on.
+/// The answer of a call without which an order cannot go on: "not offered" is an error too.
 fn required<T>(call: &'static str, answer: Answer<T>) -> Result<T, CallError> {
     answer?.ok_or_else(|| CallError::returned(call, sys::nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED))
 }
@@ -68,23 +68,23 @@ const INFO: &str = "nvmlGpuInstanceGetInfo";
 fn fill(gpu: &Gpu<'_>, instance: &GpuInstanceHandle<'_, '_>, id: u32) -> Result<MigUuid, CallError> {
     const PROFILE: &str = "nvmlGpuInstanceGetComputeInstanceProfileInfo";
     const CREATE: &str = "nvmlGpuInstanceCreateComputeInstance";
-    let mut whole: Option<(u32, u32)> = None;
-    // NVML 13 has a ninth, 7_SLICE_NVL, which is as large as 7_SLICE: the first of that size is taken.
+    let mut whole: Option<sys::nvmlComputeInstanceProfileInfo_t> = None;
+    // The first of the largest profiles is taken: NVML 13 has a ninth, 7_SLICE_NVL, which is as large as 7_SLICE.
     for number in 0..sys::NVML_COMPUTE_INSTANCE_PROFILE_COUNT {
         match gpu.calls.raw(PROFILE, || instance.compute_profile(number)) {
             // This instance does not have the profile.
             Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT) => {}
             found => {
-                let larger = found?.filter(|(_, slices)| whole.is_none_or(|(_, most)| *slices > most));
+                let larger = found?.filter(|found| whole.is_none_or(|whole| found.sliceCount > whole.sliceCount));
                 whole = larger.or(whole);
             }
         }
     }
-    let (profile, _) = required(PROFILE, Ok(whole))?;
+    let profile = required(PROFILE, Ok(whole))?.id;
     required(CREATE, gpu.calls.raw(CREATE, || instance.create_compute_instance(profile)))?;
-    let (_, device) = devices(gpu, id)?.pop().ok_or_else(|| {
-        CallError::unreadable(CREATE, "NVML lists no MIG device of the compute instance that was made")
-    })?;
+    let (_, device) = devices(gpu, id)?
+        .pop()
+        .ok_or_else(|| CallError::unreadable(CREATE, "NVML lists no MIG device for the new compute instance"))?;
     Ok(device)
 }
 
@@ -106,6 +106,8 @@ fn devices(gpu: &Gpu<'_>, instance: u32) -> Result<Vec<(u32, MigUuid)>, CallErro
     Ok(found)
 }
 
+/// Destroys the GPU instance in a slot and its compute instances. With `only`, an instance that has another MIG device
+/// stays.
 fn destroy(gpu: &Gpu<'_>, slot: MigSlot, only: Option<&MigUuid>) -> Result<(), CallError> {
     const LIST: &str = "nvmlDeviceGetGpuInstances";
     let of_profile = || GpuInstanceHandle::of_profile(&gpu.device, slot.profile_id);

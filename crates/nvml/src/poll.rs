@@ -12,43 +12,44 @@ use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper_sys::bindings as sys;
 
 use super::call::{Answer, CallError, Fault, answer, offered};
+use super::full_scan::{FABRIC, Gpu};
 use super::links;
 use super::mig;
-use super::probe::{FABRIC, Gpu};
 use super::raw::{self, Fabric};
-use linkwise_core::state::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
+use linkwise_core::state::{FabricHealth, HealthPoll, Reach, RecoveryAction};
 use linkwise_core::topology::MigUuid;
 
 /// The call that has to reach the GPU: memory and names come from a cache, a temperature is read from the GPU.
 const REACH: &str = "nvmlDeviceGetTemperature";
-/// The call that reaches a vGPU, which has no temperature: its driver asks the host's for the utilisation.
-const USE: &str = "nvmlDeviceGetUtilizationRates";
+/// The call that reaches a vGPU, which has no temperature: its driver asks the host's driver for the utilisation.
+const UTILIZATION: &str = "nvmlDeviceGetUtilizationRates";
 
-/// The polls after which a GPU is asked again for what it did not offer: its NVLinks were not ready, or ECC was off.
-const AGAIN: u32 = 12;
+/// The number of polls after which calls that a GPU did not offer are tried again: its NVLinks may have become ready,
+/// or ECC may be on.
+const RETRY_POLLS: u32 = 12;
 
 /// The calls and links that one GPU does not offer.
 #[derive(Debug, Default)]
-pub struct Silence {
-    /// The polls since it was asked for everything.
+pub struct Unoffered {
+    /// The number of polls since all calls were tried.
     polls: u32,
     calls: BTreeSet<&'static str>,
     links: BTreeSet<u32>,
-    /// Set if the GPU was in MIG mode at its last answer about that.
+    /// True if the GPU last reported that MIG is on.
     mig: Option<bool>,
 }
 
-impl Silence {
+impl Unoffered {
     /// Begins a poll.
-    fn begin(&mut self) {
+    fn begin_poll(&mut self) {
         self.polls += 1;
-        if self.polls >= AGAIN {
+        if self.polls >= RETRY_POLLS {
             *self = Self { mig: self.mig, ..Self::default() };
         }
     }
 
     /// Records the MIG mode. A GPU offers other calls in MIG mode: after a change, all calls are tried again.
-    fn learn(&mut self, mig: bool) {
+    fn set_mig_mode(&mut self, mig: bool) {
         if self.mig.is_some_and(|before| before != mig) {
             *self = Self::default();
         }
@@ -74,46 +75,46 @@ pub struct Polled {
     pub health: HealthPoll,
     /// Each NVLink that answered, with true if it is up; `None` if links cannot be asked.
     pub links: Option<Vec<(u32, bool)>>,
-    /// The MIG devices in NVML's order, if all answered; `None` inside if MIG is off.
+    /// The MIG devices in NVML's order, if all answered; `Some(None)` if MIG is off.
     pub mig: Option<Option<Vec<MigUuid>>>,
 }
 
 /// Polls a GPU.
-pub fn poll(gpu: &Gpu<'_>, silence: &mut Silence) -> Polled {
-    silence.begin();
+pub fn poll(gpu: &Gpu<'_>, unoffered: &mut Unoffered) -> Polled {
+    unoffered.begin_poll();
     let (device, calls) = (&gpu.device, &gpu.calls);
     let reach = match reading(gpu) {
         Ok(Some(())) => Reach::Answers,
         Ok(None) => Reach::Unknown,
-        Err(error) => unreached(&error),
+        Err(error) => reach_after(&error),
     };
     let ecc = || device.total_ecc_errors(MemoryError::Uncorrected, EccCounter::Volatile);
-    let mig = silence.fact("nvmlDeviceGetMigMode", |call| calls.ask(call, || device.mig_mode()));
+    let mig = unoffered.fact("nvmlDeviceGetMigMode", |call| calls.ask(call, || device.mig_mode()));
     let mig = mig.map(|mode| mode.current != sys::NVML_DEVICE_MIG_DISABLE);
     if let Some(mig) = mig {
-        silence.learn(mig);
+        unoffered.set_mig_mode(mig);
     }
     let recovery_action =
-        silence.fact("nvmlDeviceGetFieldValues", |call| offered(calls.ask(call, || recovery_action(gpu))));
+        unoffered.fact("nvmlDeviceGetFieldValues", |call| offered(calls.ask(call, || recovery_action(gpu))));
     let row_remapping =
-        silence.fact("nvmlDeviceGetRemappedRows", |call| calls.raw(call, || raw::remapped_rows(device)));
-    let uncorrectable_ecc = silence.fact("nvmlDeviceGetTotalEccErrors", |call| calls.ask(call, ecc));
+        unoffered.fact("nvmlDeviceGetRemappedRows", |call| calls.raw(call, || raw::remapped_rows(device)));
+    let uncorrectable_ecc = unoffered.fact("nvmlDeviceGetTotalEccErrors", |call| calls.ask(call, ecc));
     // The driver shuts the NVLinks of a GPU in MIG mode down, and suspends its joining of a fabric
-    // (kernel_mig_manager.c of open-gpu-kernel-modules 590, before it creates instances): none counts as down.
-    let divided = mig.or(silence.mig) == Some(true);
-    let fabric = if divided {
+    // (kernel_mig_manager.c of open-gpu-kernel-modules 590, before it creates instances): no link counts as down.
+    let is_mig = mig.or(unoffered.mig) == Some(true);
+    let fabric = if is_mig {
         Some(FabricHealth::Unused)
     } else {
-        silence.fact(FABRIC, |call| calls.raw(call, || raw::fabric(device))).and_then(joined)
+        unoffered.fact(FABRIC, |call| calls.raw(call, || raw::fabric(device))).and_then(fabric_health)
     };
-    let links = if divided { None } else { links(gpu, silence) };
+    let links = if is_mig { None } else { links(gpu, unoffered) };
     let down = |links: &Vec<(u32, bool)>| links.iter().filter(|(_, up)| !up).map(|(link, _)| *link).collect();
     let health = HealthPoll {
         reach,
         recovery_action: recovery_action.map(RecoveryAction::from),
-        row_remapping: row_remapping.map(|(pending, failed)| RowRemapping { pending, failed }),
+        row_remapping,
         uncorrectable_ecc,
-        nvlinks_down: if divided { Some(Vec::new()) } else { links.as_ref().map(down) },
+        nvlinks_down: if is_mig { Some(Vec::new()) } else { links.as_ref().map(down) },
         fabric,
         on_bus: None,
     };
@@ -124,7 +125,8 @@ pub fn poll(gpu: &Gpu<'_>, silence: &mut Silence) -> Polled {
     }
 }
 
-/// A reading of the GPU itself, by the first call that the GPU offers. NVML 13 deprecates the first one for the second.
+/// Reads a value from the GPU itself, by the first of three calls that the GPU offers. NVML 13 replaces the first call
+/// by the second.
 fn reading(gpu: &Gpu<'_>) -> Answer<()> {
     let (device, calls) = (&gpu.device, &gpu.calls);
     let mut answer = calls.ask(REACH, || device.temperature(TemperatureSensor::Gpu).map(drop));
@@ -132,13 +134,13 @@ fn reading(gpu: &Gpu<'_>) -> Answer<()> {
         answer = calls.raw(raw::TEMPERATURE, || raw::temperature(device));
     }
     if answer == Ok(None) {
-        answer = calls.ask(USE, || device.utilization_rates().map(drop));
+        answer = calls.ask(UTILIZATION, || device.utilization_rates().map(drop));
     }
     answer
 }
 
 /// The reach of a GPU, from the failure of a call that has to reach it.
-pub fn unreached(error: &CallError) -> Reach {
+pub fn reach_after(error: &CallError) -> Reach {
     let call = error.call.to_string();
     match error.fault() {
         Fault::GpuLost => Reach::Lost { call },
@@ -159,7 +161,7 @@ fn recovery_action(gpu: &Gpu<'_>) -> Result<u32, NvmlError> {
 }
 
 /// The health of the GPU's fabric registration; `None` if NVML reports a state that is newer than this version.
-fn joined(fabric: Fabric) -> Option<FabricHealth> {
+fn fabric_health(fabric: Fabric) -> Option<FabricHealth> {
     match (fabric.state, fabric.status) {
         (sys::NVML_GPU_FABRIC_STATE_COMPLETED, sys::nvmlReturn_enum_NVML_SUCCESS) if !fabric.bad_route => {
             Some(FabricHealth::Joined)
@@ -173,27 +175,27 @@ fn joined(fabric: Fabric) -> Option<FabricHealth> {
     }
 }
 
-/// The links with true for each that is up; a link whose call failed is left out.
-fn links(gpu: &Gpu<'_>, silence: &mut Silence) -> Option<Vec<(u32, bool)>> {
-    let all = silence.fact(links::BY_FIELD, |_| links::all(&gpu.device, &gpu.calls));
+/// Each NVLink that answered, with true if it is up; `None` if links cannot be asked.
+fn links(gpu: &Gpu<'_>, unoffered: &mut Unoffered) -> Option<Vec<(u32, bool)>> {
+    let all = unoffered.fact(links::STATE_FIELD, |_| links::states(&gpu.device, &gpu.calls));
     if let Some(all) = all {
         let known = |(link, up): (u32, Answer<bool>)| Some((link, up.ok().flatten()?));
         return Some((0..).zip(all).filter_map(known).collect());
     }
-    let wanted: Vec<u32> = (0..links::MAX_LINKS).filter(|link| !silence.links.contains(link)).collect();
+    let wanted: Vec<u32> = (0..links::MAX_LINKS).filter(|link| !unoffered.links.contains(link)).collect();
     if wanted.is_empty() {
         return Some(Vec::new());
     }
     // There is one report for all links: it does not matter which of them hangs.
-    gpu.calls.report(links::ONE);
+    gpu.calls.report(links::STATE_CALL);
     let mut links = Vec::new();
     let mut answered = false;
     for link in wanted {
-        let ask = || answer(links::ONE, gpu.device.link_wrapper_for(link).is_active());
-        let answer = offered(gpu.calls.unnamed(links::ONE, ask));
+        let ask = || answer(links::STATE_CALL, gpu.device.link_wrapper_for(link).is_active());
+        let answer = offered(gpu.calls.unreported(links::STATE_CALL, ask));
         answered |= answer.is_ok();
         if let Ok(None) = answer {
-            silence.links.insert(link);
+            unoffered.links.insert(link);
         }
         links.extend(answer.ok().flatten().map(|up| (link, up)));
     }
@@ -206,7 +208,8 @@ mod tests {
 
     #[test]
     fn each_state_of_a_fabric_is_told_apart() {
-        let fabric = |state, status| joined(Fabric { cluster: [0; 16], clique: 0, state, status, bad_route: false });
+        let fabric =
+            |state, status| fabric_health(Fabric { cluster: [0; 16], clique: 0, state, status, bad_route: false });
         let states = [(0, 0), (1, 0), (2, 0), (3, 0), (3, 999), (77, 0)].map(|(state, status)| fabric(state, status));
         use FabricHealth::{Failed, Joined, Joining, Unused};
         assert_eq!(
@@ -217,37 +220,37 @@ mod tests {
 
     #[test]
     fn another_mig_mode_is_asked_everything_again() {
-        let mut silence = Silence::default();
-        silence.learn(false);
-        (silence.calls, silence.links) = (["f"].into(), [1].into());
-        silence.learn(false);
-        assert!(silence.calls.contains("f") && silence.links.contains(&1));
-        silence.learn(true);
-        assert!(silence.calls.is_empty() && silence.links.is_empty());
+        let mut unoffered = Unoffered::default();
+        unoffered.set_mig_mode(false);
+        (unoffered.calls, unoffered.links) = (["f"].into(), [1].into());
+        unoffered.set_mig_mode(false);
+        assert!(unoffered.calls.contains("f") && unoffered.links.contains(&1));
+        unoffered.set_mig_mode(true);
+        assert!(unoffered.calls.is_empty() && unoffered.links.is_empty());
     }
 
     #[test]
     fn what_was_not_offered_is_asked_for_again_after_some_polls() {
-        let mut silence = Silence { mig: Some(true), links: [1].into(), ..Silence::default() };
-        let asked = (0..2 * AGAIN).filter(|_| {
-            silence.begin();
+        let mut unoffered = Unoffered { mig: Some(true), links: [1].into(), ..Unoffered::default() };
+        let asked = (0..2 * RETRY_POLLS).filter(|_| {
+            unoffered.begin_poll();
             let mut asks = false;
-            silence.fact("f", |_| {
+            unoffered.fact("f", |_| {
                 asks = true;
                 Ok::<Option<u32>, _>(None)
             });
             asks
         });
-        assert_eq!(asked.collect::<Vec<_>>(), [0, AGAIN - 1, 2 * AGAIN - 1]);
-        assert_eq!((silence.links.len(), silence.mig), (0, Some(true)));
+        assert_eq!(asked.collect::<Vec<_>>(), [0, RETRY_POLLS - 1, 2 * RETRY_POLLS - 1]);
+        assert_eq!((unoffered.links.len(), unoffered.mig), (0, Some(true)));
     }
 
     #[test]
     fn what_is_not_offered_is_asked_once_and_what_fails_again() {
-        let mut silence = Silence::default();
+        let mut unoffered = Unoffered::default();
         let mut asked = 0;
         for _ in 0..3 {
-            let none = silence.fact("f", |_| {
+            let none = unoffered.fact("f", |_| {
                 asked += 1;
                 Ok::<Option<u32>, _>(None)
             });
@@ -255,7 +258,7 @@ mod tests {
         }
         assert_eq!(asked, 1);
         let failed = super::super::call::returned::<u32>("g", 999, || None);
-        assert_eq!(silence.fact("g", |_| failed.clone()), None);
-        assert_eq!(silence.fact("g", |_| Ok(Some(1))), Some(1));
+        assert_eq!(unoffered.fact("g", |_| failed.clone()), None);
+        assert_eq!(unoffered.fact("g", |_| Ok(Some(1))), Some(1));
     }
 }

@@ -18,7 +18,7 @@ use linkwise_core::topology::{GpuUuid, MigUuid};
 /// The longest line, in bytes, that either side accepts. All facts of sixteen GPUs take a hundredth of it.
 pub const MAX_LINE: usize = 4 << 20;
 
-/// A message from the child.
+/// A message from the agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub enum FromAgent {
@@ -44,15 +44,15 @@ pub enum FromAgent {
         /// The physical GPU.
         gpu: GpuUuid,
     },
-    /// A poll of every GPU: one message, and the sign that the child lives.
+    /// A poll of every GPU, in one message. It also shows that the agent is alive.
     Polled {
         /// The answers of each GPU.
         gpus: BTreeMap<GpuUuid, HealthPoll>,
         /// The GPUs that NVML counts but that do not report their UUID or PCI address, with the reasons.
         missing: Vec<Missing>,
-        /// The number of GPUs whose events do not come: their registration failed, or they are lost.
+        /// The number of GPUs whose events do not arrive: their registration failed, or they are lost.
         unheard: u32,
-        /// The duration of the present wait for events, in milliseconds; 0 if no thread waits.
+        /// The duration of the current wait for events, in milliseconds; 0 if no thread waits.
         waiting_ms: u64,
     },
     /// The result of an order ([`ToAgent::Mig`]). A [`FromAgent::Ready`] follows.
@@ -84,11 +84,11 @@ pub struct CalledGpu {
     pub uuid: Option<GpuUuid>,
 }
 
-/// A GPU that could not be asked, because it does not report its UUID or PCI address.
+/// A GPU that could not be polled, because it does not report its UUID or PCI address.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Missing {
-    /// The GPU; `None` if the GPUs could not even be counted: then all that were not asked.
+    /// The GPU; `None` if NVML could not count the GPUs: then every GPU that was not polled.
     pub place: Option<Place>,
     /// The outcome of the call for its UUID or address.
     pub reach: Reach,
@@ -114,7 +114,7 @@ impl fmt::Display for Called {
     }
 }
 
-/// A message to the child.
+/// A message to the agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ToAgent {
@@ -130,15 +130,15 @@ pub enum ToAgent {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum ProtocolError {
-    #[error("a message of more than {MAX_LINE} bytes")]
+    #[error("the message is longer than {MAX_LINE} bytes")]
     TooLong,
-    #[error("'{0}' is no message")]
+    #[error("'{0}' is not a message")]
     Nonsense(String, #[source] serde_json::Error),
-    #[error("cannot write a message")]
+    #[error("cannot encode the message")]
     Unwritable(#[source] serde_json::Error),
 }
 
-/// A message as its line. Fails if its line is longer than either side accepts.
+/// Encodes a message as its line. Fails if the line is longer than [`MAX_LINE`].
 pub fn encode(message: &impl Serialize) -> Result<Vec<u8>, ProtocolError> {
     let mut line = serde_json::to_vec(message).map_err(ProtocolError::Unwritable)?;
     line.push(b'\n');
@@ -160,7 +160,7 @@ impl Incoming {
         &mut self.buffer
     }
 
-    /// The next message, when its line is complete. After an error the bytes that follow cannot be trusted.
+    /// Takes the next message out, once its line is complete. After an error the bytes that follow cannot be trusted.
     pub fn take(&mut self) -> Result<Option<FromAgent>, ProtocolError> {
         let unsearched = self.buffer.get(self.searched..).unwrap_or_default();
         let Some(end) = unsearched.iter().position(|byte| *byte == b'\n').map(|at| self.searched + at) else {
@@ -253,7 +253,7 @@ mod tests {
         incoming.buffer().extend(encode(&known).unwrap());
         incoming.buffer().extend(b"\"dance\"\n");
         assert_eq!(incoming.take().unwrap(), Some(known));
-        assert_eq!(incoming.take().unwrap_err().to_string(), "'\"dance\"' is no message");
+        assert_eq!(incoming.take().unwrap_err().to_string(), "'\"dance\"' is not a message");
         let mut incoming = Incoming::default();
         incoming.buffer().resize(MAX_LINE - 1, b'x');
         assert!(matches!(incoming.take(), Ok(None)));

@@ -1,5 +1,5 @@
-//! The only `unsafe` of the package: NVML calls that nvml-wrapper 0.13 lacks or answers wrongly, and one of the system's
-//! that no safe library has.
+//! The only `unsafe` of the package: NVML calls that nvml-wrapper 0.13 lacks or answers wrongly, and `_exit`, which no
+//! safe library has.
 //!
 //! Called by the other files of the agent. Each function is one C call; it interprets nothing beyond the return code.
 //! Handles are live wherever they come from a [`Device`], because that borrows the `Nvml` which keeps the library
@@ -14,6 +14,8 @@ use nvml_wrapper::{Device, Nvml};
 use nvml_wrapper_sys::bindings as sys;
 
 use super::call::{Answer, CallError, offered, returned};
+use linkwise_core::state::RowRemapping;
+use linkwise_core::topology::MigPlacement;
 
 /// Returns true if two handles are the same GPU.
 pub fn same(one: &Device<'_>, two: &Device<'_>) -> bool {
@@ -22,7 +24,7 @@ pub fn same(one: &Device<'_>, two: &Device<'_>) -> bool {
     unsafe { one.handle() == two.handle() }
 }
 
-/// A structure of NVML's of which all-zero bits are a value: numbers, unions of numbers, and pointers.
+/// An NVML structure for which all-zero bits are valid: numbers, unions of numbers, and pointers.
 trait Zeroed: Copy {}
 
 impl Zeroed for sys::nvmlFieldValue_t {}
@@ -33,7 +35,7 @@ impl Zeroed for sys::nvmlComputeInstanceProfileInfo_t {}
 impl Zeroed for sys::nvmlGpuInstanceProfileInfo_t {}
 impl Zeroed for sys::nvmlEventData_t {}
 
-/// Such a structure, all zero, for a call to fill.
+/// A structure whose bits are all zero, for a call to fill.
 fn zeroed<T: Zeroed>() -> T {
     // JUSTIFICATION: the bindings have no `Default`, and their fields are many.
     // SAFETY: all-zero bits are a value of each type that is `Zeroed`, all of which are in this file.
@@ -43,10 +45,10 @@ fn zeroed<T: Zeroed>() -> T {
 /// A call that writes one answer about a GPU or MIG device.
 type Getter<T> = unsafe extern "C" fn(sys::nvmlDevice_t, *mut T) -> sys::nvmlReturn_t;
 
-/// Makes a call that writes one answer, into `answer`; a library without it does not offer it.
+/// Makes a call that writes one answer, into `answer`; "not offered" if the library lacks the call.
 fn get<T, E>(name: &'static str, call: &Result<Getter<T>, E>, device: &Device<'_>, mut answer: T) -> Answer<T> {
     let Ok(call) = call else { return Ok(None) };
-    // JUSTIFICATION: nvml-wrapper does not have the call, or not so; each caller says why.
+    // JUSTIFICATION: nvml-wrapper lacks the call or has it wrong; each caller says which.
     // SAFETY: the handle is live, and `answer` is a valid place for what the call writes, by the call's own type.
     let code = unsafe { call(device.handle(), &mut answer) };
     returned(name, code, || Some(answer))
@@ -158,7 +160,7 @@ pub fn addressing_mode(device: &Device<'_>) -> Answer<u32> {
 /// The call for a temperature that NVML 13 has.
 pub const TEMPERATURE: &str = "nvmlDeviceGetTemperatureV";
 
-/// Reads the GPU's temperature, whatever it is.
+/// Reads the GPU's temperature, and drops the value.
 pub fn temperature(device: &Device<'_>) -> Answer<()> {
     #[expect(clippy::cast_possible_truncation, reason = "a struct of three words")]
     const VERSION_1: u32 = size_of::<sys::nvmlTemperature_v1_t>() as u32 | 1 << 24;
@@ -168,14 +170,14 @@ pub fn temperature(device: &Device<'_>) -> Answer<()> {
     Ok(get(TEMPERATURE, &device.nvml().lib().nvmlDeviceGetTemperatureV, device, reading)?.map(drop))
 }
 
-/// Returns two flags: a row remapping is pending, and one failed.
-pub fn remapped_rows(device: &Device<'_>) -> Answer<(bool, bool)> {
+/// The state of the row remapping.
+pub fn remapped_rows(device: &Device<'_>) -> Answer<RowRemapping> {
     let Ok(call) = &device.nvml().lib().nvmlDeviceGetRemappedRows else { return Ok(None) };
     let (mut corrected, mut uncorrected, mut pending, mut failed) = (0, 0, 0, 0);
     // JUSTIFICATION: nvml-wrapper does not have this call.
     // SAFETY: the handle is live, and each pointer is a valid place for an answer.
     let code = unsafe { call(device.handle(), &mut corrected, &mut uncorrected, &mut pending, &mut failed) };
-    returned("nvmlDeviceGetRemappedRows", code, || Some((pending != 0, failed != 0)))
+    returned("nvmlDeviceGetRemappedRows", code, || Some(RowRemapping { pending: pending != 0, failed: failed != 0 }))
 }
 
 /// A GPU's fabric registration.
@@ -187,19 +189,19 @@ pub struct Fabric {
     pub state: u32,
     /// The `nvmlReturn_t` of the registration.
     pub status: u32,
-    /// Set if the driver says that a route to the fabric is unhealthy.
+    /// Set if the driver reports an unhealthy route to the fabric.
     pub bad_route: bool,
 }
 
-/// The fabric registration, by the versioned call if the library has it, otherwise by the first one, which says nothing
-/// of routes.
+/// The fabric registration, by the versioned call if the library has it, otherwise by the first one, which does not
+/// report routes.
 pub fn fabric(device: &Device<'_>) -> Answer<Fabric> {
     #[expect(clippy::cast_possible_truncation, reason = "a struct of some dozens of bytes")]
     const VERSION_2: u32 = size_of::<sys::nvmlGpuFabricInfo_v2_t>() as u32 | 2 << 24;
     let lib = device.nvml().lib();
     let info = if lib.nvmlDeviceGetGpuFabricInfoV.is_ok() {
-        // Version 2 suffices, and it is the head of version 3, which is what the bindings call V. The answer is as large
-        // as the version word says, and larger.
+        // Version 2 suffices. It is the head of version 3, which the bindings call V, so `info` has room for the
+        // answer that the version word asks for.
         let info = sys::nvmlGpuFabricInfo_v3_t { version: VERSION_2, ..zeroed() };
         get("nvmlDeviceGetGpuFabricInfoV", &lib.nvmlDeviceGetGpuFabricInfoV, device, info)?
     } else {
@@ -254,7 +256,7 @@ impl<'a, 'nvml> GpuInstanceHandle<'a, 'nvml> {
 
     /// Lists the GPU instances of a profile, by the driver's id of it.
     pub fn of_profile(device: &'a Device<'nvml>, profile: u32) -> Answer<Vec<Self>> {
-        /// The room for answers; no GPU has a tenth of it.
+        /// The room for answers, more than ten times the instances that a GPU can have.
         const MAX_INSTANCES: u32 = 64;
         let Ok(call) = &device.nvml().lib().nvmlDeviceGetGpuInstances else { return Ok(None) };
         let (mut handles, mut count) = ([std::ptr::null_mut(); MAX_INSTANCES as usize], MAX_INSTANCES);
@@ -297,16 +299,16 @@ impl<'a, 'nvml> GpuInstanceHandle<'a, 'nvml> {
         returned("nvmlGpuInstanceGetInfo", code, || Some(info))
     }
 
-    /// A profile of compute instances by its number (`NVML_COMPUTE_INSTANCE_PROFILE_*`): the driver's id of it, and its
-    /// compute slices. The only engine profile is the shared one.
-    pub fn compute_profile(&self, number: u32) -> Answer<(u32, u32)> {
+    /// A profile of compute instances by its number (`NVML_COMPUTE_INSTANCE_PROFILE_*`). The only engine profile is the
+    /// shared one.
+    pub fn compute_profile(&self, number: u32) -> Answer<sys::nvmlComputeInstanceProfileInfo_t> {
         let Ok(call) = &self.device.nvml().lib().nvmlGpuInstanceGetComputeInstanceProfileInfo else { return Ok(None) };
         let mut info: sys::nvmlComputeInstanceProfileInfo_t = zeroed();
         let engines = sys::NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED;
         // JUSTIFICATION: nvml-wrapper does not have this call.
         // SAFETY: NVML gave the handle, and `info` is the structure this call fills.
         let code = unsafe { call(self.handle, number, engines, &mut info) };
-        returned("nvmlGpuInstanceGetComputeInstanceProfileInfo", code, || Some((info.id, info.sliceCount)))
+        returned("nvmlGpuInstanceGetComputeInstanceProfileInfo", code, || Some(info))
     }
 
     /// Makes a compute instance of a profile, by the driver's id of it.
@@ -350,9 +352,8 @@ pub fn profile(device: &Device<'_>, number: u32) -> Answer<sys::nvmlGpuInstanceP
     returned("nvmlDeviceGetGpuInstanceProfileInfo", code, || Some(info))
 }
 
-/// The possible placements of GPU instances of a profile, by the driver's id of it: first memory slice and number of
-/// slices.
-pub fn placements(device: &Device<'_>, profile: u32) -> Answer<Vec<(u32, u32)>> {
+/// The possible placements of GPU instances of a profile, by the driver's id of it.
+pub fn placements(device: &Device<'_>, profile: u32) -> Answer<Vec<MigPlacement>> {
     const CALL: &str = "nvmlDeviceGetGpuInstancePossiblePlacements_v2";
     let Ok(call) = &device.nvml().lib().nvmlDeviceGetGpuInstancePossiblePlacements_v2 else { return Ok(None) };
     let mut count = 0;
@@ -370,7 +371,7 @@ pub fn placements(device: &Device<'_>, profile: u32) -> Answer<Vec<(u32, u32)>> 
     // SAFETY: the handle is live, and `found` has room for `count` answers.
     let code = unsafe { call(device.handle(), profile, found.as_mut_ptr(), &mut count) };
     found.truncate(usize::try_from(count).unwrap_or(0));
-    returned(CALL, code, || Some(found.into_iter().map(|placement| (placement.start, placement.size)).collect()))
+    returned(CALL, code, || Some(found.iter().map(|at| MigPlacement { start: at.start, size: at.size }).collect()))
 }
 
 /// A set of events to wait for; freed when dropped.

@@ -1,6 +1,7 @@
 //! The agent's polls: cheap calls to each GPU at an interval, and a full scan whenever a poll shows that the node has
 //! changed or the parent asks for one.
-//! Runs on a thread of its own, so that neither the wait for events nor the parent's socket waits for it. Called by
+//!
+//! It runs on a thread of its own, so that neither the wait for events nor the parent's socket waits for it. Called by
 //! `agent`.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,10 +18,10 @@ use super::call::CallError;
 use super::calls::Calls;
 use super::child::AgentCommand;
 use super::events::Waiting;
+use super::full_scan::{self, Gpu, Listed, REGISTER};
 use super::gate::Gate;
 use super::mig_order;
-use super::poll::{self, Polled, Silence};
-use super::probe::{self, Gpu, Listed, REGISTER};
+use super::poll::{self, Polled, Unoffered};
 use super::protocol::{FromAgent, Missing, ToAgent};
 use super::scan::{CallFailure, NodeScan};
 use linkwise_core::claims::{MigOrder, MigOrderError, MigTask};
@@ -28,7 +29,7 @@ use linkwise_core::state::{HealthPoll, Reach};
 use linkwise_core::topology::{GpuUuid, MigUuid};
 
 /// The least time from one poll to a poll that an event requests.
-const AFTER_EVENT: Duration = Duration::from_secs(1);
+const MIN_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The state of the polls.
 pub struct Watch {
@@ -40,16 +41,16 @@ pub struct Watch {
     pub calls: Calls,
     /// The settings with which the agent was started.
     pub command: AgentCommand,
-    /// The present GPUs.
+    /// The GPUs of the latest full scan.
     pub gpus: Arc<Vec<Gpu<'static>>>,
     /// The GPUs that did not report their UUID or PCI address when last asked.
     pub missing: Vec<Missing>,
     /// The GPUs that were registered for events: those present at the start.
-    pub at_start: Vec<GpuUuid>,
+    pub registered: Vec<GpuUuid>,
     /// The state of the thread that waits for events.
     pub waiting: Arc<Waiting>,
     /// The calls that each GPU does not offer.
-    pub silence: BTreeMap<GpuUuid, Silence>,
+    pub unoffered: BTreeMap<GpuUuid, Unoffered>,
     /// The node at the latest poll.
     pub seen: Fingerprint,
 }
@@ -74,9 +75,9 @@ impl Fingerprint {
     }
 
     /// Stores the facts of a poll; returns true if any of them differs from the known one.
-    fn learn(&mut self, round: Self) -> bool {
+    fn update(&mut self, facts: Self) -> bool {
         // This does not stop at the first difference: every fact is stored.
-        round.0.into_iter().fold(false, |changed, (fact, value)| {
+        facts.0.into_iter().fold(false, |changed, (fact, value)| {
             let differs = self.0.get(&fact) != Some(&value);
             self.0.insert(fact, value);
             changed | differs
@@ -91,26 +92,26 @@ impl Watch {
             self.seen.add(Fact::Count, count);
         }
         let polls = self.scan(listed);
-        self.tell(polls);
+        self.report(polls);
     }
 
     /// Polls and serves requests until the parent is gone.
-    pub fn run(mut self, asked: &Receiver<ToAgent>) {
-        let mut last_round = Instant::now();
-        let mut next_round = last_round + self.command.poll;
+    pub fn run(mut self, requests: &Receiver<ToAgent>) {
+        let mut last_poll = Instant::now();
+        let mut next_poll = last_poll + self.command.poll;
         loop {
-            match asked.recv_timeout(next_round.saturating_duration_since(Instant::now())) {
+            match requests.recv_timeout(next_poll.saturating_duration_since(Instant::now())) {
                 Ok(ToAgent::Observe) => drop(self.observe()),
                 Ok(ToAgent::Mig(order)) => {
                     self.parent.send(&FromAgent::MigDone(self.carry_out(&order)));
                     self.observe();
                 }
-                Ok(ToAgent::Poll) => next_round = next_round.min(Instant::now().max(last_round + AFTER_EVENT)),
+                Ok(ToAgent::Poll) => next_poll = next_poll.min(Instant::now().max(last_poll + MIN_INTERVAL)),
                 Err(RecvTimeoutError::Timeout) => {
-                    self.waiting.round_begins(next_round.elapsed());
-                    self.round();
-                    last_round = Instant::now();
-                    next_round = last_round + self.command.poll;
+                    self.waiting.poll_begins(next_poll.elapsed());
+                    self.poll_and_report();
+                    last_poll = Instant::now();
+                    next_poll = last_poll + self.command.poll;
                 }
                 Err(RecvTimeoutError::Disconnected) => return,
             }
@@ -120,74 +121,74 @@ impl Watch {
     fn carry_out(&self, order: &MigOrder) -> Result<Vec<MigUuid>, MigOrderError> {
         let is_lost = |missing: &Missing| matches!(missing.reach, Reach::Lost { .. });
         let hides_gpus = !self.command.skip.is_empty() || !self.missing.iter().all(is_lost);
-        // An agent whose parent was killed ends with the call that it is in: until then it has the turn.
+        // If the parent is killed, this process keeps the turn until its current call has returned.
         let turn = self.command.gate.as_ref().map_or(Ok(None), Gate::mig_turn);
-        let is_there = matches!(order.task, MigTask::Destroy(..));
-        let _turn = turn.map_err(|taken| MigOrderError { why: taken.to_string(), may_exist: is_there })?;
+        let may_exist = matches!(order.task, MigTask::Destroy(..));
+        let _turn = turn.map_err(|taken| MigOrderError { why: taken.to_string(), may_exist })?;
         mig_order::carry_out(&self.gpus, hides_gpus, order)
     }
 
-    fn round(&mut self) {
-        let (mut polls, mut round) = self.poll();
-        self.names(&mut round);
-        if self.seen.learn(round) {
+    fn poll_and_report(&mut self) {
+        let (mut polls, mut facts) = self.poll();
+        self.add_names(&mut facts);
+        if self.seen.update(facts) {
             // New GPUs are polled at once; a full scan is rare. A GPU that the scan could not identify is among the
             // missing ones.
             polls = self.observe();
         }
-        self.tell(polls);
+        self.report(polls);
     }
 
-    /// Adds the GPU at each index, as a full scan would list them.
-    fn names(&mut self, round: &mut Fingerprint) {
-        let listed = probe::list(self.nvml, &self.calls, &self.command.skip);
+    /// Adds the UUID of the GPU at each index, as a full scan would list them.
+    fn add_names(&mut self, facts: &mut Fingerprint) {
+        let listed = full_scan::list(self.nvml, &self.calls, &self.command.skip);
         let mut uncounted = listed.failures.into_iter().filter(|_| listed.count.is_none());
         if let Some(failure) = uncounted.find(|failure| failure.error.needs_new_process()) {
-            // Only a new process can reach the present driver.
+            // Only a new process can reach the driver that is loaded now.
             self.parent.leave(failure.error);
         }
         self.missing = listed.missing;
         if let Some(count) = listed.count {
-            round.add(Fact::Count, count);
+            facts.add(Fact::Count, count);
         }
         for gpu in listed.gpus.iter() {
-            round.add(Fact::Name(gpu.index), &gpu.uuid);
+            facts.add(Fact::Name(gpu.index), &gpu.uuid);
         }
     }
 
     fn poll(&mut self) -> (BTreeMap<GpuUuid, HealthPoll>, Fingerprint) {
-        let mut round = Fingerprint::default();
+        let mut facts = Fingerprint::default();
         let mut polls = BTreeMap::new();
         for gpu in self.gpus.iter() {
-            let silence = self.silence.entry(gpu.uuid.clone()).or_default();
-            let Polled { health, links, mig } = poll::poll(gpu, silence);
+            let unoffered = self.unoffered.entry(gpu.uuid.clone()).or_default();
+            let Polled { health, links, mig } = poll::poll(gpu, unoffered);
             for (link, up) in links.into_iter().flatten() {
-                round.add(Fact::Link(gpu.uuid.clone(), link), up);
+                facts.add(Fact::Link(gpu.uuid.clone(), link), up);
             }
             if let Some(mig) = mig {
-                round.add(Fact::Mig(gpu.uuid.clone()), mig);
+                facts.add(Fact::Mig(gpu.uuid.clone()), mig);
             }
             polls.insert(gpu.uuid.clone(), health);
         }
-        (polls, round)
+        (polls, facts)
     }
 
-    fn tell(&self, gpus: BTreeMap<GpuUuid, HealthPoll>) {
-        let waiting_ms = u64::try_from(self.waiting.lasts().as_millis()).unwrap_or(u64::MAX);
+    fn report(&self, gpus: BTreeMap<GpuUuid, HealthPoll>) {
+        let waiting_ms = u64::try_from(self.waiting.duration().as_millis()).unwrap_or(u64::MAX);
         let missing = self.missing.clone();
         let subjects: BTreeSet<String> = self.unheard().into_iter().map(|failure| failure.subject).collect();
-        // Without a set, or a wait that works, no GPU is heard.
+        // Without an event set, or if every wait fails, no GPU's events arrive.
         let unheard = if subjects.contains("driver") { self.gpus.len() } else { subjects.len() };
         let unheard = u32::try_from(unheard).unwrap_or(u32::MAX);
         self.parent.send(&FromAgent::Polled { gpus, missing, unheard, waiting_ms });
     }
 
     fn observe(&mut self) -> BTreeMap<GpuUuid, HealthPoll> {
-        self.scan(probe::list(self.nvml, &self.calls, &self.command.skip))
+        self.scan(full_scan::list(self.nvml, &self.calls, &self.command.skip))
     }
 
-    /// Makes and reports a full scan of the listed GPUs, which are the present ones from now on. Returns a poll from just
-    /// before it: what changes later is news to the next poll, whether this scan had it or not.
+    /// Makes and reports a full scan of the listed GPUs, which the polls ask from now on. Returns a poll from just
+    /// before the scan: the next poll finds each later change, even one that this scan has already.
     fn scan(&mut self, listed: Listed<'static>) -> BTreeMap<GpuUuid, HealthPoll> {
         (self.gpus, self.missing) = (listed.gpus, listed.missing);
         // Only the scanned GPUs have names here: a GPU that is identified later is a change.
@@ -196,7 +197,7 @@ impl Watch {
             self.seen.add(Fact::Name(gpu.index), &gpu.uuid);
         }
         let (polls, facts) = self.poll();
-        self.seen.learn(facts);
+        self.seen.update(facts);
         let mut failures = listed.failures;
         failures.extend(self.unheard());
         let (nvml, calls) = (self.nvml, &self.calls);
@@ -204,9 +205,9 @@ impl Watch {
             driver: calls.ask("nvmlSystemGetDriverVersion", || nvml.sys_driver_version()),
             library: calls.ask("nvmlSystemGetNVMLVersion", || nvml.sys_nvml_version()),
             path: self.library.display().to_string(),
-            cuda: probe::cuda_version(nvml, calls),
+            cuda: full_scan::cuda_version(nvml, calls),
             count: listed.count,
-            gpus: probe::scan(&self.gpus, &self.command.procfs),
+            gpus: full_scan::scan(&self.gpus, &self.command.procfs),
             failures,
             mig_orders: 0,
         };
@@ -214,10 +215,10 @@ impl Watch {
         polls
     }
 
-    /// The failures because of which events do not come: of the driver, or of GPUs.
+    /// The failures that keep events away: of the driver, or of single GPUs.
     fn unheard(&self) -> Vec<CallFailure> {
-        let late = self.gpus.iter().filter(|gpu| !self.at_start.contains(&gpu.uuid)).map(|gpu| {
-            let late = "it came after the agent's start: no events until the agent starts again";
+        let late = self.gpus.iter().filter(|gpu| !self.registered.contains(&gpu.uuid)).map(|gpu| {
+            let late = "the GPU appeared after the agent's start: its events do not arrive until the next agent starts";
             CallFailure::new(gpu.pci.to_string(), CallError::unreadable(REGISTER, late))
         });
         self.waiting.unheard().into_iter().chain(late).collect()
@@ -232,37 +233,37 @@ mod tests {
         format!("GPU-{number}").parse().unwrap()
     }
 
-    fn round(count: u32, names: &[u32], links: &[(u32, u32, bool)]) -> Fingerprint {
-        let mut round = Fingerprint::default();
-        round.add(Fact::Count, count);
-        names.iter().for_each(|index| round.add(Fact::Name(*index), gpu(*index)));
-        links.iter().for_each(|(of, link, up)| round.add(Fact::Link(gpu(*of), *link), up));
-        round
+    fn facts(count: u32, names: &[u32], links: &[(u32, u32, bool)]) -> Fingerprint {
+        let mut facts = Fingerprint::default();
+        facts.add(Fact::Count, count);
+        names.iter().for_each(|index| facts.add(Fact::Name(*index), gpu(*index)));
+        links.iter().for_each(|(of, link, up)| facts.add(Fact::Link(gpu(*of), *link), up));
+        facts
     }
 
     #[test]
     fn silence_is_no_change_and_news_are() {
         let mut seen = Fingerprint::default();
-        assert!(seen.learn(round(2, &[0, 1], &[(0, 3, true)])));
-        assert!(!seen.learn(round(2, &[0, 1], &[(0, 3, true)])));
+        assert!(seen.update(facts(2, &[0, 1], &[(0, 3, true)])));
+        assert!(!seen.update(facts(2, &[0, 1], &[(0, 3, true)])));
         // One GPU does not answer, and the links of another do not.
-        assert!(!seen.learn(round(2, &[0], &[])));
-        assert!(!seen.learn(Fingerprint::default()));
-        assert!(!seen.learn(round(2, &[0, 1], &[(0, 3, true)])), "back as it was");
-        assert!(seen.learn(round(2, &[0, 1], &[(0, 3, false)])), "a link went down");
-        assert!(seen.learn(round(1, &[0], &[])), "a GPU went");
-        assert!(seen.learn(round(2, &[0, 1], &[])), "and came");
+        assert!(!seen.update(facts(2, &[0], &[])));
+        assert!(!seen.update(Fingerprint::default()));
+        assert!(!seen.update(facts(2, &[0, 1], &[(0, 3, true)])), "back as it was");
+        assert!(seen.update(facts(2, &[0, 1], &[(0, 3, false)])), "a link went down");
+        assert!(seen.update(facts(1, &[0], &[])), "a GPU went");
+        assert!(seen.update(facts(2, &[0, 1], &[])), "and came");
         for (layout, change) in [(None, "first seen"), (Some(vec![]), "turned on"), (Some(vec!["MIG-1"]), "laid out")] {
             let mig = || {
-                let mut round = round(2, &[], &[]);
-                round.add(Fact::Mig(gpu(0)), &layout);
-                round
+                let mut facts = facts(2, &[], &[]);
+                facts.add(Fact::Mig(gpu(0)), &layout);
+                facts
             };
-            assert!(seen.learn(mig()), "MIG: {change}");
-            assert!(!seen.learn(mig()), "MIG: {change}");
+            assert!(seen.update(mig()), "MIG: {change}");
+            assert!(!seen.update(mig()), "MIG: {change}");
         }
-        let mut other = round(2, &[], &[]);
+        let mut other = facts(2, &[], &[]);
         other.add(Fact::Name(1), gpu(7));
-        assert!(seen.learn(other), "another GPU in its place");
+        assert!(seen.update(other), "another GPU in its place");
     }
 }

@@ -9,8 +9,8 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::agent::INIT;
-use super::events::WAIT;
-use super::probe::HANDLE;
+use super::events::WAIT_TIMEOUT;
+use super::full_scan::HANDLE;
 use super::protocol::{Called, FromAgent};
 
 /// The longest times for the agent's work.
@@ -25,43 +25,43 @@ pub struct Limits {
 }
 
 impl Default for Limits {
-    /// Allows for several time-outs of the driver in a call that meets a fault: one to the GPU's system processor is 6
-    /// s (the text of XID 119). An answer is better evidence than a kill.
+    /// Allows for several timeouts of the driver in a call that meets a fault: a timeout of the GPU's system processor
+    /// is 6 s (the text of XID 119). An answer is better evidence than a kill.
     fn default() -> Self {
         Self { start: Duration::from_secs(120), call: Duration::from_secs(30) }
     }
 }
 
-/// A later wake-up than this means that this process was suspended.
-const LATE: Duration = Duration::from_secs(1);
+/// The longest delay of a wake-up; a longer one means that this process was suspended.
+const MAX_LATENESS: Duration = Duration::from_secs(1);
 
-/// Follows one child.
+/// The limits of one agent.
 #[derive(Debug)]
 pub struct Watchdog {
     limits: Limits,
     poll: Duration,
     /// The call that has not returned.
-    pub open: Option<Called>,
+    pub open_call: Option<Called>,
     /// The time from the last message to the deadline.
     pub limit: Duration,
     /// The deadline for the next message.
-    pub until: Instant,
+    pub deadline: Instant,
     stage: Stage,
 }
 
-/// The progress of the child.
+/// The progress of the agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     Initialising,
-    Looking,
+    Scanning,
     Ready,
 }
 
 impl Watchdog {
-    /// Starts with a child that is being started.
+    /// Starts with an agent that is being started.
     pub fn new(limits: Limits, poll: Duration, now: Instant) -> Self {
         let (limit, stage) = (limits.start, Stage::Initialising);
-        Self { limits, poll, open: None, limit, until: now + limit, stage }
+        Self { limits, poll, open_call: None, limit, deadline: now + limit, stage }
     }
 
     /// Returns true if NVML was initialised at the last message.
@@ -69,26 +69,26 @@ impl Watchdog {
         self.stage != Stage::Initialising
     }
 
-    /// Records that the child is about to make a call.
+    /// Records that the agent is about to make a call.
     pub fn calling(&mut self, called: Called, now: Instant) {
         let initialises = called.call == INIT;
         if !initialises && self.stage == Stage::Initialising {
-            self.stage = Stage::Looking;
+            self.stage = Stage::Scanning;
         }
-        let starts = initialises || (called.call == HANDLE && self.stage == Stage::Looking);
-        self.open = Some(called);
-        self.give(if starts { self.limits.start } else { self.limits.call }, now);
+        let starts = initialises || (called.call == HANDLE && self.stage == Stage::Scanning);
+        self.open_call = Some(called);
+        self.set_limit(if starts { self.limits.start } else { self.limits.call }, now);
     }
 
     /// Records any other message. Returns the duration of the wait for events if the wait is stuck.
-    pub fn heard(&mut self, message: &FromAgent, now: Instant) -> Option<Duration> {
+    pub fn received(&mut self, message: &FromAgent, now: Instant) -> Option<Duration> {
         match message {
             FromAgent::Ready(_) | FromAgent::Polled { .. } | FromAgent::MigDone(_) | FromAgent::Leaving(_) => {
                 if matches!(message, FromAgent::Ready(_)) {
                     self.stage = Stage::Ready;
                 }
-                self.open = None;
-                self.give(self.poll + self.limits.call, now);
+                self.open_call = None;
+                self.set_limit(self.poll + self.limits.call, now);
             }
             // These come from the thread that waits for events, and say nothing about the other thread.
             FromAgent::Xid { .. } | FromAgent::DoubleBitEcc { .. } | FromAgent::Failed { .. } => {}
@@ -96,22 +96,22 @@ impl Watchdog {
         }
         let FromAgent::Polled { waiting_ms, .. } = message else { return None };
         let waiting = Duration::from_millis(*waiting_ms);
-        (waiting > WAIT + self.limits.call).then_some(waiting)
+        (waiting > WAIT_TIMEOUT + self.limits.call).then_some(waiting)
     }
 
     /// Returns true if the deadline has expired. If this process woke more than a second late (it was suspended, and
-    /// maybe the agent with it), the deadline starts anew instead.
+    /// maybe the agent with it), the deadline starts again instead.
     pub fn is_expired(&mut self, now: Instant) -> bool {
-        if now.saturating_duration_since(self.until) > LATE {
-            self.give(self.limit, now);
+        if now.saturating_duration_since(self.deadline) > MAX_LATENESS {
+            self.set_limit(self.limit, now);
             return false;
         }
         true
     }
 
-    fn give(&mut self, limit: Duration, now: Instant) {
+    fn set_limit(&mut self, limit: Duration, now: Instant) {
         self.limit = limit;
-        self.until = now + limit;
+        self.deadline = now + limit;
     }
 }
 
@@ -136,8 +136,8 @@ mod tests {
     fn each_call_and_each_poll_has_its_limit() {
         let start = Instant::now();
         let mut watchdog = Watchdog::new(LIMITS, POLL, start);
-        let left = |watchdog: &Watchdog| watchdog.until - start;
-        assert_eq!((left(&watchdog), watchdog.open.as_ref()), (LIMITS.start, None));
+        let left = |watchdog: &Watchdog| watchdog.deadline - start;
+        assert_eq!((left(&watchdog), watchdog.open_call.as_ref()), (LIMITS.start, None));
         watchdog.calling(called(INIT), start);
         assert_eq!((left(&watchdog), watchdog.has_initialised()), (LIMITS.start, false));
         watchdog.calling(called("nvmlDeviceGetCount_v2"), start);
@@ -145,14 +145,14 @@ mod tests {
         watchdog.calling(called(HANDLE), start);
         assert_eq!(left(&watchdog), LIMITS.start);
         watchdog.calling(called("nvmlDeviceGetName"), start);
-        assert_eq!((left(&watchdog), watchdog.open.as_ref()), (LIMITS.call, Some(&called("nvmlDeviceGetName"))));
+        assert_eq!((left(&watchdog), watchdog.open_call.as_ref()), (LIMITS.call, Some(&called("nvmlDeviceGetName"))));
         // An event says nothing about the open call.
         let xid = FromAgent::DoubleBitEcc { gpu: "GPU-1".parse().unwrap() };
-        assert_eq!(watchdog.heard(&xid, start + POLL), None);
-        assert_eq!((left(&watchdog), watchdog.open.as_ref().is_some()), (LIMITS.call, true));
-        assert_eq!(watchdog.heard(&polled(0), start), None);
-        assert_eq!((left(&watchdog), watchdog.open.as_ref()), (POLL + LIMITS.call, None));
-        assert!(watchdog.is_expired(watchdog.until));
+        assert_eq!(watchdog.received(&xid, start + POLL), None);
+        assert_eq!((left(&watchdog), watchdog.open_call.as_ref().is_some()), (LIMITS.call, true));
+        assert_eq!(watchdog.received(&polled(0), start), None);
+        assert_eq!((left(&watchdog), watchdog.open_call.as_ref()), (POLL + LIMITS.call, None));
+        assert!(watchdog.is_expired(watchdog.deadline));
     }
 
     #[test]
@@ -161,14 +161,14 @@ mod tests {
         let mut watchdog = Watchdog::new(LIMITS, POLL, start);
         let handle = |watchdog: &mut Watchdog| {
             watchdog.calling(called(HANDLE), start);
-            watchdog.until - start
+            watchdog.deadline - start
         };
         // The GPUs are asked one after the other.
         assert_eq!((handle(&mut watchdog), handle(&mut watchdog)), (LIMITS.start, LIMITS.start));
         let ready = FromAgent::Ready(Box::new(NodeScan::bare(Vec::new())));
-        assert_eq!(watchdog.heard(&ready, start), None);
+        assert_eq!(watchdog.received(&ready, start), None);
         assert_eq!(handle(&mut watchdog), LIMITS.call);
-        assert_eq!(watchdog.heard(&polled(0), start), None);
+        assert_eq!(watchdog.received(&polled(0), start), None);
         assert_eq!(handle(&mut watchdog), LIMITS.call);
     }
 
@@ -176,9 +176,9 @@ mod tests {
     fn stuck_wait_for_events_is_detected() {
         let start = Instant::now();
         let mut watchdog = Watchdog::new(LIMITS, POLL, start);
-        let longest = u64::try_from((WAIT + LIMITS.call).as_millis()).unwrap();
-        assert_eq!(watchdog.heard(&polled(longest), start), None);
-        assert_eq!(watchdog.heard(&polled(longest + 1), start), Some(Duration::from_millis(longest + 1)));
+        let longest = u64::try_from((WAIT_TIMEOUT + LIMITS.call).as_millis()).unwrap();
+        assert_eq!(watchdog.received(&polled(longest), start), None);
+        assert_eq!(watchdog.received(&polled(longest + 1), start), Some(Duration::from_millis(longest + 1)));
     }
 
     #[test]
@@ -186,9 +186,9 @@ mod tests {
         let start = Instant::now();
         let mut watchdog = Watchdog::new(LIMITS, POLL, start);
         watchdog.calling(called("nvmlDeviceGetName"), start);
-        let late = watchdog.until + Duration::from_secs(60);
+        let late = watchdog.deadline + Duration::from_secs(60);
         assert!(!watchdog.is_expired(late));
-        assert_eq!(watchdog.until, late + LIMITS.call);
-        assert!(watchdog.is_expired(watchdog.until));
+        assert_eq!(watchdog.deadline, late + LIMITS.call);
+        assert!(watchdog.is_expired(watchdog.deadline));
     }
 }

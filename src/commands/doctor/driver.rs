@@ -70,7 +70,7 @@ pub(super) async fn ask(host: &HostArgs, limit: Duration) -> Nvml {
                 return match (scanned, failed) {
                     (Some(scan), _) => answers(scan, BTreeMap::new()),
                     (None, Some(error)) => Nvml::Fails(error.to_string(), error.fault()),
-                    (None, None) => Nvml::Ends(agent.account(&ended), remedy(&ended)),
+                    (None, None) => Nvml::Ends(agent.describe(&ended), remedy(&ended)),
                 };
             }
         }

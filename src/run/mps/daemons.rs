@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use linkwise_core::errors::chain;
 use linkwise_core::state::ResourceName;
 use linkwise_host::mps::{DaemonEvent, Limits, Settings, set_back, supervise, unmount_own_shm, unmount_own_shms};
-use linkwise_nvml::gate::{Gate, Use};
+use linkwise_nvml::gate::{DriverUse, Gate};
 
 pub(super) struct Daemons {
     settings: Settings,
@@ -23,7 +23,7 @@ pub(super) struct Daemons {
     /// Set from an order to release the driver until daemons are wanted again.
     released: bool,
     /// Held while a daemon runs.
-    driver: Option<Use>,
+    driver: Option<DriverUse>,
 }
 
 /// A supervisor, and the limits for which it was started.

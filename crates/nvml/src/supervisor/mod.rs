@@ -2,7 +2,7 @@
 //! keeps the time.
 //!
 //! Called by `src/run` and `src/commands`. Each agent has a task from its start until its process has ended, and each
-//! read of the host is a task too; all of them report to one loop. Nothing is decided here.
+//! read of the host is a task too; all of them report to one loop, which decides nothing itself.
 
 mod failure;
 mod host_probe;
@@ -42,13 +42,14 @@ pub use metrics::DriverMetrics;
 pub use release::Release;
 
 /// The most inputs in the loop's queue; a task that reports one more waits.
-const INPUTS: usize = 64;
+const MAX_INPUTS: usize = 64;
 
-/// The most requests that may wait for an agent. One that takes none for so long hangs in a call, and is killed.
-const REQUESTS: usize = 64;
+/// The most requests that may wait for an agent; further ones are dropped. An agent that takes none hangs in a call,
+/// and is killed for it.
+const MAX_REQUESTS: usize = 64;
 
 /// The most orders about MIG devices that may wait for an agent. The DRA plugin waits for each of them.
-pub const MIG_REQUESTS: usize = 64;
+pub const MAX_MIG_REQUESTS: usize = 64;
 
 /// The reason why nothing is offered before an agent has seen the GPUs.
 pub const NOT_SEEN: &str = "the GPUs have not been discovered yet";
@@ -64,7 +65,7 @@ pub struct Settings {
     pub pause: Duration,
     /// The time for which NVML may be unavailable before that is an outage.
     pub grace: Duration,
-    /// The time until a quarantined GPU is tried first.
+    /// The time from a GPU's quarantine to its first trial.
     pub trial: Duration,
     /// The time from one look at the PCI bus to the next on a node without GPUs.
     pub bus_look: Duration,
@@ -74,17 +75,17 @@ pub struct Settings {
     pub call: Duration,
 }
 
-/// The part of other processes of linkwise on the node, for a process whose NVML cannot be initialised.
+/// The part that the node's other linkwise processes play if this process cannot initialise NVML.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Others {
-    /// They need nothing of this process: a failure may end it.
+    /// They do not depend on this process: a failure may end it.
     #[default]
     None,
-    /// One of them may hand over the node: no failure ends this process.
+    /// One of them may hand over the node to this process: no failure ends it.
     MayHandOver,
-    /// One of them has handed over the GPUs that it saw, as if an agent of this process had seen them.
+    /// One of them has handed over the GPUs that it saw. They count as if an agent of this process had seen them.
     HandedOver {
-        /// True if NVML had been unavailable there for the grace period.
+        /// True if NVML had been unavailable to that process for the grace period.
         away: bool,
     },
 }
@@ -92,7 +93,7 @@ pub enum Others {
 /// The reason why a node offers no GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Idle {
-    /// This may change by itself, or an operator has to act: the node is not ready.
+    /// The reason may pass by itself, or an operator has to act: the node is not ready.
     Waiting(String),
     /// This host has no GPU to serve: no action is needed, and the node counts as ready.
     NoGpu(String),
@@ -124,8 +125,9 @@ pub type MigAnswer = oneshot::Sender<Result<MigDone, MigOrderError>>;
 pub struct MigDone {
     /// The devices that were made or listed.
     pub devices: Vec<MigUuid>,
-    /// Its number. An observation may be published after the answer and still be older: one that knows of this order has
-    /// as many `NodeObservation::mig_orders`.
+    /// The number of orders that agents have answered, this one included. An observation may be published after the
+    /// answer and still be older than the order: it includes the order if its `NodeObservation::mig_orders` is at least
+    /// this number.
     pub number: u64,
 }
 
@@ -145,76 +147,77 @@ pub struct Driver {
     pub idle: watch::Sender<Idle>,
     /// The operator's order to release the driver.
     pub release: Release,
-    /// MIG devices to be made and destroyed; `None` if no task orders any.
+    /// Orders about MIG devices; `None` if no task gives any.
     pub mig: Option<mpsc::Receiver<MigRequest>>,
-    /// The part of other processes of linkwise on the node.
+    /// The part that the node's other linkwise processes play.
     pub others: watch::Receiver<Others>,
     /// True while NVML has been unavailable for the grace period.
     pub away: watch::Sender<bool>,
 }
 
 impl Driver {
-    /// Runs for ever; fails if NVML cannot be initialised and only another container can repair that.
+    /// Runs for ever; fails if NVML cannot be initialised and only a new container can repair that.
     pub async fn run(self) -> Result<()> {
-        let (report, inputs) = mpsc::channel(INPUTS);
+        let (input_sender, inputs) = mpsc::channel(MAX_INPUTS);
         let probe = HostProbe::new(self.sysfs.clone());
-        let life = Life {
+        let executor = Executor {
             machine: DriverMachine::new(self.settings.clone()),
             driver: self,
             begin: Instant::now(),
             agents: BTreeMap::new(),
             tasks: JoinSet::new(),
             probe: Arc::new(Mutex::new(probe)),
-            report,
+            input_sender,
             order: None,
             orders_done: 0,
         };
-        life.live(inputs).await
+        executor.run(inputs).await
     }
 }
 
 /// The state machine, and the tasks and processes that carry out its actions.
-struct Life {
+struct Executor {
     driver: Driver,
     machine: DriverMachine,
     begin: Instant,
-    /// The agents that run or whose processes have not ended, and the requests to each; `None` once it is to be killed.
+    /// The agents whose processes have not ended, and the channel of requests to each. Dropping the channel (`None`)
+    /// kills the agent.
     agents: BTreeMap<AgentId, Option<mpsc::Sender<ToAgent>>>,
     tasks: JoinSet<()>,
     probe: Arc<Mutex<HostProbe>>,
-    report: mpsc::Sender<Input>,
+    input_sender: mpsc::Sender<Input>,
     /// The order about MIG that an agent has, and the channel of its answer. One at a time.
     order: Option<(AgentId, MigAnswer)>,
     /// The number of orders about MIG that agents have answered.
     orders_done: u64,
 }
 
-impl Life {
-    async fn live(mut self, mut inputs: mpsc::Receiver<Input>) -> Result<()> {
+impl Executor {
+    async fn run(mut self, mut inputs: mpsc::Receiver<Input>) -> Result<()> {
         self.tasks.spawn(self.driver.release.clone().follow_node());
         let mut released = self.driver.release.follow();
         let (mut mig, mut others) = (self.driver.mig.take(), self.driver.others.clone());
-        let (beside, release) = (*others.borrow_and_update(), *released.borrow_and_update());
-        let mut next = VecDeque::from([Input::Others(beside), Input::Released(release), Input::Tick]);
+        let (first_others, is_released) = (*others.borrow_and_update(), *released.borrow_and_update());
+        let mut next = VecDeque::from([Input::Others(first_others), Input::Released(is_released), Input::Tick]);
         loop {
-            // An order waits for the one before it, and for an agent that starts.
+            // An order waits for the previous order, and for an agent that starts.
             let takes_orders = self.order.is_none() && !self.machine.is_starting();
             let mig = mig.as_mut().filter(|_| takes_orders);
             let input = match next.pop_front() {
                 Some(input) => input,
                 None => tokio::select! {
                     changed = released.changed() => {
-                        changed.context("the operator's orders are gone")?;
+                        changed.context("cannot follow the operator's orders")?;
                         Input::Released(*released.borrow_and_update())
                     }
                     Ok(()) = others.changed() => Input::Others(*others.borrow_and_update()),
-                    input = inputs.recv() => input.context("nothing reports to the NVML driver's loop")?,
+                    input = inputs.recv() => input.context("cannot receive the inputs of the NVML driver's loop")?,
                     Some(Some(request)) = OptionFuture::from(mig.map(mpsc::Receiver::recv)) => {
                         self.pass_on(request);
                         continue;
                     }
                     Some(ended) = self.tasks.join_next() => {
-                        ended.context("a task of the NVML driver broke off")?;
+                        ended.context("a task of the NVML driver failed")?;
                         continue;
                     }
                     () = at(self.machine.wake().map(|wake| self.begin + wake)) => Input::Tick,
@@ -233,7 +236,7 @@ impl Life {
         }
     }
 
-    /// Takes from an input what concerns orders and processes; returns the input for the state machine.
+    /// Handles what an input means for orders and processes; returns the input if the state machine needs it.
     fn received(&mut self, mut input: Input, next: &mut VecDeque<Input>) -> Option<Input> {
         match input {
             Input::Message(id, FromAgent::MigDone(result)) => {
@@ -242,11 +245,11 @@ impl Life {
                 self.answer(id, result.map(|devices| MigDone { devices, number }));
                 return None;
             }
-            // An agent does one thing after the other: the scan is younger than the orders that were answered.
+            // An agent does one thing after another, so the scan includes every order that was answered.
             Input::Message(_, FromAgent::Ready(ref mut scan)) => scan.mig_orders = self.orders_done,
-            // An agent found the order first.
-            Input::Ended(_, ref end) if end.reached == Reached::Released && !self.driver.release.is_wished() => {
-                self.driver.release.see(true);
+            // The agent learned of the release before this process did.
+            Input::Ended(_, ref end) if end.reached == Reached::Released && !self.driver.release.is_ordered() => {
+                self.driver.release.record(true);
                 next.extend([Input::Released(true), input]);
                 return None;
             }
@@ -267,7 +270,7 @@ impl Life {
                 if let Some(requests) = self.agents.get_mut(&id) {
                     *requests = None;
                 }
-                // A scan of the next agent shows what the order has left.
+                // The next agent's scan shows what the order has made or left.
                 let why = "the NVML agent was killed before it answered".to_owned();
                 self.answer(id, Err(MigOrderError { why, may_exist: true }));
             }
@@ -284,7 +287,7 @@ impl Life {
                 if let Event::Xid { gpu, code, .. } = &event {
                     self.driver.metrics.xid(gpu, *code);
                 }
-                self.driver.events.send(event).await.context("the node takes no events")?;
+                self.driver.events.send(event).await.context("cannot send an event to the node's loop")?;
             }
             Action::Idle(idle) => {
                 self.driver.metrics.idle.set(matches!(idle, Idle::NoGpu(_)).into());
@@ -300,11 +303,11 @@ impl Life {
 
     /// Starts an agent; if that fails, returns the inputs for the state machine.
     fn start(&mut self, id: AgentId, skip: Vec<Place>, is_trial: bool) -> Vec<Input> {
-        // This comes before the check: an order to release that comes later finds the driver held.
+        // The driver counts as held before the check, so that a release after the check waits for this agent.
         self.driver.release.set_held(true);
         let not_started = |why| [Input::Ended(id, AgentEnd::not_started(why)), Input::Reaped(id)];
-        if self.driver.release.is_wished() {
-            let released = not_started("the driver is released".to_owned());
+        if self.driver.release.is_ordered() {
+            let released = not_started("an operator released the driver".to_owned());
             return [Input::Released(true)].into_iter().chain(released).collect();
         }
         self.driver.metrics.agent_starts.inc();
@@ -314,18 +317,18 @@ impl Life {
         }
         match Agent::spawn(&command) {
             Ok(agent) => {
-                let (requests, asked) = mpsc::channel(REQUESTS);
-                self.agents.insert(id, Some(requests));
-                self.tasks.spawn(live(id, agent, asked, self.report.clone()));
+                let (request_sender, requests) = mpsc::channel(MAX_REQUESTS);
+                self.agents.insert(id, Some(request_sender));
+                self.tasks.spawn(run_agent(id, agent, requests, self.input_sender.clone()));
                 Vec::new()
             }
-            // The system lacks processes or memory: this will pass.
+            // The system lacks processes or memory, which passes.
             Err(error) => not_started(format!("{error:#}")).into(),
         }
     }
 
     fn request(&self, id: AgentId, request: ToAgent) {
-        // The task of an agent that has ended takes none, and that is reported next.
+        // An agent that has ended takes no request; its end is reported next.
         let _ = self.agents.get(&id).and_then(|requests| requests.as_ref()?.try_send(request).ok());
     }
 
@@ -355,44 +358,44 @@ impl Life {
 
     /// Reads files on a thread of its own: they may hang.
     fn read<T: Send + 'static>(&mut self, work: impl FnOnce() -> T + Send + 'static, input: fn(Option<T>) -> Input) {
-        let report = self.report.clone();
+        let inputs = self.input_sender.clone();
         self.tasks.spawn(async move {
             let read = spawn_blocking(work).await.ok();
             // The loop ends only with the process.
-            let _ = report.send(input(read)).await;
+            let _ = inputs.send(input(read)).await;
         });
     }
 }
 
-/// Runs one agent, until its process has ended. An agent whose requests end is killed.
-async fn live(id: AgentId, mut agent: Agent, mut requests: mpsc::Receiver<ToAgent>, report: mpsc::Sender<Input>) {
-    // Reports fail only if the loop has ended, and this task with it.
+/// Runs one agent until its process has ended. When the channel of requests closes, the agent is killed.
+async fn run_agent(id: AgentId, mut agent: Agent, mut requests: mpsc::Receiver<ToAgent>, inputs: mpsc::Sender<Input>) {
+    // Sends fail only if the loop has ended, and this task with it.
     let mut leaving = None;
     loop {
         tokio::select! {
             message = agent.next() => match message {
                 Ok(FromAgent::Leaving(error)) => leaving = Some(error),
-                Ok(message) => drop(report.send(Input::Message(id, message)).await),
+                Ok(message) => drop(inputs.send(Input::Message(id, message)).await),
                 Err(ended) => {
-                    drop(report.send(Input::Ended(id, agent_end(&ended, &agent, leaving))).await);
+                    drop(inputs.send(Input::Ended(id, agent_end(&ended, &agent, leaving))).await);
                     break;
                 }
             },
             request = requests.recv() => match request {
-                // An agent that takes no requests has ended, and that is reported next.
+                // An agent that takes no request has ended; its end is reported next.
                 Some(request) => drop(agent.request(request).await),
                 None => break,
             },
         }
     }
-    agent.gone().await;
-    let _ = report.send(Input::Reaped(id)).await;
+    agent.kill().await;
+    let _ = inputs.send(Input::Reaped(id)).await;
 }
 
 /// The end of an agent, for people and for the quarantine. The error with which it left explains more than its exit
-/// code. A library that crashes, hangs or leaks exists, and so may a driver.
+/// code. A library that crashes, hangs or leaks is installed, so a driver may be installed too.
 fn agent_end(ended: &AgentEnded, agent: &Agent, leaving: Option<CallError>) -> AgentEnd {
-    let (cause, during) = cause(ended, agent.open());
+    let (cause, during) = cause(ended, agent.open_call());
     let reached = match leaving.as_ref().map(CallError::fault) {
         Some(Fault::Released) => Reached::Released,
         Some(fault) if fault.is_no_driver() => Reached::NoDriver,
@@ -400,7 +403,7 @@ fn agent_end(ended: &AgentEnded, agent: &Agent, leaving: Option<CallError>) -> A
         None if matches!(ended, AgentEnded::Memory(..)) => Reached::OverMemory,
         _ => Reached::Failure,
     };
-    let why = leaving.map_or_else(|| agent.account(ended), |error| error.to_string());
+    let why = leaving.map_or_else(|| agent.describe(ended), |error| error.to_string());
     AgentEnd { cause: Some(cause), why, blamed: during.and_then(|called| called.gpu.clone()), reached }
 }
 
@@ -409,7 +412,7 @@ fn agent_end(ended: &AgentEnded, agent: &Agent, leaving: Option<CallError>) -> A
 fn cause<'a>(ended: &'a AgentEnded, open: Option<&'a Called>) -> (&'static str, Option<&'a Called>) {
     match ended {
         AgentEnded::Hung(called, _) => ("hung", Some(called)),
-        AgentEnded::Deaf(_) => ("hung", None),
+        AgentEnded::EventWaitHung(_) => ("hung", None),
         AgentEnded::Memory(..) => ("memory", None),
         ended if ended.is_crash() => ("crashed", open),
         AgentEnded::Late(_) | AgentEnded::Stopped(_) | AgentEnded::Silent => ("silent", None),
@@ -429,7 +432,7 @@ pub async fn scan(command: &AgentCommand) -> Result<NodeScan> {
             }
             Ok(FromAgent::Leaving(error)) => failed = Some(error),
             Ok(_) => {}
-            Err(ended) => return Err(failed.map_or_else(|| anyhow!(agent.account(&ended)), anyhow::Error::from)),
+            Err(ended) => return Err(failed.map_or_else(|| anyhow!(agent.describe(&ended)), anyhow::Error::from)),
         }
     }
 }
@@ -457,7 +460,7 @@ mod tests {
         }
         let (limit, called) = (Duration::ZERO, Called { call: "nvmlInit_v2".to_owned(), gpu: None });
         assert_eq!(of(AgentEnded::Hung(called, limit)), ("hung", Some("nvmlInit_v2".to_owned())));
-        assert_eq!(of(AgentEnded::Deaf(limit)), ("hung", None));
+        assert_eq!(of(AgentEnded::EventWaitHung(limit)), ("hung", None));
         assert_eq!(of(AgentEnded::Memory(49, 48)), ("memory", None));
         for ended in [AgentEnded::Late(limit), AgentEnded::Stopped(limit), AgentEnded::Silent] {
             assert_eq!(of(ended), ("silent", None));

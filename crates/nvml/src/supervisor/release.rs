@@ -15,48 +15,50 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use super::metrics::DriverMetrics;
 use crate::gate::Gate;
 
-/// The time from one look at the node's order to the next where inotify does not report changes.
-const LOOK: Duration = Duration::from_millis(500);
+/// The time from one look at the node's order to the next if inotify does not report changes.
+const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 
-/// The same where it does. An idle process has no thread for files meanwhile.
-const LOOK_AGAIN: Duration = Duration::from_secs(30);
+/// The same if inotify reports changes: long, because an idle process ends its threads for files between two looks.
+const INOTIFY_LOOK_INTERVAL: Duration = Duration::from_secs(30);
 
 /// The time from one look at the driver's users to the next, while an operator waits.
-const WAITING: Duration = Duration::from_millis(50);
+const HOLDERS_INTERVAL: Duration = Duration::from_millis(50);
 
-/// The longest time for writing the order down.
-const FILES: Duration = Duration::from_secs(5);
+/// The longest time for writing the order to the gate.
+const FILES_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The operator's order to release the driver, and the processes that still hold it.
 #[derive(Clone, Debug)]
 pub struct Release {
-    wished: watch::Sender<bool>,
+    /// True while the driver is to be released.
+    ordered: watch::Sender<bool>,
+    /// True while a process of an agent exists.
     held: watch::Sender<bool>,
     metrics: DriverMetrics,
-    /// The node's gate; without one the order is this process's alone.
+    /// The node's gate; without one the order reaches this process only.
     gate: Option<Gate>,
-    /// Set while the order stands in this process alone.
-    is_alone: Arc<AtomicBool>,
-    /// Held while the order is written or read, so that no reading overtakes an order.
+    /// Set while the order holds in this process only.
+    is_local: Arc<AtomicBool>,
+    /// Held while the order is written or read, so that no value from before an order is recorded after it.
     turn: Arc<Mutex<()>>,
 }
 
-/// Follows the folder of the gate; the folder may be a new one since.
-fn follow(folder: &Path, before: Option<Changes>) -> Changes {
-    if let Some(changes) = before.filter(|changes| changes.has_inotify() && changes.follows(folder)) {
+/// Follows the gate's folder, by `previous` unless the path now names another folder.
+fn follow(folder: &Path, previous: Option<Changes>) -> Changes {
+    if let Some(changes) = previous.filter(|changes| changes.has_inotify() && changes.follows(folder)) {
         return changes;
     }
-    let changes = Changes::of(folder, LOOK_AGAIN, true);
-    if changes.has_inotify() { changes } else { Changes::of(folder, LOOK, false) }
+    let changes = Changes::of(folder, INOTIFY_LOOK_INTERVAL, true);
+    if changes.has_inotify() { changes } else { Changes::of(folder, LOOK_INTERVAL, false) }
 }
 
 impl Release {
-    /// Starts with the order that stands on this node.
+    /// Starts with the order that holds on this node.
     pub fn new(metrics: DriverMetrics, gate: Option<Gate>) -> Self {
         let is_released = gate.as_ref().is_some_and(Gate::is_released);
-        let (wished, held) = (watch::Sender::new(false), watch::Sender::new(false));
-        let release = Self { wished, held, metrics, gate, is_alone: Arc::default(), turn: Arc::default() };
-        release.see(is_released);
+        let (ordered, held) = (watch::Sender::new(false), watch::Sender::new(false));
+        let release = Self { ordered, held, metrics, gate, is_local: Arc::default(), turn: Arc::default() };
+        release.record(is_released);
         release
     }
 
@@ -67,53 +69,53 @@ impl Release {
 
     /// Takes an operator's order: to release the driver, or to resume. It holds in this process at once. An error means
     /// that the node's other processes do not learn of it.
-    pub async fn wish(&self, release: bool) -> io::Result<()> {
+    pub async fn order(&self, release: bool) -> io::Result<()> {
         let Some(gate) = self.gate.clone() else {
-            self.see(release);
+            self.record(release);
             return Ok(());
         };
-        let written = timeout(FILES, async {
+        let written = timeout(FILES_TIMEOUT, async {
             let _turn = self.turn.lock().await;
-            self.is_alone.store(true, Ordering::Relaxed);
-            self.see(release);
-            let written = spawn_blocking(move || gate.release(release)).await.map_err(io::Error::other)?;
-            self.is_alone.store(!matches!(written, Ok(true)), Ordering::Relaxed);
+            self.is_local.store(true, Ordering::Relaxed);
+            self.record(release);
+            let written = spawn_blocking(move || gate.set_released(release)).await.map_err(io::Error::other)?;
+            self.is_local.store(!matches!(written, Ok(true)), Ordering::Relaxed);
             written
         });
         let written = written.await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
-        self.see(release);
+        self.record(release);
         if let Err(error) = &written {
-            self.is_alone.store(true, Ordering::Relaxed);
-            tracing::error!(%error, release, "the order is this process's alone: it cannot be written down for others");
+            self.is_local.store(true, Ordering::Relaxed);
+            tracing::error!(%error, release, "cannot write the order for other processes, only this one follows it");
         }
         written.map(drop)
     }
 
     /// Records an order.
-    pub(super) fn see(&self, released: bool) {
-        if self.wished.send_replace(released) != released {
+    pub(super) fn record(&self, released: bool) {
+        if self.ordered.send_replace(released) != released {
             self.metrics.released.set(released.into());
-            let words = if released { "an operator releases the driver" } else { "an operator resumes the driver" };
-            tracing::info!("{words}");
+            let order = if released { "an operator releases the driver" } else { "an operator resumes the driver" };
+            tracing::info!("{order}");
         }
     }
 
-    /// Follows the order that stands on this node, for ever; ends at once without a gate.
+    /// Follows the order that holds on this node, for ever; returns at once without a gate.
     pub async fn follow_node(self) {
         let Some(gate) = self.gate.clone() else { return };
-        let made = gate.clone();
-        if let Ok(Err(error)) = spawn_blocking(move || made.prepare()).await {
-            tracing::warn!(%error, "an order to release the driver does not wait for this process");
+        let prepared = gate.clone();
+        if let Ok(Err(error)) = spawn_blocking(move || prepared.prepare()).await {
+            tracing::warn!(%error, "cannot prepare the gate, a release of the driver does not wait for this process");
         }
         let mut changes = None;
         loop {
             let turn = self.turn.lock().await;
             let gate = gate.clone();
-            // The watch comes before the look: what is written between the two is reported.
+            // The folder is followed before the look, so that a change between the two is reported.
             let look = move || (follow(gate.folder(), changes), gate.is_released());
             let Ok((mut follows, released)) = spawn_blocking(look).await else { return };
-            if !self.is_alone.load(Ordering::Relaxed) {
-                self.see(released);
+            if !self.is_local.load(Ordering::Relaxed) {
+                self.record(released);
             }
             drop(turn);
             follows.next().await;
@@ -122,33 +124,33 @@ impl Release {
     }
 
     /// Returns true if the driver is to be released.
-    pub fn is_wished(&self) -> bool {
-        *self.wished.borrow()
+    pub fn is_ordered(&self) -> bool {
+        *self.ordered.borrow()
     }
 
     /// Follows whether the driver is to be released.
     pub fn follow(&self) -> watch::Receiver<bool> {
-        self.wished.subscribe()
+        self.ordered.subscribe()
     }
 
-    /// Sets whether an agent's process exists. Before a start: set it, then call [`Self::is_wished`], and start no
+    /// Sets whether an agent's process exists. Before a start: set it, then call [`Self::is_ordered`], and start no
     /// agent if that is true.
     pub fn set_held(&self, held: bool) {
         self.held.send_if_modified(|was| std::mem::replace(was, held) != held);
     }
 
-    /// Waits until no process of linkwise on this node holds the driver, at most so long; returns those that still do.
+    /// Waits for at most `patience` until no linkwise process on this node holds the driver; returns those that do.
     pub async fn holders_after(&self, patience: Duration) -> Vec<String> {
         let until = Instant::now() + patience;
         let own = timeout_at(until, self.held.subscribe().wait_for(|held| !held)).await.is_err();
         loop {
             let gate = self.gate.clone();
             let users = spawn_blocking(move || gate.map_or_else(Vec::new, |gate| gate.users()));
-            let users = timeout(FILES, users).await.ok().and_then(Result::ok).unwrap_or_default();
+            let users = timeout(FILES_TIMEOUT, users).await.ok().and_then(Result::ok).unwrap_or_default();
             match users {
                 users if users.is_empty() && own => return vec!["this process".to_owned()],
                 users if users.is_empty() || Instant::now() >= until => return users,
-                _ => sleep(WAITING).await,
+                _ => sleep(HOLDERS_INTERVAL).await,
             }
         }
     }
@@ -160,28 +162,28 @@ mod tests {
     use prometheus_client::registry::Registry;
     use std::fs;
 
-    /// Waits for the order, less long than an idle process looks again.
-    async fn hears(release: &Release, wished: bool) {
+    /// Waits for the order, for less time than from one look to the next.
+    async fn receives(release: &Release, ordered: bool) {
         let mut orders = release.follow();
-        let heard = timeout(LOOK_AGAIN / 2, orders.wait_for(|order| *order == wished)).await;
-        heard.expect("no order").unwrap();
+        let received = timeout(INOTIFY_LOOK_INTERVAL / 2, orders.wait_for(|order| *order == ordered)).await;
+        received.expect("no order").unwrap();
     }
 
     #[tokio::test]
     async fn order_of_another_process_is_heard_also_in_a_new_folder() {
         let kubelets = tempfile::tempdir().unwrap();
-        let gate = Gate::beside(&kubelets.path().join("kubelet.sock"), "test").unwrap();
+        let gate = Gate::of_kubelet(&kubelets.path().join("kubelet.sock"), "test").unwrap();
         let release = Release::new(DriverMetrics::register(&mut Registry::default()), Some(gate.clone()));
         let following = tokio::spawn(release.clone().follow_node());
-        let other = gate.of("other");
+        let other = gate.for_user("other");
         for order in [true, false, true] {
-            other.release(order).unwrap();
-            hears(&release, order).await;
+            other.set_released(order).unwrap();
+            receives(&release, order).await;
         }
         fs::remove_dir_all(gate.folder()).unwrap();
-        hears(&release, false).await;
-        other.release(true).unwrap();
-        hears(&release, true).await;
+        receives(&release, false).await;
+        other.set_released(true).unwrap();
+        receives(&release, true).await;
         following.abort();
     }
 }

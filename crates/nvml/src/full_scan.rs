@@ -14,7 +14,7 @@ use nvml_wrapper_sys::bindings as sys;
 
 use super::call::{Answer, CallError, offered};
 use super::calls::Calls;
-use super::poll::unreached;
+use super::poll::reach_after;
 use super::protocol::{Missing, Place};
 use super::scan::{CallFailure, GpuScan, NvLinkScan};
 use super::{links, mig, raw};
@@ -39,7 +39,7 @@ pub struct Listed<'nvml> {
     pub count: Option<u32>,
     /// The GPUs whose UUID and PCI address NVML reported, in NVML's order.
     pub gpus: Arc<Vec<Gpu<'nvml>>>,
-    /// The other ones.
+    /// The GPUs that NVML counts but that did not report both.
     pub missing: Vec<Missing>,
     pub failures: Vec<CallFailure>,
 }
@@ -48,7 +48,7 @@ pub struct Listed<'nvml> {
 pub fn list<'nvml>(nvml: &'nvml Nvml, calls: &Calls, skip: &[Place]) -> Listed<'nvml> {
     let (mut gpus, mut missing, mut failures) = (Vec::new(), Vec::new(), Vec::new());
     let count = required(calls, COUNT, || nvml.device_count()).map_err(|error| {
-        missing.push(Missing { place: None, reach: unreached(&error) });
+        missing.push(Missing { place: None, reach: reach_after(&error) });
         failures.push(CallFailure::new("driver", error));
     });
     let of = count.unwrap_or(0);
@@ -57,7 +57,7 @@ pub fn list<'nvml>(nvml: &'nvml Nvml, calls: &Calls, skip: &[Place]) -> Listed<'
         match identify(nvml, calls, place, &mut subject) {
             Ok(gpu) => gpus.push(gpu),
             Err(error) => {
-                missing.push(Missing { place: Some(place), reach: unreached(&error) });
+                missing.push(Missing { place: Some(place), reach: reach_after(&error) });
                 failures.push(CallFailure::new(subject, error));
             }
         }
@@ -65,7 +65,8 @@ pub fn list<'nvml>(nvml: &'nvml Nvml, calls: &Calls, skip: &[Place]) -> Listed<'
     Listed { count: count.ok(), gpus: Arc::new(gpus), missing, failures }
 }
 
-/// The call that gives the CUDA version. It reads libcuda where there is one, and needs none; its version 2 does.
+/// The call that gives the CUDA version. It reads libcuda if there is one, but does not need it,
+/// unlike version 2 of the call.
 const CUDA: &str = "nvmlSystemGetCudaDriverVersion";
 /// The call that counts the GPUs.
 pub const COUNT: &str = "nvmlDeviceGetCount_v2";
@@ -97,10 +98,10 @@ fn identify<'nvml>(
     Ok(Gpu { index, uuid, pci, device, calls })
 }
 
-/// A required fact of a GPU: no answer is an error too.
-fn required<T>(calls: &Calls, call: &'static str, made: impl FnOnce() -> Result<T, NvmlError>) -> Result<T, CallError> {
+/// Makes a call that must answer: "not offered" is an error too.
+fn required<T>(calls: &Calls, call: &'static str, make: impl FnOnce() -> Result<T, NvmlError>) -> Result<T, CallError> {
     let missing = || CallError::unreadable(call, "NVML does not offer this call here");
-    calls.ask(call, made)?.ok_or_else(missing)
+    calls.ask(call, make)?.ok_or_else(missing)
 }
 
 /// Asks the GPUs, and the kernel under `procfs`, for all other facts.
@@ -218,7 +219,7 @@ fn pcie(device: &Device<'_>, calls: &Calls) -> Answer<PcieLink> {
     Ok(generation.zip(width).and_then(|(generation, width)| pcie_link(generation, width)))
 }
 
-/// A generation and a width as a link. 2.5 GT/s x1 is the claim of virtual switches, and counts as unknown.
+/// A generation and a width as a link. Virtual switches report 2.5 GT/s x1, which counts as unknown.
 fn pcie_link(generation: u32, width: u32) -> Option<PcieLink> {
     /// The transfers of one lane in millions a second, from generation 1 on.
     const TRANSFERS: [u32; 6] = [2500, 5000, 8000, 16000, 32000, 64000];
@@ -227,11 +228,11 @@ fn pcie_link(generation: u32, width: u32) -> Option<PcieLink> {
 }
 
 fn nvlinks(device: &Device<'_>, calls: &Calls) -> Vec<Answer<NvLinkScan>> {
-    let all = links::all(device, calls).ok().flatten();
+    let all = links::states(device, calls).ok().flatten();
     let numbers = 0..links::MAX_LINKS;
     match all {
         Some(all) => numbers.zip(all).map(|(link, up)| nvlink(device, calls, link, up)).collect(),
-        None => numbers.map(|link| nvlink(device, calls, link, links::one(device, calls, link))).collect(),
+        None => numbers.map(|link| nvlink(device, calls, link, links::state(device, calls, link))).collect(),
     }
 }
 
@@ -260,7 +261,7 @@ fn fabric(device: &Device<'_>, calls: &Calls) -> Answer<FabricObservation> {
     Ok(joined.map(|fabric| FabricObservation { cluster: hyphenated(fabric.cluster), clique: fabric.clique }))
 }
 
-/// A UUID in its usual writing.
+/// The text of a UUID, with hyphens.
 fn hyphenated(uuid: [u8; 16]) -> String {
     let mut text = format!("{:032x}", u128::from_be_bytes(uuid));
     for at in [20, 16, 12, 8] {
@@ -277,7 +278,7 @@ fn common_ancestor(one: &Gpu<'_>, two: &Gpu<'_>) -> Answer<TopologyLevel> {
     TopologyLevel::from_nvml(number).map(Some).ok_or_else(unknown)
 }
 
-/// NVML's number of the first status of P2P that is not OK, of reading and writing; 0 if both are.
+/// The P2P status for reading from the other GPU or, if that is OK, for writing to it; NVML's number, 0 for OK.
 fn p2p(one: &Gpu<'_>, two: &Gpu<'_>) -> Answer<u32> {
     use sys::{
         nvmlGpuP2PCapsIndex_enum_NVML_P2P_CAPS_INDEX_READ as READ,
