@@ -42,11 +42,11 @@ impl DriverMetrics {
     /// Makes and registers the metrics.
     pub fn register(to: &mut Registry) -> Self {
         let starts = "Starts of the process that speaks to NVML; more than one means that it died or was replaced";
-        let released = "1 while linkwise lets go of the driver because an operator asked it to";
+        let released = "1 while an operator has released the driver";
         let stuck = "Processes that spoke to NVML, were killed and have not ended";
         let away = "1 while NVML has not answered for longer than the grace period";
-        let unheard = "GPUs whose events are not heard: they could not be registered for them, or are lost";
-        let events = "Failures to hear the driver's events: a wait for them, a registration, an event without a name";
+        let unheard = "GPUs whose events do not arrive: their registration failed, or they are lost";
+        let events = "Failed waits for the driver's events, and events that cannot be reported";
         Self {
             xids: new(to, "xid_errors", "XIDs the driver reported, of any class"),
             idle: new(to, "idle", "1 while this host has no NVIDIA GPU and linkwise waits for one"),
