@@ -122,7 +122,7 @@ async fn unregistered_gpus_are_heard_by_a_later_agent() {
         let setup = quick();
         setup.tell(&format!("fail {which} {call} 999"));
         let (node, kubelet) = setup.serve(8).await;
-        node.process.said(&format!("the events of {unheard} GPU(s) do not come")).await;
+        node.process.said(&format!("the events of {unheard} GPU(s) do not arrive")).await;
         until(async || node.setup.try_tell(&format!("unfail {which} {call}"))).await;
         node.metric(UNHEARD, 0).await;
         until(async || node.setup.try_tell("xid 1 79")).await;

@@ -39,7 +39,7 @@ async fn gpu_on_the_bus_that_nvml_never_lists_ends_the_process() {
         let (status, words) = node.process.ended().await;
         let last = words.last().unwrap();
         assert_eq!(status.code(), Some(1), "{last}");
-        assert!(last.contains("but the PCI bus has 0000:3b:00.0") && last.contains("has to be made again"), "{last}");
+        assert!(last.contains("but the PCI bus has 0000:3b:00.0") && last.contains("recreate the container"), "{last}");
     }
     let setup = Setup::with(BARE).arg("--nvml-grace-ms=10").arg("--fail-on-init-error=false").arg(SOON);
     setup.on_bus("0000:3b:00.0");

@@ -131,7 +131,7 @@ async fn node_is_unready_while_every_gpu_ends_agents() {
         }
         setup.tell("crash nvmlDeviceGetTemperature");
         let (node, kubelet) = setup.start_beside_kubelet().await;
-        node.process.said("agents end whichever GPU they skip").await;
+        node.process.said("agents would have to skip every GPU").await;
         node.ready(503, "NVML is initialised, but no agent has seen the GPUs").await;
         node.setup.tell("uncrash nvmlDeviceGetTemperature");
         registered(&kubelet, 1, gpus).await;
@@ -142,7 +142,7 @@ async fn node_is_unready_while_every_gpu_ends_agents() {
 async fn where_every_gpu_ends_children_none_is_left_out() {
     let (node, kubelet) = quick(Setup::on("dgx1-v100")).serve(8).await;
     node.setup.tell("crash nvmlDeviceGetTemperature");
-    node.process.said("agents end whichever GPU they skip").await;
+    node.process.said("agents would have to skip every GPU").await;
     node.metric("linkwise_nvml_away", 1).await;
     assert_eq!(node.process.count("GPU quarantined"), 0);
     allocation(&kubelet, "meanwhile", GPU, 4).await;

@@ -24,7 +24,7 @@ pub(super) struct AgentEnd {
     pub cause: Option<&'static str>,
     /// The reason in words, for people.
     pub why: String,
-    /// The GPU whose call hung or crashed it.
+    /// The GPU of the call that hung or crashed the agent.
     pub blamed: Option<CalledGpu>,
     pub reached: Reached,
 }
@@ -74,7 +74,8 @@ impl Outage {
         !matches!(self, Self::Never)
     }
 
-    /// Begins the time without a working agent, or gives it another cause. Before the first agent it is none.
+    /// Begins the time without a working agent, or gives it another cause. Does nothing before an agent has worked, or
+    /// once the outage is reported.
     pub fn begin(&mut self, why: String, until: Duration) {
         match self {
             Self::Up => *self = Self::Down { cause: why, report_at: until },
@@ -83,7 +84,8 @@ impl Outage {
         }
     }
 
-    /// Takes over the outage of another process, whose agent has worked. It is to be reported at a time.
+    /// Begins the outage of a process that takes over from another one, whose agent has worked. It is reported at
+    /// `report_at`.
     pub fn inherit(&mut self, cause: String, report_at: Duration) {
         if matches!(self, Self::Never) {
             *self = Self::Down { cause, report_at };
@@ -109,7 +111,7 @@ impl Outage {
     }
 }
 
-/// Decides what to do if NVML never answered: as the option says, or else by the GPUs on the PCI bus. An error ends
+/// Decides what to do if NVML never answered, by the option or else by the GPUs on the PCI bus. An error ends
 /// the process, so that its container is made again: a container gets its libraries and device nodes when it is made.
 /// The tests beside `machine` have all cases as a table.
 pub(super) fn without_nvml(
@@ -125,7 +127,7 @@ pub(super) fn without_nvml(
         return if others == Others::None { Err(unavailable + remedy) } else { Ok(Idle::Waiting(unavailable)) };
     }
     let Some(host) = host else {
-        // It is unknown if there is a GPU: this is no reason to end, and none to rest.
+        // Whether there is a GPU is unknown, so the process neither ends nor idles.
         let reason = format!("NVML cannot be initialised, and the PCI bus does not answer: {cause}");
         return Ok(Idle::Waiting(reason));
     };
@@ -141,7 +143,7 @@ pub(super) fn without_nvml(
     if reached != Reached::NoDriver && !host.is_tegra {
         // GPUs need not be on this bus (a simulated NVML, a /sys that is not the host's), and all of them may have
         // fallen off it: a library that exists and fails does not prove that there are none.
-        let unknown = "no NVIDIA GPU on the PCI bus; whether there is one is unknown until NVML answers";
+        let unknown = "no NVIDIA GPU on the PCI bus, which does not prove that the node has none";
         return Ok(Idle::Waiting(format!("{unavailable} ({unknown})")));
     }
     let foreign: Vec<String> =
@@ -150,5 +152,5 @@ pub(super) fn without_nvml(
         if foreign.is_empty() { String::new() } else { format!(" for NVIDIA's driver ({})", foreign.join(", ")) };
     let tegra =
         if host.is_tegra { "; this is a Tegra, whose integrated GPU needs the NVIDIA device plugin" } else { "" };
-    Ok(Idle::NoGpu(format!("no NVIDIA GPU on the PCI bus{foreign}, and none by NVML: {cause}{tegra}")))
+    Ok(Idle::NoGpu(format!("no NVIDIA GPU on the PCI bus{foreign}, and NVML reports none: {cause}{tegra}")))
 }

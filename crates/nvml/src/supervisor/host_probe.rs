@@ -25,7 +25,7 @@ pub(super) struct HostFingerprint {
 }
 
 impl HostFingerprint {
-    /// Returns true if the bus has other GPUs, or if another driver took or left one.
+    /// Returns true if the GPUs on the bus changed, or if another driver took or left one.
     pub fn has_other_bus(&self, before: &Self) -> bool {
         (self.gpus(), self.foreign()) != (before.gpus(), before.foreign())
     }
@@ -44,6 +44,7 @@ impl HostFingerprint {
     }
 }
 
+/// Reads the host again and again.
 #[derive(Debug)]
 pub(super) struct HostProbe {
     sysfs: PathBuf,
@@ -56,7 +57,7 @@ impl HostProbe {
         Self { sysfs, bus: PciBus::default() }
     }
 
-    /// Reads the host; `None` if a read ended with nothing, as one that hung may.
+    /// Reads the host; `None` if the driver's version is empty, as after a read that hung.
     pub fn look(&mut self) -> Option<HostFingerprint> {
         let version = version(&self.sysfs);
         if version.as_ref().is_some_and(String::is_empty) {
@@ -83,7 +84,7 @@ fn identity_with(sysfs: &Path, version: Option<String>) -> NodeIdentity {
         let version = version.unwrap_or_else(|| "unknown version".to_owned());
         format!("{version}, load {}", folder.ino())
     });
-    // Root alone may read it.
+    // Only root may read this file.
     let machine = line(&sysfs.join("class/dmi/id/product_uuid")).filter(|uuid| !uuid.is_empty());
     NodeIdentity { boot: boot(), driver, machine }
 }

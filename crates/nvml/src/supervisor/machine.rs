@@ -1,10 +1,10 @@
 //! The driver's state machine: decides which NVML agent runs, and turns its messages into actions.
 //!
 //! Pure: no I/O but log lines, no clock, no task. `mod.rs` is its one caller: it reports inputs and carries out
-//! actions. One agent runs at a time. If another one is needed (the driver was replaced, a GPU has come, a GPU is out of
-//! reach, a quarantined GPU is to be tried), the running one is killed, and the next one starts when its process has
-//! ended. Meanwhile the node is as last seen; the first scan and the first poll of the new agent find what has changed.
-//! The tests beside this file check the invariants with random sequences of inputs.
+//! actions. One agent runs at a time. If another one is needed (the driver was replaced, a GPU has appeared, a GPU is
+//! out of reach, a quarantined GPU is to be tried), the running one is killed, and the next one starts when its process
+//! has ended. Meanwhile the node is as last seen; the first scan and the first poll of the new agent find what has
+//! changed. The tests beside this file check the invariants with random sequences of inputs.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -22,22 +22,23 @@ use linkwise_core::state::{Event, MigInstance};
 use linkwise_core::topology::{GpuUuid, PciAddress};
 use linkwise_core::words::few;
 
-/// The number of unended processes at which no agent is started: more processes do not help a driver in which processes
-/// hang.
+/// The most killed processes that have not ended while another agent may start: more processes do not help a driver in
+/// which processes hang.
 const MAX_UNENDED: usize = 2;
 
 /// The longest pause before an agent is started again, as a multiple of the first.
 const MAX_DELAY: u32 = 60;
 
-/// The time that a start and a poll wait for short files; facts that come later count later.
-const FILES: Duration = Duration::from_millis(500);
+/// The longest time that a start and a poll wait for the probe of the host. Later facts are used once they arrive.
+const PROBE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The reason if the driver was released before an agent has seen the GPUs.
-const RELEASED: &str = "an operator released the driver before the GPUs were discovered: `linkwise admin resume`";
+const RELEASED: &str = "an operator released the driver before the GPUs were discovered; run `linkwise admin resume`";
 
-/// Names one agent, in the order of their starts.
+/// The number of an agent, in the order of starts.
 pub(super) type AgentId = u64;
 
+/// A report of the executor to the state machine.
 #[derive(Debug)]
 pub(super) enum Input {
     Message(AgentId, FromAgent),
@@ -51,15 +52,16 @@ pub(super) enum Input {
     Probed(Option<HostFingerprint>),
     /// The host was scanned; `None` if the scan broke off.
     HostScanned(Option<HostScan>),
-    /// The part of other processes of linkwise changed.
+    /// The part that other linkwise processes play changed.
     Others(Others),
     /// The time of [`DriverMachine::wake`] has come.
     Tick,
 }
 
+/// An order of the state machine to the executor.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Action {
-    /// Start an agent that skips these GPUs. With a trial it may hang at once, and has the short limit.
+    /// Start an agent that skips these GPUs. In a trial it may hang at once, so its start has the limit of other calls.
     Start {
         id: AgentId,
         skip: Vec<Place>,
@@ -76,7 +78,7 @@ pub(super) enum Action {
     Idle(Idle),
     /// Count an agent's end, by its cause.
     CountEnd(&'static str),
-    /// Report the number of GPUs whose events do not come.
+    /// Report the number of GPUs whose events do not arrive.
     Unheard(u32),
     /// Count a failure to receive the driver's events.
     CountFailure,
@@ -115,9 +117,9 @@ struct RunningAgent {
     began: Duration,
     skipped: Vec<Place>,
     /// Set once the agent has scanned the GPUs.
-    ready: bool,
+    is_ready: bool,
     /// Set once the agent has polled them.
-    polled: bool,
+    has_polled: bool,
 }
 
 /// The state of the driver's side of the node.
@@ -128,24 +130,24 @@ pub(super) struct DriverMachine {
     last_id: AgentId,
     /// The agents whose processes have not ended: a process that hangs in the kernel does not even die of SIGKILL.
     processes: BTreeSet<AgentId>,
-    /// The moment until which a start waits for them.
+    /// The moment until which a start waits for the end of these processes.
     awaited_until: Duration,
-    released: bool,
+    is_released: bool,
     others: Others,
     backoff: Backoff,
     /// Set once an agent has initialised NVML: this container can open the driver.
-    initialised: bool,
+    has_initialised: bool,
     outage: Outage,
     quarantine: Quarantine,
     renewal: Renewal,
     view: View,
     /// The host before the agent's start, or at the latest probe.
     host: Option<HostFingerprint>,
-    /// The begin of the running probe of the host.
+    /// The start of the running probe of the host.
     probe: Option<Duration>,
     /// The moment at which this process ends, and the reason: NVML lists none of the GPUs on the PCI bus.
     lists_none: Option<(Duration, String)>,
-    /// An agent has listed GPUs, of this process or of the one before it.
+    /// An agent has listed GPUs, of this process or of the previous one.
     has_listed: bool,
     library: Reported<String>,
     /// The reason why NVML is unavailable, as last logged.
@@ -156,8 +158,8 @@ pub(super) struct DriverMachine {
 }
 
 /// The remedy where NVML lists none of the GPUs on the bus.
-const NOT_LISTED: &str = ": the driver could not start them (dmesg, NVRM), or this container was made without them \
-                          (NVIDIA_VISIBLE_DEVICES, /dev/nvidia*) and has to be made again";
+const NOT_LISTED: &str = ": the driver could not start them, or this container lacks them; look for NVRM in dmesg, \
+                          check NVIDIA_VISIBLE_DEVICES and /dev/nvidia*, and recreate the container";
 
 impl DriverMachine {
     pub fn new(settings: Settings) -> Self {
@@ -173,15 +175,15 @@ impl DriverMachine {
 
     /// The agent that answers, if one does.
     pub fn answering(&self) -> Option<AgentId> {
-        self.running().filter(|agent| agent.ready).map(|agent| agent.id)
+        self.running().filter(|agent| agent.is_ready).map(|agent| agent.id)
     }
 
     /// Returns true while an agent starts, and none has failed since the last one that answered.
     pub fn is_starting(&self) -> bool {
         match &self.stage {
-            Stage::Pausing { .. } => !self.backoff.is_failing() && !self.released,
+            Stage::Pausing { .. } => !self.backoff.is_failing() && !self.is_released,
             Stage::Probing { .. } => true,
-            Stage::Running(agent) => !agent.ready,
+            Stage::Running(agent) => !agent.is_ready,
             Stage::Idle { .. } | Stage::Failed => false,
         }
     }
@@ -216,7 +218,7 @@ impl DriverMachine {
             Input::Message(id, message) => self.message(id, message, now),
             Input::Ended(id, end) => self.ended(id, end, now),
             Input::Reaped(id) => drop(self.processes.remove(&id)),
-            Input::Released(released) => self.release(released, now),
+            Input::Released(is_released) => self.set_released(is_released, now),
             Input::Probed(host) => self.probed(host, now),
             Input::HostScanned(host) => self.view.take_host(host, now),
             Input::Others(others) => self.take_others(others, now),
@@ -226,8 +228,8 @@ impl DriverMachine {
         std::mem::take(&mut self.actions)
     }
 
-    /// The moment at which this process ends because NVML lists none of the GPUs on the bus. It does not end while another
-    /// linkwise waits for it, or the driver is released.
+    /// The moment at which this process ends because NVML lists none of the GPUs on the bus. It does not end while
+    /// another linkwise waits for it, or the driver is released.
     fn lists_none_due(&self) -> Option<Duration> {
         let may_end = !self.has_listed
             && self.others == Others::None
@@ -253,7 +255,7 @@ impl DriverMachine {
         if let Others::HandedOver { away } = others {
             self.has_listed = true;
             let grace = if away { Duration::ZERO } else { self.settings.grace };
-            self.outage.inherit("it did for the linkwise before this one".to_owned(), now + grace);
+            self.outage.inherit("unavailable since the previous linkwise handed over the node".to_owned(), now + grace);
         }
     }
 
@@ -264,7 +266,7 @@ impl DriverMachine {
         } else if self.stuck.is_news(()) {
             tracing::error!(
                 agents = self.unended(),
-                "killed NVML agents do not end (stuck in the kernel): none is started before one of them has ended"
+                "killed NVML agents are stuck in the kernel, none starts until one ends; reboot the node if this lasts"
             );
         }
         if is_due(self.view.due()) {
@@ -304,7 +306,7 @@ impl DriverMachine {
                 Stage::Pausing { .. } => {
                     self.host = None;
                     // A probe that hangs is not awaited again.
-                    self.stage = Stage::Probing { until: now.max(self.probe.unwrap_or(now) + FILES) };
+                    self.stage = Stage::Probing { until: now.max(self.probe.unwrap_or(now) + PROBE_TIMEOUT) };
                     self.probe(now);
                 }
                 Stage::Probing { .. } => self.start(now),
@@ -322,7 +324,7 @@ impl DriverMachine {
         match self.stage {
             Stage::Pausing { until } => {
                 let until = if self.unended() == 0 { until } else { until.max(self.awaited_until) };
-                (!self.released && self.has_room()).then_some(until)
+                (!self.is_released && self.has_room()).then_some(until)
             }
             Stage::Probing { until } => Some(until),
             Stage::Idle { look_at } => self.probe.is_none().then_some(look_at),
@@ -337,7 +339,7 @@ impl DriverMachine {
     /// The moment at which the running agent is to be replaced, and the reason. While another process hangs, a GPU may
     /// hang the next one too, and the node would be without an agent.
     fn replacement_due(&self) -> Option<(Duration, String)> {
-        self.running().filter(|agent| agent.polled && self.unended() == 0)?;
+        self.running().filter(|agent| agent.has_polled && self.unended() == 0)?;
         let trial = self.quarantine.next_trial();
         let trial =
             trial.map(|(at, place)| (at, format!("trial of the quarantined GPU {} of {}", place.index, place.of)));
@@ -371,50 +373,50 @@ impl DriverMachine {
         let id = self.last_id;
         self.processes.insert(id);
         self.act(Action::Start { id, skip: skipped.clone(), is_trial: trial.is_some() });
-        self.stage = Stage::Running(RunningAgent { id, began: now, skipped, ready: false, polled: false });
+        self.stage = Stage::Running(RunningAgent { id, began: now, skipped, is_ready: false, has_polled: false });
     }
 
-    fn release(&mut self, released: bool, now: Duration) {
-        self.released = released;
-        // Without a GPU there is none to wait for.
+    fn set_released(&mut self, is_released: bool, now: Duration) {
+        self.is_released = is_released;
+        // A node without a GPU keeps its reason, because it does not wait for the driver.
         if !self.outage.has_worked() && !matches!(self.stage, Stage::Idle { .. } | Stage::Failed) {
-            let reason = if released { RELEASED } else { NOT_SEEN };
+            let reason = if is_released { RELEASED } else { NOT_SEEN };
             self.act(Action::Idle(Idle::Waiting(reason.to_owned())));
         }
         match self.stage {
-            Stage::Running(_) if released => {
+            Stage::Running(_) if is_released => {
                 self.replace("released", "an operator released the driver".to_owned(), now)
             }
-            Stage::Pausing { .. } | Stage::Probing { .. } if released => self.start_at_once(now),
+            Stage::Pausing { .. } | Stage::Probing { .. } if is_released => self.start_at_once(now),
             _ => {}
         }
     }
 
     fn ended(&mut self, id: AgentId, end: AgentEnd, now: Duration) {
         let Some(agent) = self.running().filter(|agent| agent.id == id) else { return };
-        let (began, reached) = (agent.began, if agent.ready { Reached::Gpus } else { end.reached });
+        let (began, reached) = (agent.began, if agent.is_ready { Reached::Gpus } else { end.reached });
         self.awaited_until = now + self.settings.pause;
         self.actions.extend(end.cause.map(Action::CountEnd));
         if let Some(gpu) = end.blamed {
             self.quarantine.blame(&gpu, end.why.clone(), now);
         }
-        self.without_agent(began, reached, end.why, now);
+        self.agent_failed(began, reached, end.why, now);
     }
 
     /// Kills the running agent, which is of no use.
-    fn useless(&mut self, reached: Reached, cause: &str, now: Duration) {
+    fn kill_useless(&mut self, reached: Reached, cause: &str, now: Duration) {
         let Some(began) = self.running().map(|agent| agent.began) else { return };
         self.kill("replaced", now);
-        self.without_agent(began, reached, cause.to_owned(), now);
+        self.agent_failed(began, reached, cause.to_owned(), now);
     }
 
-    /// Decides what follows from the failure of an agent for the node, and pauses.
-    fn without_agent(&mut self, began: Duration, reached: Reached, cause: String, now: Duration) {
+    /// Decides what the failure of an agent means for the node, and pauses.
+    fn agent_failed(&mut self, began: Duration, reached: Reached, cause: String, now: Duration) {
         let pause = self.backoff.failed_after(now.saturating_sub(began));
-        self.initialised |= matches!(reached, Reached::Nvml | Reached::Gpus);
+        self.has_initialised |= matches!(reached, Reached::Nvml | Reached::Gpus);
         if self.outage.has_worked() {
             self.outage.begin(cause.clone(), now + self.settings.grace);
-        } else if self.initialised && cause != NO_GPUS {
+        } else if self.has_initialised && cause != NO_GPUS {
             // This container can open the driver: the quarantine has to find the GPU behind the failure, and another
             // container would fail in the same way.
             let reason = format!("NVML is initialised, but no agent has seen the GPUs: {cause}");
@@ -424,7 +426,7 @@ impl DriverMachine {
                 Ok(idle @ Idle::Waiting(_)) => self.act(Action::Idle(idle)),
                 Ok(Idle::NoGpu(reason)) => {
                     tracing::info!(reason, "no NVIDIA GPU on this node: idle until one appears");
-                    // A node that had GPUs lacks them.
+                    // If the node had GPUs, this observation removes them.
                     self.actions.push(Action::Emit(Event::Observed(Box::default())));
                     self.act(Action::Idle(Idle::NoGpu(reason)));
                     self.stage = Stage::Idle { look_at: now + self.settings.bus_look };
@@ -481,7 +483,7 @@ impl DriverMachine {
         }
     }
 
-    /// Compares the host with that of the running agent, and asks for another agent if it requires one.
+    /// Compares the host with the previous probe, and replaces the running agent if a change requires it.
     fn compare(&mut self, host: HostFingerprint, now: Duration) {
         let Some(before) = self.host.replace(host.clone()) else {
             return self.emit(Event::Identified(host.identity));
@@ -499,7 +501,7 @@ impl DriverMachine {
     fn message(&mut self, id: AgentId, message: FromAgent, now: Duration) {
         let is_running = self.running().is_some_and(|agent| agent.id == id);
         match message {
-            // These count from any agent: a killed one may have sent them before.
+            // Events count from any agent: a killed agent may have sent them before its end.
             FromAgent::Xid { gpu, code, gpu_instance, compute_instance } => {
                 let instance = gpu_instance.map(|gpu_instance| MigInstance { gpu_instance, compute_instance });
                 self.event(&gpu.clone(), Event::Xid { gpu, code, instance }, now);
@@ -508,12 +510,12 @@ impl DriverMachine {
             FromAgent::Ready(scan) if is_running => self.scanned(*scan, now),
             FromAgent::Polled { gpus, missing, unheard, .. } if is_running => {
                 let Stage::Running(agent) = &mut self.stage else { return };
-                agent.polled = true;
+                agent.has_polled = true;
                 // A probe of the bus that hangs is not awaited again.
-                let until = self.probe.unwrap_or(now) + FILES;
-                let (before, lost) = self.view.polled(gpus, &missing, &agent.skipped, self.host.as_ref(), until);
+                let until = self.probe.unwrap_or(now) + PROBE_TIMEOUT;
+                let (previous, lost) = self.view.polled(gpus, &missing, &agent.skipped, self.host.as_ref(), until);
                 self.act(Action::Unheard(unheard));
-                self.actions.extend(before.map(Action::Emit));
+                self.actions.extend(previous.map(Action::Emit));
                 self.renewal.polled(lost, unheard, now);
                 self.probe(now);
             }
@@ -521,7 +523,7 @@ impl DriverMachine {
                 self.act(Action::CountFailure);
                 tracing::warn!(subject, call = %error.call, error = error.reason.to_string(), "NVML call failed");
             }
-            // The executor reads the reason for leaving, and the results of orders.
+            // The executor handles the reason for leaving and the results of orders.
             _ => {}
         }
     }
@@ -537,20 +539,20 @@ impl DriverMachine {
     /// Records a scan by the running agent: the first when it is ready, and one after each change.
     fn scanned(&mut self, scan: NodeScan, now: Duration) {
         let Stage::Running(agent) = &mut self.stage else { return };
-        if !agent.ready {
+        if !agent.is_ready {
             let none_on_bus = self.host.as_ref().is_some_and(|host| host.gpus().is_empty());
             // A Tegra's own GPU counts, but cannot be served.
             let has_none = scan.count == Some(0) || self.host.as_ref().is_some_and(|host| host.is_tegra);
             let is_useless = scan.gpus.is_empty() && has_none && agent.skipped.is_empty() && none_on_bus;
             if is_useless && self.view.published.is_none() {
                 // The agent has no GPU to follow, and would poll for ever.
-                return self.useless(Reached::NoDriver, NO_GPUS, now);
+                return self.kill_useless(Reached::NoDriver, NO_GPUS, now);
             }
-            let Some(verdict) = self.quarantine.agent_lives(&agent.skipped, scan.gpus.len(), scan.count) else {
-                return self.useless(Reached::Nvml, "agents end whichever GPU they skip", now);
+            let Some(verdict) = self.quarantine.agent_scanned(&agent.skipped, scan.gpus.len(), scan.count) else {
+                return self.kill_useless(Reached::Nvml, "agents would have to skip every GPU, so none is blamed", now);
             };
-            agent.ready = true;
-            self.view.force = true;
+            agent.is_ready = true;
+            self.view.must_publish = true;
             let version = |answer| known(answer).map_or("unknown", String::as_str);
             let (driver, nvml) = (version(&scan.driver), version(&scan.library));
             tracing::info!(gpus = scan.gpus.len(), driver, nvml, "NVML available");
@@ -560,7 +562,7 @@ impl DriverMachine {
             if self.outage.end() && self.settings.unhealthy_when_away {
                 self.emit(Event::DriverBack);
             }
-            self.report(verdict);
+            self.report_verdict(verdict);
         }
         // The identity is unknown if the host was not probed in time; then the next probe has it.
         let identity = self.host.as_ref().map(|host| Event::Identified(host.identity.clone()));
@@ -599,7 +601,7 @@ impl DriverMachine {
     }
 
     /// Reports the newly quarantined GPUs, and those that are quarantined no longer.
-    fn report(&mut self, verdict: Verdict) {
+    fn report_verdict(&mut self, verdict: Verdict) {
         // A GPU that was never scanned was never offered: it only gets a line in the log.
         let scanned = |place| self.view.nvml.as_ref()?.at(place).map(|gpu| gpu.uuid.clone());
         let name = |place| {
@@ -609,8 +611,8 @@ impl DriverMachine {
         let mut events = Vec::new();
         for (place, why) in verdict.quarantined {
             let (gpu, index, cause) = (name(place), place.index, &why);
-            tracing::error!(gpu, index, cause, "GPU quarantined: it ends the agents that query it");
-            // One that an earlier process scanned is in the record.
+            tracing::error!(gpu, index, cause, "GPU quarantined: NVML calls about it hang or crash the agent");
+            // A GPU that an earlier process scanned is in the health record.
             let gpu = scanned(place).or_else(|| self.quarantine.name(place).cloned());
             events.extend(gpu.map(|gpu| Event::Quarantined(gpu, why)));
         }

@@ -3,7 +3,7 @@
 //!
 //! Called by `machine`. A GPU is blamed when an NVML call about it hangs or crashes an agent. After two strikes within
 //! an hour the next agents skip the GPU. It counts as quarantined only once an agent that skipped it has seen other
-//! GPUs: if agents end all the same, or if there is no other GPU to compare with, the driver is at fault and no GPU is.
+//! GPUs: if agents end all the same, or if there is no other GPU to compare with, the driver is at fault, not a GPU.
 //! Trials follow, more and more rarely, until an agent that does not skip the GPU works.
 
 use std::collections::BTreeMap;
@@ -20,6 +20,7 @@ const WINDOW: Duration = Duration::from_secs(3600);
 /// The longest pause before a trial, as a multiple of the first.
 const MAX_DELAY: u32 = 60;
 
+/// The GPUs that ended agents, and the trials of those that are skipped.
 #[derive(Debug, Default)]
 pub(super) struct Quarantine {
     backoff: Backoff,
@@ -43,7 +44,7 @@ struct Skipped {
     try_at: Duration,
     pause: Duration,
     /// Set once an agent has worked without the GPU.
-    quarantined: bool,
+    is_quarantined: bool,
 }
 
 /// The conclusions from an agent that has scanned GPUs.
@@ -78,8 +79,8 @@ impl Quarantine {
         (blamed.last, blamed.why) = (now, why);
         if blamed.strikes >= STRIKES {
             let pause = blamed.backoff.failed();
-            let quarantined = blamed.skipped.as_ref().is_some_and(|skipped| skipped.quarantined);
-            blamed.skipped = Some(Skipped { try_at: now + pause, pause, quarantined });
+            let is_quarantined = blamed.skipped.as_ref().is_some_and(|skipped| skipped.is_quarantined);
+            blamed.skipped = Some(Skipped { try_at: now + pause, pause, is_quarantined });
         }
     }
 
@@ -91,13 +92,13 @@ impl Quarantine {
     /// The next trial: its moment, and its GPU.
     pub fn next_trial(&self) -> Option<(Duration, Place)> {
         let quarantined = |(place, blamed): (&Place, &Blamed)| {
-            blamed.skipped.as_ref().filter(|skipped| skipped.quarantined).map(|skipped| (skipped.try_at, *place))
+            blamed.skipped.as_ref().filter(|skipped| skipped.is_quarantined).map(|skipped| (skipped.try_at, *place))
         };
         self.gpus.iter().filter_map(quarantined).min()
     }
 
-    /// The GPUs that an agent which starts now must not touch, and the one that it tries. A trial that proves nothing
-    /// is repeated after the same pause.
+    /// Returns the GPUs that an agent which starts now must skip, and the GPU that it tries. A trial that proves
+    /// nothing is repeated after the same pause.
     pub fn start(&mut self, now: Duration) -> (Vec<Place>, Option<Place>) {
         let trial = self.next_trial().filter(|(at, _)| *at <= now).map(|(_, place)| place);
         if let Some(Blamed { skipped: Some(skipped), .. }) = trial.and_then(|place| self.gpus.get_mut(&place)) {
@@ -109,10 +110,10 @@ impl Quarantine {
 
     /// Records that an agent which skipped these GPUs saw `others`, of `count` GPUs. Returns `None` if it saw no GPU:
     /// then no GPU is blamed any more, and the agent is useless. An agent that cannot count the GPUs proves nothing.
-    pub fn agent_lives(&mut self, skipped: &[Place], others: usize, count: Option<u32>) -> Option<Verdict> {
+    pub fn agent_scanned(&mut self, skipped: &[Place], others: usize, count: Option<u32>) -> Option<Verdict> {
         let mut verdict = Verdict::default();
         let Some(count) = count else { return Some(verdict) };
-        // An index among another number of GPUs does not name one of these GPUs, and was not skipped.
+        // If NVML counts another number of GPUs, an index names another GPU, which was not skipped.
         let was_skipped = |place: &Place| place.of == count && skipped.contains(place);
         if others == 0 && self.gpus.keys().any(was_skipped) {
             self.gpus.clear();
@@ -120,12 +121,12 @@ impl Quarantine {
         }
         for (place, blamed) in &mut self.gpus {
             match &mut blamed.skipped {
-                Some(skipped) if was_skipped(place) && !skipped.quarantined => {
-                    skipped.quarantined = true;
+                Some(skipped) if was_skipped(place) && !skipped.is_quarantined => {
+                    skipped.is_quarantined = true;
                     verdict.quarantined.push((*place, blamed.why.clone()));
                 }
                 Some(skipped) if !was_skipped(place) => {
-                    if skipped.quarantined {
+                    if skipped.is_quarantined {
                         verdict.released.push(*place);
                     }
                     // The next strike within the window is enough.
@@ -139,17 +140,19 @@ impl Quarantine {
     }
 }
 
-/// The next agent that may see more than the present one: the library may answer GPU_IS_LOST for a GPU as long as a
-/// process lives, even after the GPU was reset, a process keeps the count of GPUs with which it started, and events
-/// come only for GPUs that were registered then. New agents follow ever more rarely while that does not help.
+/// Decides when a new agent replaces the running one because it may see more. The library may answer GPU_IS_LOST for a
+/// GPU until the process ends, even after a reset of the GPU; a process keeps the count of GPUs with which it started;
+/// and events arrive only for GPUs that were registered then. New agents follow more and more rarely while they see no
+/// more.
 #[derive(Debug, Default)]
 pub(super) struct Renewal {
     backoff: Backoff,
     /// A change of the host that requires a new agent at once, and the moment since when.
     changed: Option<(Duration, String)>,
-    /// The moment of the next new agent for GPUs that the present one does not reach or hear, and the reason.
+    /// The moment of the next new agent for GPUs that the running one does not reach or gets no events of, and why.
     next: Option<(Duration, String)>,
-    /// The number of GPUs whose events did not come at the agent's last poll; the most before its first.
+    /// The number of GPUs whose events did not arrive at the agent's last poll; before its first poll the largest
+    /// number, so that the first poll is not worse.
     unheard: u32,
 }
 
@@ -166,12 +169,13 @@ impl Renewal {
         self.changed = Some((now, why));
     }
 
-    /// Records a poll: one of the GPUs out of reach, if there is any, and the number of GPUs whose events do not come.
+    /// Records a poll: one of the GPUs out of reach, if there is any, and the number of GPUs whose events do not
+    /// arrive.
     /// If that grew while the agent ran, the next one starts at once.
     pub fn polled(&mut self, lost: Option<String>, unheard: u32, now: Duration) {
         let is_worse = unheard > std::mem::replace(&mut self.unheard, unheard);
-        let lost = lost.map(|gpu| format!("GPU {gpu} is out of reach, and may be back for a new process"));
-        let unheard = (unheard > 0).then(|| format!("the events of {unheard} GPU(s) do not come"));
+        let lost = lost.map(|gpu| format!("GPU {gpu} is out of reach, and a new agent may reach it"));
+        let unheard = (unheard > 0).then(|| format!("the events of {unheard} GPU(s) do not arrive"));
         match (lost.or(unheard), self.next.take()) {
             (Some(why), _) if is_worse => self.next = Some((now, why)),
             (Some(why), None) => self.next = Some((now + self.backoff.failed(), why)),
@@ -226,11 +230,11 @@ mod tests {
         let (mut quarantine, now) = (Quarantine::new(MINUTE), START);
         let skip = out(&mut quarantine, 3, now);
         assert_eq!((skip.as_slice(), quarantine.next_trial()), (&[place(3)][..], None));
-        let verdict = quarantine.agent_lives(&skip, 7, Some(8)).unwrap();
+        let verdict = quarantine.agent_scanned(&skip, 7, Some(8)).unwrap();
         assert_eq!(verdict, Verdict { quarantined: vec![(place(3), "second".into())], released: vec![] });
         assert_eq!(quarantine.next_trial(), Some((now + MINUTE, place(3))));
         // The quarantine is reported once.
-        assert_eq!(quarantine.agent_lives(&skip, 7, Some(8)).unwrap().quarantined, []);
+        assert_eq!(quarantine.agent_scanned(&skip, 7, Some(8)).unwrap().quarantined, []);
         // The GPU ends a trial: the pause doubles, up to an hour.
         let mut pauses = Vec::new();
         for _ in 0..7 {
@@ -245,14 +249,14 @@ mod tests {
         assert_eq!(quarantine.start(later).1, Some(place(3)));
         assert_eq!(quarantine.next_trial(), Some((later + MINUTE * 60, place(3))));
         assert_eq!(
-            (quarantine.agent_lives(&[], 0, None), skipped(&mut quarantine)),
+            (quarantine.agent_scanned(&[], 0, None), skipped(&mut quarantine)),
             (Some(Verdict::default()), vec![place(3)])
         );
         // However late it ends an agent again, the GPU is still skipped.
         quarantine.blame(&gpu(3), "at last".into(), later + WINDOW * 2);
         assert_eq!(skipped(&mut quarantine), [place(3)]);
         // The GPU passes a trial.
-        let verdict = quarantine.agent_lives(&[], 8, Some(8)).unwrap();
+        let verdict = quarantine.agent_scanned(&[], 8, Some(8)).unwrap();
         assert_eq!((verdict.released, skipped(&mut quarantine)), (vec![place(3)], vec![]));
         // After that, one more strike is enough.
         quarantine.blame(&gpu(3), "once more".into(), later + WINDOW * 3);
@@ -286,7 +290,7 @@ mod tests {
         let skip = out(&mut quarantine, 0, now);
         let both = out(&mut quarantine, 1, now);
         assert_eq!((skip.len(), both.len()), (1, 2));
-        assert_eq!(quarantine.agent_lives(&both, 0, Some(8)), None);
+        assert_eq!(quarantine.agent_scanned(&both, 0, Some(8)), None);
         assert_eq!((skipped(&mut quarantine), quarantine.next_trial()), (vec![], None));
     }
 
@@ -321,11 +325,11 @@ mod tests {
     fn strikes_end_with_another_number_of_gpus() {
         let (mut quarantine, now) = (Quarantine::new(MINUTE), START);
         let skip = out(&mut quarantine, 3, now);
-        quarantine.agent_lives(&skip, 7, Some(8)).unwrap();
-        let verdict = quarantine.agent_lives(&skip, 7, Some(7)).unwrap();
+        quarantine.agent_scanned(&skip, 7, Some(8)).unwrap();
+        let verdict = quarantine.agent_scanned(&skip, 7, Some(7)).unwrap();
         assert_eq!((verdict.released, skipped(&mut quarantine)), (vec![place(3)], vec![]));
         // The strikes of an index do not count against the next GPU with that index.
-        quarantine.agent_lives(&[], 8, Some(8)).unwrap();
+        quarantine.agent_scanned(&[], 8, Some(8)).unwrap();
         quarantine.blame(&gpu(3), String::new(), now);
         assert_eq!(skipped(&mut quarantine), []);
     }

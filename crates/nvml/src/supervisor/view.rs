@@ -1,8 +1,8 @@
 //! The node as agents and the host's files show it: scans and polls, published together. Pure.
 //!
-//! Called by `machine`. A scan through NVML waits a while for the scan of the host that belongs to it, and a poll for the
-//! probe of the PCI bus. Events and polls of unpublished GPUs wait too, since they would be dropped otherwise. A scan
-//! with failed calls is repeated, more and more rarely.
+//! Called by `machine`. A scan through NVML waits a while for the scan of the host that belongs to it, and a poll for
+//! the probe of the PCI bus. Events and polls of unpublished GPUs wait too, since they would be dropped otherwise. A
+//! scan with failed calls is repeated, more and more rarely.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -31,18 +31,19 @@ type Polls = BTreeMap<GpuUuid, HealthPoll>;
 /// The scans and polls, and their unpublished part.
 #[derive(Debug, Default)]
 pub(super) struct View {
-    /// The latest scan through NVML, completed by those before.
+    /// The latest scan through NVML, completed from the previous ones.
     pub nvml: Option<NodeScan>,
     /// The latest scan of the host; a failed one does not change it.
     host: Option<HostScan>,
     /// The node as it was published last.
     pub published: Option<NodeObservation>,
     /// Set to publish the next scan even if it equals the last one: another agent may speak to another driver.
-    pub force: bool,
+    pub must_publish: bool,
     /// The moment until which an unpublished scan waits for the host.
     pending: Option<Duration>,
     /// Set while the host is scanned.
-    host_runs: bool,
+    is_scanning_host: bool,
+    /// The events that wait for the pending scan.
     held: Vec<Event>,
     /// The polls that wait for the probe of the PCI bus, and until when.
     polls: Option<(Polls, Duration)>,
@@ -50,9 +51,10 @@ pub(super) struct View {
     once_listed: BTreeSet<PciAddress>,
     /// GPUs that the kernel has listed on the bus since linkwise started.
     once_on_bus: BTreeSet<PciAddress>,
-    /// The failures of the last scan, and the moment at which to repeat it.
+    /// The failures of the scan that was published last.
     failures: Vec<ProbeFailure>,
     backoff: Backoff,
+    /// The moment at which to repeat the scan.
     pub repeat_at: Option<Duration>,
 }
 
@@ -67,14 +69,14 @@ impl View {
     pub fn take(&mut self, scan: NodeScan, now: Duration, until: Duration) -> bool {
         self.once_listed.extend(scan.gpus.iter().map(|gpu| gpu.pci));
         self.nvml = Some(scan.after(self.nvml.as_ref()));
-        // A scan of the host that runs already has taken too long, or belongs to an unpublished scan.
-        self.pending.get_or_insert(if self.host_runs { now } else { until });
-        !std::mem::replace(&mut self.host_runs, true)
+        // A scan of the host that already runs has taken too long, or belongs to the pending scan.
+        self.pending.get_or_insert(if self.is_scanning_host { now } else { until });
+        !std::mem::replace(&mut self.is_scanning_host, true)
     }
 
     /// Takes a scan of the host; `None` if the scan broke off.
     pub fn take_host(&mut self, host: Option<HostScan>, now: Duration) {
-        self.host_runs = false;
+        self.is_scanning_host = false;
         if let Some((host, failures)) = host {
             let before = self.host.take().filter(|_| !failures.is_empty());
             self.host = Some((before.map_or(host, |(before, _)| before), failures));
@@ -86,7 +88,7 @@ impl View {
 
     /// The latest moment at which the pending scan is published.
     pub fn due(&self) -> Option<Duration> {
-        self.pending.map(|until| if self.host_runs { until } else { Duration::ZERO })
+        self.pending.map(|until| if self.is_scanning_host { until } else { Duration::ZERO })
     }
 
     /// Returns true if the readers of the node know the GPU, or if no pending scan could name it.
@@ -95,9 +97,9 @@ impl View {
         self.pending.is_none() || published.is_some_and(|node| node.gpus.iter().any(|known| known.uuid == *gpu))
     }
 
-    /// Takes a poll of the GPUs. It waits for the probe of the bus until `until` at the latest. Returns the poll before it
-    /// that still waits for the bus, and a GPU that answers no call of this process, if there is one. `skipped` are the
-    /// GPUs that the agent must not ask.
+    /// Takes a poll of the GPUs. It waits for the probe of the bus until `until` at the latest. Returns the
+    /// previous poll if that still waits for the bus, and a GPU that only a new process may reach, if there is one.
+    /// `skipped` are the GPUs that the agent must not ask.
     pub fn polled(
         &mut self,
         mut polls: Polls,
@@ -128,7 +130,7 @@ impl View {
         }
     }
 
-    /// The latest moment at which the waiting poll counts.
+    /// The latest moment at which the waiting poll is published.
     pub fn polls_due(&self) -> Option<Duration> {
         self.polls.as_ref().filter(|(polls, _)| !self.delays(polls)).map(|(_, until)| *until)
     }
@@ -143,8 +145,8 @@ impl View {
         self.pending.is_some() && !polls.keys().any(|gpu| self.is_published(gpu))
     }
 
-    /// A GPU that answers no call of this process: one that is lost or refused until a reset, one that cannot be
-    /// identified, or one on the bus that NVML has listed before and does not list.
+    /// A GPU that only a new process may reach: it is lost, refuses calls until a reset, or cannot be identified, or it
+    /// is on the bus and NVML no longer lists it.
     fn out_of_reach(&self, polled: &Polls, unpolled: &Polls, host: Option<&HostFingerprint>) -> Option<String> {
         let silent = |poll: &HealthPoll| matches!(poll.reach, Reach::Lost { .. } | Reach::ResetRequired { .. });
         let lost = polled.iter().find(|(_, poll)| silent(poll)).or_else(|| unpolled.iter().next());
@@ -155,7 +157,7 @@ impl View {
         })
     }
 
-    /// Polls for the GPUs that NVML counts and that were not asked, except the skipped ones.
+    /// The polls of the GPUs that the latest scan lists and the agent did not poll, except the skipped ones.
     fn unpolled(&self, polled: &Polls, missing: &[Missing], skipped: &[Place]) -> Polls {
         let Some(scan) = &self.nvml else { return BTreeMap::new() };
         let unlisted = || Reach::Failed { call: HANDLE.to_owned(), error: "NVML does not list it".to_owned() };
@@ -186,19 +188,19 @@ impl View {
         if node.failures != self.failures || node.failures.is_empty() {
             self.backoff.reset();
         }
-        // A process does not get rights while it runs: what they withhold is no reason to repeat the scan.
+        // A process gets no rights while it runs, so calls that it may not make are no reason to repeat the scan.
         let withheld = nvml.failures.iter().all(|failure| failure.error.fault() == Fault::NoPermission);
         let again = !withheld || node.failures.len() > nvml.failures.len();
         self.repeat_at = again.then(|| now + self.backoff.failed());
         self.failures.clone_from(&node.failures);
-        if self.host_runs {
+        if self.is_scanning_host {
             // This call still runs, which is no reason to repeat the scan.
             let (subject, call) = ("hwloc".to_owned(), "hwloc_topology_load".to_owned());
-            let error = "it takes too long; the host is as it was seen before, if it was".to_owned();
+            let error = "it has not returned; the previous scan of the host is used, if there is one".to_owned();
             node.failures.push(ProbeFailure { subject, call, error });
         }
-        let news = std::mem::take(&mut self.force) || self.published.as_ref() != Some(&node);
-        (news.then(|| self.published.insert(node).clone()), held)
+        let is_new = std::mem::take(&mut self.must_publish) || self.published.as_ref() != Some(&node);
+        (is_new.then(|| self.published.insert(node).clone()), held)
     }
 }
 

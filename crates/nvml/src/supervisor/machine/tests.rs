@@ -109,7 +109,7 @@ struct World {
     /// The time since when no agent is ready, after one was.
     down_since: Option<Duration>,
     has_worked: bool,
-    /// An agent has listed GPUs, of this process or of the one before it.
+    /// An agent has listed GPUs, of this process or of the previous one.
     has_listed: bool,
     away: bool,
     failed: bool,
@@ -187,7 +187,7 @@ impl World {
             }
             Action::Rescan(id) => assert!(self.processes[&id].serves(), "a scan is asked of an agent that is gone"),
             Action::Kill(id) => {
-                let process = self.processes.get_mut(&id).expect("only what lives can be killed");
+                let process = self.processes.get_mut(&id).expect("only a running agent can be killed");
                 assert_eq!(process.silent.replace(self.now), None, "killed twice");
             }
             Action::Probe => assert!(!std::mem::replace(&mut self.probing, true), "two probes at once"),
@@ -236,7 +236,7 @@ impl World {
         number.checked_rem(among.len()).map(|at| among[at])
     }
 
-    fn speaks(&self, number: usize) -> Option<AgentId> {
+    fn serving_agent(&self, number: usize) -> Option<AgentId> {
         self.chosen(number, Process::serves)
     }
 
@@ -287,7 +287,7 @@ impl World {
                 assert!(!overdue || self.away || self.failed, "an outage is not reported");
             }
             Happening::Ready(number, gpus) => {
-                let Some(id) = self.speaks(number) else { return };
+                let Some(id) = self.serving_agent(number) else { return };
                 let process = self.processes.get_mut(&id).unwrap();
                 process.gpus = gpus;
                 process.ready = true;
@@ -319,22 +319,22 @@ impl World {
                 self.tell(Input::Message(id, xid));
             }
             Happening::Crashes(number, gpu) => {
-                if let Some(id) = self.speaks(number) {
+                if let Some(id) = self.serving_agent(number) {
                     self.ends(id, Some(gpu), Reached::Nvml, false);
                 }
             }
             Happening::Hangs(number) => {
-                if let Some(id) = self.speaks(number) {
+                if let Some(id) = self.serving_agent(number) {
                     self.ends(id, None, Reached::Nvml, true);
                 }
             }
             Happening::Leaves(number) => {
-                if let Some(id) = self.speaks(number) {
+                if let Some(id) = self.serving_agent(number) {
                     self.ends(id, None, Reached::NoDriver, false);
                 }
             }
             Happening::Fails(number, memory) => {
-                if let Some(id) = self.speaks(number) {
+                if let Some(id) = self.serving_agent(number) {
                     let reached = if memory { Reached::OverMemory } else { Reached::Failure };
                     self.ends(id, None, reached, memory);
                 }
@@ -458,7 +458,8 @@ proptest! {
         }
         world.recovers();
         prop_assert!(world.failed || world.machine.answering().is_some(), "no agent works");
-        prop_assert!(!world.away && (world.failed || world.emitted == world.sent), "{:?} {:?}", world.emitted, world.sent);
+        let (emitted, sent) = (&world.emitted, &world.sent);
+        prop_assert!(!world.away && (world.failed || emitted == sent), "{emitted:?} {sent:?}");
     }
 }
 
@@ -497,7 +498,7 @@ impl World {
 #[test]
 fn lost_gpu_is_asked_for_by_new_processes_ever_more_rarely() {
     let mut world = working();
-    let (mut asked, mut agents) = (Vec::new(), 1);
+    let (mut starts, mut agents) = (Vec::new(), 1);
     let begin = world.now;
     let passes = |world: &mut World, lost| {
         world.happens(Happening::Passes(10_000));
@@ -509,12 +510,12 @@ fn lost_gpu_is_asked_for_by_new_processes_ever_more_rarely() {
         passes(&mut world, Some(3));
         if world.newest() != agents {
             let minutes = world.now.saturating_sub(begin).as_secs() / 60;
-            (agents, asked) = (world.newest(), [asked, vec![minutes]].concat());
+            (agents, starts) = (world.newest(), [starts, vec![minutes]].concat());
         }
     }
-    let pauses: Vec<u64> = asked.windows(2).map(|two| two[1] - two[0]).collect();
-    assert_eq!(pauses[..6], [2, 4, 8, 16, 32, 60], "{asked:?}");
-    assert!(asked[0] == 1 && pauses[6..].iter().all(|pause| *pause == 60), "{asked:?}");
+    let pauses: Vec<u64> = starts.windows(2).map(|two| two[1] - two[0]).collect();
+    assert_eq!(pauses[..6], [2, 4, 8, 16, 32, 60], "{starts:?}");
+    assert!(starts[0] == 1 && pauses[6..].iter().all(|pause| *pause == 60), "{starts:?}");
     // Once it answers, no process is started; a second loss is a new one.
     for _ in 0..400 {
         passes(&mut world, None);
@@ -564,7 +565,7 @@ fn killed_agents_that_do_not_end_hold_up_the_next_start() {
 fn agent_is_not_replaced_while_another_one_hangs() {
     let mut world = working();
     for _ in 0..2 {
-        let id = world.speaks(0).unwrap();
+        let id = world.serving_agent(0).unwrap();
         world.ends(id, Some(3), Reached::Nvml, true);
         world.happens(Happening::Passes(60_000));
         world.happens(Happening::Probed(Bus::Gpus));

@@ -6,9 +6,9 @@ use super::*;
 /// The result for the node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Becomes {
-    /// The process ends, so that its container is made anew.
+    /// The process ends, so that its container is made again.
     Ends,
-    /// The node has no GPUs: it rests until the bus has one, and its labels say so.
+    /// The node has no GPUs: it idles until the bus has one, and its labels say so.
     Idle,
     /// The node is not ready: the next agent follows after a pause, and labels stay.
     Waits,
@@ -46,17 +46,17 @@ fn becomes(case: Case, bus: Option<Bus>, fail_on_init_error: Option<bool>, other
         Case::OverMemory => Input::Ended(id, AgentEnd { reached: Reached::OverMemory, ..end }),
     };
     let actions = world.machine.step(input, world.now);
-    let said = actions.into_iter().filter_map(|action| match action {
+    let outcomes = actions.into_iter().filter_map(|action| match action {
         Action::Fail(_) => Some(Becomes::Ends),
         Action::Idle(Idle::NoGpu(_)) => Some(Becomes::Idle),
         Action::Idle(Idle::Waiting(_)) => Some(Becomes::Waits),
         _ => None,
     });
-    let said = said.last().expect("the node is told what becomes of it");
-    // A node that waits tries again; one that rests only looks at the bus. The agent that lists no GPU keeps running.
+    let outcome = outcomes.last().expect("the node gets an outcome");
+    // A node that waits tries again; an idle node only looks at the bus. The agent that lists no GPU keeps running.
     let starts = world.machine.wake().is_some_and(|wake| wake <= world.now + PAUSE);
-    assert!(matches!(case, Case::ListsNone) || starts == (said == Becomes::Waits), "{case:?} {bus:?}");
-    said
+    assert!(matches!(case, Case::ListsNone) || starts == (outcome == Becomes::Waits), "{case:?} {bus:?}");
+    outcome
 }
 
 #[test]
