@@ -45,7 +45,7 @@ pub fn run(args: &RunArgs) -> Result<()> {
     block_on(async {
         // These live over all starts: a signal between two must not be lost.
         let mut last_signals = LastSignals::listen()?;
-        while serve(args, &mut last_signals).await? && !last_signals.have_come() {
+        while serve(args, &mut last_signals).await? && !last_signals.has_received() {
             tracing::info!("starting anew");
         }
         Ok(())

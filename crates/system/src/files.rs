@@ -1,7 +1,7 @@
 //! Files that are written whole or not at all, and small files that are read with a bound.
 //!
-//! This module writes all of linkwise's files: CDI specs, the health record, MPS markers, snapshots. Its functions block:
-//! callers in async code use a blocking task, such as that of [`blocking()`]. It logs nothing.
+//! This module writes all of linkwise's files: CDI specs, the health record, MPS markers, snapshots. Its functions
+//! block: callers in async code use a blocking task, such as that of [`blocking()`]. It logs nothing.
 
 use std::fs::{self, DirBuilder, DirEntry, File, Permissions};
 use std::io::{self, Read, Write};
@@ -14,8 +14,8 @@ use tempfile::{Builder, NamedTempFile};
 /// The first part of a draft's name.
 pub const DRAFT: &str = ".linkwise-";
 
-/// A temporary file beside `path`, removed unless it is placed there. Its name begins with a dot, so that no reader of
-/// the folder takes it for a finished one. `mode` is subject to the umask.
+/// Makes a temporary file in the folder of `path`, removed unless it is moved to `path`. Its name begins with a
+/// dot, so that no reader of the folder takes it for a finished one. `mode` is subject to the umask.
 pub fn draft(path: &Path, mode: u32) -> io::Result<NamedTempFile> {
     Builder::new().prefix(DRAFT).permissions(Permissions::from_mode(mode)).tempfile_in(folder(path))
 }
@@ -113,7 +113,7 @@ pub fn read_all(from: impl Read, limit: u64) -> io::Result<Vec<u8>> {
 }
 
 /// Removes a file; on return it is gone from the disk. Returns true if there was one. Without a file, a read-only
-/// folder or a missing folder is no error. On an error the file may still exist.
+/// folder or a missing folder is not an error. On an error the file may still exist.
 pub fn remove(path: &Path) -> io::Result<bool> {
     let was_there = remove_for_this_boot(path)?;
     if was_there {
@@ -138,7 +138,8 @@ pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + 
     tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| Err(io::Error::other(error)))
 }
 
-/// As [`blocking`]. What is `held` is dropped when the work is done, also if nobody waits for it any more.
+/// Runs blocking work as [`blocking`] does. `held` is dropped when the work is done, even if the caller has stopped
+/// waiting.
 pub async fn blocking_with<H: Send + 'static, T: Send + 'static>(
     held: H,
     work: impl FnOnce() -> io::Result<T> + Send + 'static,
@@ -221,7 +222,7 @@ mod tests {
         // There is a file where a folder should be, or the file system's folders cannot be written to.
         let missing = [folder.path().join("other"), path.join("in a file"), "/proc/self/linkwise".into()];
         assert_eq!(missing.map(|path| remove(&path).unwrap()), [false; 3]);
-        assert!(remove(folder.path()).is_err(), "a folder is no file");
+        assert!(remove(folder.path()).is_err(), "a folder is not a file");
         assert!(remove(Path::new("/proc/self/status")).is_err() && remove(&path).unwrap() && !path.exists());
     }
 

@@ -19,13 +19,13 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use anyhow::{Context, Result};
 use tokio::sync::watch;
 
-/// Runs a future on a runtime of one thread, which must never block. Files are read and written on threads of their
-/// own, and log lines by the queue's thread.
+/// Runs a future on a runtime of one thread, which must never block: files are read and written on other threads, and
+/// log lines are written by the log's thread.
 pub fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.context("cannot start the async runtime")?;
     let result = runtime.block_on(future);
-    // Dropping the program would wait for threads that hang in the kernel.
+    // Dropping the runtime would wait for threads that hang in the kernel.
     runtime.shutdown_background();
     result
 }
@@ -35,19 +35,20 @@ pub fn send_if_new<T: PartialEq>(channel: &watch::Sender<T>, value: T) {
     channel.send_if_modified(|last| std::mem::replace(last, value) != *last);
 }
 
-/// Waits for a change that comes through a channel. If the channel's other end is gone, none comes any more.
+/// Waits for a change that comes through a channel. If the channel is closed, waits for ever.
 pub async fn or_never<T, E>(change: impl Future<Output = Result<T, E>>) {
     if change.await.is_err() {
         std::future::pending::<()>().await;
     }
 }
 
-/// Locks a mutex. Each of ours is locked to put in or take out something whole: a panic elsewhere leaves nothing half done.
+/// Locks a mutex, even after a panic of a thread that held the lock: our mutexes are locked only to put in or take out
+/// a whole value, so a panic leaves nothing half done.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Counts one of something for as long as it lives, however it ends.
+/// One of the things that a channel counts, until it is dropped.
 #[derive(Debug)]
 pub struct Counted(watch::Sender<usize>);
 

@@ -1,7 +1,7 @@
 //! The log: lines to standard error, written by a thread of its own.
 //!
-//! The reader of standard error may stop (a container's log pipe is full, its disk hangs). Then lines are lost, but no
-//! time: only that thread waits for the write, and the exit of the process waits at most 200 ms for it.
+//! The reader of standard error may stop (a container's log pipe is full, its disk hangs). Then lines are lost, but the
+//! program goes on: only that thread waits for the write, and the exit of the process waits for it at most 200 ms.
 
 use std::io::{self, Write};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
@@ -18,7 +18,7 @@ use linkwise_core::quote::quoted;
 use linkwise_core::words;
 
 /// The most lines that may be queued; further ones are lost.
-const LINES: usize = 1024;
+const MAX_LINES: usize = 1024;
 /// The longest time that the exit waits for the last lines.
 const FLUSH_TIMEOUT: Duration = Duration::from_millis(200);
 
@@ -34,6 +34,7 @@ enum Item {
     Flush(SyncSender<()>),
 }
 
+/// The writer that `tracing` formats each line into.
 struct Lines(SyncSender<Item>);
 
 /// The form of log lines.
@@ -47,15 +48,15 @@ pub enum LogFormat {
 
 words!(LogFormat { Text = "text", Json = "json" });
 
-/// Sets up the log, on standard error. The crate `quiet` says nothing, unless the filter names it.
+/// Sets up the log, on standard error. The crate `quiet` logs nothing, unless the filter names it.
 pub fn log_to_stderr(filter: &str, quiet: &str, format: LogFormat) -> Result<Log> {
     check(filter)?;
     let all = format!("{quiet}=off,{filter}");
     let filter: Targets = all.parse().with_context(|| format!("'{filter}' is not a log filter"))?;
-    let (lines, waiting) = sync_channel(LINES);
-    let writer = thread::Builder::new().name("log".to_owned()).spawn(move || write(&waiting));
+    let (sender, items) = sync_channel(MAX_LINES);
+    let writer = thread::Builder::new().name("log".to_owned()).spawn(move || write(&items));
     writer.context("cannot start the thread that writes the log")?;
-    let queue = lines.clone();
+    let queue = sender.clone();
     let log = tracing_subscriber::fmt::layer().with_writer(move || Lines(queue.clone())).with_target(false);
     let log = match format {
         LogFormat::Text => log.with_ansi(false).boxed(),
@@ -63,10 +64,11 @@ pub fn log_to_stderr(filter: &str, quiet: &str, format: LogFormat) -> Result<Log
     };
     let set = tracing_subscriber::registry().with(filter).with(log).try_init();
     set.map_err(|error| anyhow::anyhow!("cannot set up the log: {error}"))?;
-    Ok(Log(lines))
+    Ok(Log(sender))
 }
 
-/// Refuses the words that a filter takes for the names of targets that nothing has, and then shows no line at all.
+/// Refuses an item that is not a level, one of our targets or TARGET=LEVEL. The filter would take it for the name of a
+/// target, and the log would show no line at all.
 fn check(filter: &str) -> Result<()> {
     let is_level = |word: &str| word.parse::<LevelFilter>().is_ok();
     for item in filter.split(',').map(str::trim).filter(|item| !item.is_empty()) {
@@ -82,8 +84,8 @@ fn check(filter: &str) -> Result<()> {
 
 /// Writes until the last sender is dropped. A line that cannot be written is lost: there is no other place to report
 /// it.
-fn write(waiting: &Receiver<Item>) {
-    for item in waiting {
+fn write(items: &Receiver<Item>) {
+    for item in items {
         match item {
             Item::Line(line) => drop(io::stderr().write_all(&line)),
             Item::Flush(done) => drop(done.send(())),
@@ -93,10 +95,10 @@ fn write(waiting: &Receiver<Item>) {
 
 impl Drop for Log {
     fn drop(&mut self) {
-        let (done, written) = sync_channel(1);
+        let (done_sender, done) = sync_channel(1);
         // If the queue is full, the reader has stopped, or lines have been lost anyway.
-        if self.0.try_send(Item::Flush(done)).is_ok() {
-            let _ = written.recv_timeout(FLUSH_TIMEOUT);
+        if self.0.try_send(Item::Flush(done_sender)).is_ok() {
+            let _ = done.recv_timeout(FLUSH_TIMEOUT);
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Standard output, where a closed pipe is no error; tables in it; and the files that a person names, among them standard
-//! input.
+//! Standard output, where a closed pipe is not an error; tables for it; and the files that a user names, which may be
+//! standard input.
 
 use std::fmt::Display;
 use std::fs::File;
@@ -9,12 +9,13 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use linkwise_core::quote::escaped;
 
-/// Writes text or JSON to standard output, with escapes for what a terminal obeys, whatever it came from.
+/// Writes text or JSON to standard output. Control characters are escaped, because the text may come from anywhere.
 pub fn print(text: &str) -> io::Result<()> {
     print_styled(&escaped(text))
 }
 
-/// Writes to standard output what a terminal is to obey; `linkwise topology | head` is not a failure.
+/// Writes text with control characters to standard output. A closed pipe, as in `linkwise topology | head`, is not an
+/// error.
 pub fn print_styled(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -23,8 +24,8 @@ pub fn print_styled(text: &str) -> io::Result<()> {
     }
 }
 
-/// Writes lines to standard error, as the program of this name says them, with escapes for what a terminal obeys. If it is
-/// closed, no one can read them.
+/// Writes lines to standard error, each after the program's name and with control characters escaped. If standard error
+/// is closed, the lines are lost.
 pub fn complain<T: Display>(program: &str, lines: impl IntoIterator<Item = T>) {
     let mut errors = io::stderr().lock();
     for line in lines {
@@ -47,7 +48,7 @@ pub fn table(rows: &[Vec<String>]) -> String {
     rows.iter().map(line).collect()
 }
 
-/// A file that a person named, or standard input.
+/// Opens a file that a user named; `-` is standard input.
 pub fn open(path: &Path) -> Result<Box<dyn Read>> {
     match path.to_str() {
         Some("-") => Ok(Box::new(io::stdin().lock())),

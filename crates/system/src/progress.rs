@@ -11,10 +11,10 @@ use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 /// The time after which the line appears.
-const AFTER: Duration = Duration::from_secs(1);
+const FIRST_DELAY: Duration = Duration::from_secs(1);
 
 /// The time from one drawing to the next.
-const AGAIN: Duration = Duration::from_millis(250);
+const DRAW_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Work in progress; it ends when this is dropped.
 pub struct Progress {
@@ -27,11 +27,11 @@ impl Progress {
     /// Begins work.
     pub fn start(what: &str) -> Self {
         let what = Arc::new(Mutex::new(what.to_owned()));
-        let drawing = Some(channel()).filter(|_| stderr().is_terminal()).and_then(|(end, ended)| {
+        let drawing = Some(channel()).filter(|_| stderr().is_terminal()).and_then(|(end_sender, end)| {
             let shown = Arc::clone(&what);
-            let thread = Builder::new().name("progress".to_owned()).spawn(move || draw(&shown, &ended));
+            let thread = Builder::new().name("progress".to_owned()).spawn(move || draw(&shown, &end));
             // Without a thread there is no line; the work goes on.
-            Some((end, thread.ok()?))
+            Some((end_sender, thread.ok()?))
         });
         Self { what, drawing }
     }
@@ -44,23 +44,23 @@ impl Progress {
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        if let Some((end, thread)) = self.drawing.take() {
-            drop(end);
+        if let Some((end_sender, thread)) = self.drawing.take() {
+            drop(end_sender);
             // A thread that panicked has no line to clear.
             let _ = thread.join();
         }
     }
 }
 
-fn draw(what: &Mutex<String>, ended: &Receiver<()>) {
-    let (since, mut pause) = (Instant::now(), AFTER);
-    while ended.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
+fn draw(what: &Mutex<String>, end: &Receiver<()>) {
+    let (since, mut pause) = (Instant::now(), FIRST_DELAY);
+    while end.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
         let (what, seconds) = (lock(what).clone(), since.elapsed().as_secs());
         // If the line cannot be written, the work goes on.
         let _ = write!(stderr().lock(), "\r{what}, {seconds} s\x1b[K");
-        pause = AGAIN;
+        pause = DRAW_INTERVAL;
     }
-    if pause == AGAIN {
+    if pause == DRAW_INTERVAL {
         // This returns to the start of the line, and clears it.
         let _ = write!(stderr().lock(), "\r\x1b[K");
     }

@@ -1,11 +1,11 @@
-//! A right that several tasks have at a time, such as the one to write a node's files: it ends when the last of them has
-//! dropped it. A write that a disk has already keeps the right, also if nothing waits for the write any more.
+//! A right that several tasks hold at a time, such as the right to write a node's files: it ends when the last of them
+//! has dropped it. A write that has begun keeps the right, even if no task waits for the write any more.
 
 use std::sync::Arc;
 
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-/// A clone of a right.
+/// One holder's clone of a right.
 #[derive(Clone, Debug)]
 pub struct Right(Arc<DropGuard>);
 

@@ -36,8 +36,8 @@ impl LastSignals {
         }
     }
 
-    /// Returns true if one has come.
-    pub fn have_come(&mut self) -> bool {
+    /// Returns true if one of them has arrived.
+    pub fn has_received(&mut self) -> bool {
         self.recv().now_or_never().is_some()
     }
 }

@@ -111,7 +111,7 @@ impl Local {
         let routes = routes(orders);
         let accept = || async {
             let caller = self.listener.accept().await?;
-            Ok((caller.stream, if caller.admitted { routes.clone() } else { refusal(caller.peer.uid) }))
+            Ok((caller.stream, if caller.is_admitted { routes.clone() } else { refusal(caller.peer.uid) }))
         };
         connections::serve(Protocol::Http1, DEADLINE, accept).await;
     }

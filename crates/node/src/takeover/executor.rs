@@ -232,7 +232,7 @@ impl Takeover {
                 }
                 Some((connection, heard)) = requests, if hands_over => self.guest_said(connection, heard).await?,
                 Some(caller) = OptionFuture::from(listener) => match caller {
-                    Ok(caller) if caller.admitted => self.welcome(Connection::new(caller.stream)),
+                    Ok(caller) if caller.is_admitted => self.welcome(Connection::new(caller.stream)),
                     Ok(_) => {}
                     Err(_) => sleep(LOOK).await,
                 },

@@ -1,4 +1,4 @@
-//! The connections to one socket of ours: admitted and cut.
+//! The connections to one of our sockets: admits them and cuts them.
 //!
 //! tonic serves each connection in a task of its own, which the server's owner does not own; so the owner ends a
 //! connection by cutting it. A caller without permission is refused before a byte is read.
@@ -24,8 +24,8 @@ use linkwise_core::errors::chain;
 /// The pause after a failed accept: file descriptors may be exhausted for a while.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Accepts the admitted connections of a listener, for ever. `cut` breaks them; `open` has the number of those on which
-/// the caller has sent something. A kubelet takes a plugin for connected just before it sends HTTP/2's preface (grpc-go,
+/// Accepts the admitted connections of a listener, for ever. `cut` ends them; `open` counts those on which the caller
+/// has sent something. A kubelet considers a plugin connected just before it sends HTTP/2's preface (grpc-go,
 /// http2_client.go: `ConnBegin`), and may call another plugin until then.
 pub fn accepted(
     listener: Listener,
@@ -36,7 +36,7 @@ pub fn accepted(
     stream::unfold((listener, cut, open, report), |(listener, cut, open, report)| async move {
         loop {
             match listener.accept().await {
-                Ok(Caller { stream, peer, admitted: true }) => {
+                Ok(Caller { stream, peer, is_admitted: true }) => {
                     // Each connection has a token of its own, so that connections do not contend for one lock at each
                     // read.
                     let broken = Box::pin(cut.child_token().cancelled_owned());
@@ -64,7 +64,7 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// The outcome of a read or a write, which does not wait any more once the connection is cut.
+    /// The outcome of a read or a write: an error instead of waiting, once the connection is cut.
     fn unless_cut<T>(&mut self, context: &mut Context<'_>, outcome: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         if outcome.is_pending() && self.cut.as_mut().poll(context).is_ready() {
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));

@@ -28,7 +28,7 @@ pub struct Rpc {
 /// A connection that was not served.
 #[derive(Clone, Debug)]
 pub enum Refusal {
-    /// Its user may not call.
+    /// The caller's user may not connect.
     Caller(Peer),
     /// The connection could not be accepted, with the reason.
     NotAccepted(String),

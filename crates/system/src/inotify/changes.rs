@@ -11,11 +11,11 @@ use super::FolderWatch;
 use crate::uds::FileId;
 
 /// The least time between two checks in a storm of changes. Streams and deadlines get their turn meanwhile.
-const GAP: Duration = Duration::from_millis(2);
+const MIN_GAP: Duration = Duration::from_millis(2);
 
-/// The number of changes in a row, each less than [`GAP`] after the one before, that are not yet a storm: a kubelet
-/// that starts makes a few, and a plugin that checks its socket late registers twice.
-const RUSH: u32 = 8;
+/// The most changes in a row, each less than [`MIN_GAP`] after the previous one, that are not yet a storm. A kubelet
+/// that starts makes a few, and a plugin that then checks its socket late would register twice.
+const MAX_RUSH: u32 = 8;
 
 /// Follows a folder: by inotify if it works, and at least every `poll`.
 pub struct Changes {
@@ -23,19 +23,19 @@ pub struct Changes {
     watch: FolderWatch,
     poll: Duration,
     gap: Duration,
-    /// A change before this moment counts as one of a storm.
-    opens: Instant,
-    /// The number of such changes in a row.
-    rushed: u32,
+    /// The end of the gap after the last change; a change before it belongs to a rush.
+    gap_end: Instant,
+    /// The number of changes of the rush.
+    rush: u32,
     due: Instant,
 }
 
 impl Changes {
     /// Follows a folder from now on.
-    pub fn of(folder: &Path, poll: Duration, inotify: bool) -> Self {
-        let watch = if inotify { FolderWatch::of(folder) } else { FolderWatch::inactive() };
+    pub fn of(folder: &Path, poll: Duration, use_inotify: bool) -> Self {
+        let watch = if use_inotify { FolderWatch::of(folder) } else { FolderWatch::inactive() };
         let now = Instant::now();
-        Self { folder: FileId::of(folder), watch, poll, gap: GAP, opens: now, rushed: 0, due: now + poll }
+        Self { folder: FileId::of(folder), watch, poll, gap: MIN_GAP, gap_end: now, rush: 0, due: now + poll }
     }
 
     /// Returns true if the path still names the followed folder: inotify follows the folder, not the path.
@@ -51,15 +51,15 @@ impl Changes {
     /// Waits until something may have changed. Cancel-safe: the timer goes on.
     pub async fn next(&mut self) {
         let changed = async {
-            if self.rushed >= RUSH {
-                tokio::time::sleep_until(self.opens).await;
+            if self.rush >= MAX_RUSH {
+                tokio::time::sleep_until(self.gap_end).await;
             }
             self.watch.changed().await;
         };
         let _ = tokio::time::timeout_at(self.due, changed).await;
         let now = Instant::now();
-        self.rushed = if now < self.opens { self.rushed.saturating_add(1) } else { 0 };
-        (self.opens, self.due) = (now + self.gap, now + self.poll);
+        self.rush = if now < self.gap_end { self.rush.saturating_add(1) } else { 0 };
+        (self.gap_end, self.due) = (now + self.gap, now + self.poll);
     }
 }
 
@@ -74,11 +74,11 @@ mod tests {
         let mut changes = Changes::of(folder.path(), Duration::from_secs(3600), false);
         let (storm, changed) = watch::channel(0);
         (changes.watch, changes.gap) = (FolderWatch::of_counter(changed), Duration::from_secs(3600));
-        for change in 0..=RUSH {
+        for change in 0..=MAX_RUSH {
             storm.send_replace(change.into());
             changes.next().await;
         }
-        // One more change comes before any other event had its turn, as in a life that polls this one first.
+        // One more change comes before any other event had its turn, as in a loop that polls this future first.
         storm.send_replace(u64::MAX);
         tokio::select! {
             biased;
@@ -86,7 +86,7 @@ mod tests {
             () = std::future::ready(()) => {}
         }
         // The change is not lost, and comes after the gap.
-        changes.opens = Instant::now();
+        changes.gap_end = Instant::now();
         changes.next().await;
     }
 

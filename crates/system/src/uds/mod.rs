@@ -1,4 +1,4 @@
-//! Unix sockets: those linkwise listens on, those it connects to, and the process at the other end.
+//! Unix sockets: those that linkwise listens on, those that it connects to, and the process at the other end.
 //!
 //! Used by all modules that serve or call over Unix sockets (`admin`, `kubelet`, `dra`, `grpc`, `runtime`). This module
 //! knows none of them: neither the services nor the names of the sockets. A socket of ours is listening before it
@@ -73,8 +73,8 @@ pub struct SocketFile {
 }
 
 impl SocketFile {
-    /// Another name of the same socket, whose file is removed when that is dropped. Fails with `AlreadyExists` if there
-    /// is a file.
+    /// Makes another name of the same socket, which is removed when the returned value is dropped. Fails with
+    /// `AlreadyExists` if there is a file.
     pub fn alias(&self, path: &Path) -> io::Result<Self> {
         fs::hard_link(&self.path, path)?;
         Ok(Self { path: path.to_owned(), id: FileId::of_socket(path) })
@@ -114,7 +114,7 @@ pub struct Caller {
     /// The process that connected.
     pub peer: Peer,
     /// Set if the process may call; otherwise the connection must be closed, or answered with a refusal.
-    pub admitted: bool,
+    pub is_admitted: bool,
 }
 
 impl Listener {
@@ -124,17 +124,17 @@ impl Listener {
     pub async fn accept(&self) -> io::Result<Caller> {
         let (stream, _) = self.listener.accept().await?;
         let peer = Peer::of(&stream)?;
-        Ok(Caller { stream, peer, admitted: self.callers.admit(peer.uid, own_uid()) })
+        Ok(Caller { stream, peer, is_admitted: self.callers.admit(peer.uid, own_uid()) })
     }
 }
 
 /// Listens at `path`, at which no file may exist. Must be called within a tokio runtime. Fails with `AlreadyExists` if
 /// there is a file of any kind.
 pub fn listen(path: &Path, callers: Callers) -> io::Result<(SocketFile, Listener)> {
-    // The path that is bound may be the shorter one: this refuses a path that no client could connect to.
+    // The path that is bound below may be shorter: this refuses a `path` that no client could connect to.
     SockAddr::unix(path)?;
     // Between bind(2) and listen(2) a socket refuses connections, and `remove_dead` of another process would take it
-    // for a dead one. So it gets its name when it listens.
+    // for a dead one. So it gets its name once it listens.
     let bound = tempfile::Builder::new().prefix(".lw-").make_in(files::folder(path), listen_at)?;
     let listener = bound.persist_noclobber(path).map_err(|refused| refused.error)?;
     let file = SocketFile { path: path.to_owned(), id: FileId::of_socket(path) };
@@ -172,11 +172,11 @@ pub fn is_dead(path: &Path) -> bool {
         && connect().is_err_and(|error: io::Error| error.kind() == ErrorKind::ConnectionRefused)
 }
 
-/// Removes the dead sockets in `folder` for whose file names `ours` is true.
-pub fn remove_dead(folder: &Path, ours: impl Fn(&str) -> bool) -> io::Result<()> {
+/// Removes the dead sockets in `folder` for whose file names `is_ours` is true.
+pub fn remove_dead(folder: &Path, is_ours: impl Fn(&str) -> bool) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
-        if entry.file_name().to_str().is_some_and(&ours) && is_dead(&entry.path()) {
+        if entry.file_name().to_str().is_some_and(&is_ours) && is_dead(&entry.path()) {
             match fs::remove_file(entry.path()) {
                 // A kubelet that starts removes them too.
                 Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
@@ -277,7 +277,7 @@ mod tests {
             let (_file, listener) = listen(&path, callers).unwrap();
             let (caller, connected) = tokio::join!(listener.accept(), connect(&path));
             let (caller, (_, listens)) = (caller.unwrap(), connected.unwrap());
-            assert_eq!((caller.admitted, caller.peer.uid), (admitted, own_uid()));
+            assert_eq!((caller.is_admitted, caller.peer.uid), (admitted, own_uid()));
             assert_eq!(listens.pid, Some(i32::try_from(std::process::id()).unwrap()));
         }
     }

@@ -18,7 +18,7 @@ impl Callers {
         Self { only: Some(uid) }
     }
 
-    /// Returns true if a process of user `own` serves a caller of user `uid`: root and `own`.
+    /// Returns true if a process of user `own` serves a caller of user `uid`; it serves root and its own user.
     pub fn admit(self, uid: u32, own: u32) -> bool {
         self.only.map_or(uid == ROOT || uid == own, |only| uid == only)
     }
