@@ -1,8 +1,8 @@
 //! One full scan of the GPUs, answer by answer, completed from the last scan where a call failed. Pure.
 //!
 //! The agent fills a [`NodeScan`] and sends it; the program, the doctor and `linkwise snapshot` complete it with
-//! [`NodeScan::after`] and read it as observations. A failed call affects only its own fact: the answer of the scan
-//! before stays. "Not offered" is an answer, and replaces a known value.
+//! [`NodeScan::after`] and read it as observations. A failed call affects only its own fact: the answer of the
+//! previous scan stays. "Not offered" is an answer, and replaces a known value.
 
 use std::collections::BTreeMap;
 
@@ -37,7 +37,7 @@ pub struct NodeScan {
     pub gpus: Vec<GpuScan>,
     /// The failed calls, except those whose outcome is in the other fields.
     pub failures: Vec<CallFailure>,
-    /// As in [`NodeObservation`]. The supervisor knows it, not the agent.
+    /// As in [`NodeObservation`]. The supervisor sets it; the agent does not know it.
     #[serde(skip)]
     pub mig_orders: u64,
 }
@@ -150,7 +150,7 @@ pub fn known<T>(answer: &Answer<T>) -> Option<&T> {
     answer.as_ref().ok().and_then(Option::as_ref)
 }
 
-/// Takes out the errors of one subject, and puts the last answers in their place.
+/// Moves the errors of one subject to the failures, and puts the previous answers in their place.
 struct Retained<'a> {
     subject: String,
     failures: &'a mut Vec<CallFailure>,
@@ -161,8 +161,8 @@ impl Retained<'_> {
         self.part("", None, now, before);
     }
 
-    /// Retains the answer for a part. Equal errors of several parts, such as NVLinks, are gathered. One failed call may
-    /// cost a part two facts.
+    /// Retains the answer for a part. Equal errors of several parts, such as NVLinks, become one failure that lists
+    /// each part once: one failed call may cost a part two facts.
     fn part<T: Clone>(&mut self, what: &str, number: Option<u32>, now: &mut Answer<T>, before: Option<&Answer<T>>) {
         let Err(error) = &*now else { return };
         let same = |known: &&mut CallFailure| known.subject == self.subject && known.error == *error;
@@ -197,8 +197,8 @@ impl NodeScan {
         }
     }
 
-    /// This scan, completed from the one before. Facts whose calls failed stay as they were, and so do whole GPUs that
-    /// NVML counts but that were not asked or could not be identified. The errors become [`Self::failures`].
+    /// Completes this scan from the previous one. Facts whose calls failed stay as they were, and so do whole GPUs that
+    /// NVML counts but that the agent skipped or could not identify. The errors become [`Self::failures`].
     #[must_use]
     pub fn after(mut self, before: Option<&Self>) -> Self {
         let mut failures = std::mem::take(&mut self.failures);
@@ -235,7 +235,7 @@ impl NodeScan {
         self
     }
 
-    /// Retains pairs whose call failed, and pairs with a GPU that was not asked.
+    /// Retains the common ancestors of pairs whose call failed, and of pairs with a GPU that this scan does not have.
     fn retain_ancestors(&mut self, before: &[GpuScan]) {
         let listed: Vec<GpuUuid> = self.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
         for gpu in &mut self.gpus {
@@ -317,7 +317,7 @@ impl NodeScan {
 }
 
 impl GpuScan {
-    /// A GPU about which NVML says nothing.
+    /// A GPU about which NVML offers no other fact.
     #[cfg(test)]
     pub fn bare(index: u32, uuid: GpuUuid, pci: PciAddress) -> Self {
         Self {
@@ -369,7 +369,7 @@ impl GpuScan {
     }
 }
 
-/// The links by far end and state, in the order of their first links; `None` if no link could be asked.
+/// The links, grouped by far end and state, in the order of their first links; `None` if no link could be asked.
 fn nvlinks(links: &[Answer<NvLinkScan>], is_gpu_here: impl Fn(PciAddress) -> bool) -> Option<Vec<NvLinkObservation>> {
     let mut groups: Vec<NvLinkObservation> = Vec::new();
     for (number, link) in (0..).zip(links) {
@@ -412,7 +412,7 @@ impl MigScan {
                 facts.part("MIG device", Some(*index), &mut found.extension, old.map(|old| &old.extension));
                 facts.fact(&mut found.capabilities, old.map(|old| &old.capabilities));
             } else {
-                // A device that was made anew at another index must not appear twice.
+                // A device that moved to another index must not appear twice.
                 let moved = |old: &MigDeviceScan| here.contains(&old.device.uuid);
                 facts.part("MIG device", Some(*index), found, at(index).filter(|old| !known(old).is_some_and(moved)));
             }
