@@ -36,9 +36,9 @@ async fn two_claims_share_a_gpu_and_the_third_waits() {
     for claim in [&a, &b] {
         assert_eq!(start(&kubelet, claim).await.unwrap(), [node.gpu(0)]);
     }
-    let holders = "with the claim ml/claim-a (UID a), the claim ml/claim-b (UID b)";
+    let holders = "held by the claim ml/claim-a (UID a), the claim ml/claim-b (UID b)";
     let why = refusal(&kubelet, &c).await;
-    assert!(why.ends_with(&format!("1 of 2 shares are allocated to the claim, and 2 are {holders}")), "{why}");
+    assert!(why.ends_with(&format!("1 of 2 shares are allocated to the claim, but 2 are {holders}")), "{why}");
     let whole = node.claim("d", &[("gpus", "gpu-0")]);
     let why = refusal(&kubelet, &whole).await;
     assert!(why.ends_with("is prepared for the claim ml/claim-a (UID a)"), "{why}");
@@ -61,7 +61,7 @@ async fn killed_prepare_keeps_its_share() {
     node.crash(&kubelet).await;
     node.rewrite("a", |text| text.replace("\"Completed\"", "\"Started\""));
     let kubelet = node.serve().await;
-    assert!(refusal(&kubelet, &b).await.ends_with("and 2 are with the claim ml/claim-a (UID a)"));
+    assert!(refusal(&kubelet, &b).await.ends_with("but 2 are held by the claim ml/claim-a (UID a)"));
     assert_eq!(start(&kubelet, &a).await.unwrap(), [node.gpu(0)]);
     end(&kubelet, &a).await;
     assert_eq!(start(&kubelet, &b).await.unwrap(), [node.gpu(0)]);

@@ -15,7 +15,7 @@ pub(super) fn base(request: &str) -> &str {
     request.split('/').next().unwrap_or(request)
 }
 
-/// The alternative of the request that was taken: `quad` of `gpus/quad`.
+/// The alternative of the request that the scheduler took: `quad` of `gpus/quad`.
 pub(super) fn alternative(request: &str) -> Option<&str> {
     Some(request.split_once('/')?.1)
 }
@@ -24,15 +24,15 @@ pub(super) fn alternative(request: &str) -> Option<&str> {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(from = "Object")]
 pub struct Claim {
-    /// Name, namespace, UID.
+    /// Its name, namespace and UID.
     pub metadata: ClaimName,
-    /// The name that its pod has for it, if it was made from a template: an annotation.
+    /// The claim's name in its pod, from an annotation, if Kubernetes made the claim from a template.
     pub pod_claim_name: Option<String>,
     /// Its status.
     pub status: ClaimStatus,
 }
 
-/// The same as the API has it.
+/// A [`Claim`] in the API's form.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Object {
@@ -66,7 +66,7 @@ impl From<Object> for Claim {
 }
 
 impl Claim {
-    /// Returns true if a device of ours that was allocated to the claim is a MIG device by its name.
+    /// Returns true if our driver's devices in the allocation include a MIG device, by its name.
     pub fn asks_for_mig(&self) -> bool {
         self.allocated().filter(|result| result.driver == DRA_DRIVER).any(|result| is_mig(&result.device))
     }
@@ -93,14 +93,14 @@ pub struct Allocation {
     pub devices: DeviceAllocation,
 }
 
-/// See [`Allocation`].
+/// The `devices` of an [`Allocation`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct DeviceAllocation {
     /// The devices.
     #[serde(deserialize_with = "or_default")]
     pub results: Vec<AllocatedDevice>,
-    /// Configuration by class and claim; later wins.
+    /// The configurations of device classes and of the claim; a later one overrides an earlier one.
     #[serde(deserialize_with = "or_default")]
     pub config: Vec<AllocatedConfig>,
 }
@@ -117,7 +117,7 @@ pub struct AllocatedDevice {
     pub pool: String,
     /// Its name in the pool.
     pub device: String,
-    /// True if an administrator has it beside its users (`adminAccess`).
+    /// True if an administrator has it in addition to its users (`adminAccess`).
     pub admin_access: Option<bool>,
     /// The ID of its share, if several claims have the device.
     #[serde(rename = "shareID")]
@@ -161,9 +161,9 @@ fn as_text<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Erro
     serde_json::Value::deserialize(deserializer).map(|value| value.to_string())
 }
 
-/// The API server's answer is no claim.
+/// The error for an answer of the API server that is not a claim.
 #[derive(Debug, Error)]
-#[error("the API server's answer is no ResourceClaim: {}", one_line(.0))]
+#[error("the API server's answer is not a ResourceClaim: {}", one_line(.0))]
 pub struct NoClaim(String);
 
 impl Claim {
@@ -172,7 +172,7 @@ impl Claim {
     ///
     /// # Errors
     ///
-    /// The text is no JSON, a field has another type, or the claim has no UID.
+    /// The text is not JSON, a field has another type, or the claim has no UID.
     pub fn from_json(text: &[u8]) -> Result<Self, NoClaim> {
         let claim: Self = serde_json::from_slice(text).map_err(|error| NoClaim(error.to_string()))?;
         if claim.metadata.uid.is_empty() {
@@ -188,7 +188,7 @@ pub enum ReadClaimError {
     /// There is no such claim.
     #[error("there is no such claim")]
     NotFound,
-    /// The API server could not be asked, or refused.
+    /// The API server could not be reached, or refused.
     #[error("{0}")]
     Failed(String),
 }
@@ -222,13 +222,13 @@ mod tests {
     }
 
     #[test]
-    fn answer_that_is_no_claim_is_refused() {
+    fn answer_that_is_not_a_claim_is_refused() {
         let deep = format!("{{\"metadata\":{}", "[".repeat(100_000));
         for text in
             ["", "null", "[]", "{}", r#"{"metadata":{"uid":7}}"#, r#"{"metadata":{"uid":"u"},"status":3}"#, &deep]
         {
             let error = Claim::from_json(text.as_bytes()).unwrap_err().to_string();
-            assert!(error.starts_with("the API server's answer is no ResourceClaim"), "{error}");
+            assert!(error.starts_with("the API server's answer is not a ResourceClaim"), "{error}");
         }
     }
 }

@@ -1,7 +1,8 @@
 //! Opaque configuration of claims: NVIDIA's `GpuConfig` and `MigDeviceConfig` (`resource.nvidia.com/v1beta1`).
 //!
-//! Strict, as NVIDIA's driver: an unknown kind, version, field or value is an error of the claim. Every setting is
-//! either enforced or refused by name. Time slices of the default length need nothing, because a GPU has them anyway.
+//! The reader is as strict as NVIDIA's driver: an unknown kind, version, field or value is an error of the claim.
+//! Every setting is either enforced or refused by name. Time slices of the default length need nothing, because a GPU
+//! has them anyway.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -50,16 +51,16 @@ pub enum ConfigError {
     #[error("configuration without opaque parameters is not supported")]
     NotOpaque,
     /// The source is neither the claim nor its class.
-    #[error("configuration from {} is not supported; known are FromClass and FromClaim", quoted(.0))]
+    #[error("configuration from {} is not supported; supported are FromClass and FromClaim", quoted(.0))]
     Source(String),
-    /// The parameters are no JSON object.
+    /// The parameters are not a JSON object.
     #[error("opaque parameters: {}", one_line(.0))]
     NoObject(String),
-    /// The configuration is of another API.
-    #[error("opaque parameters: apiVersion {} is not supported; known is resource.nvidia.com/v1beta1", quoted(.0))]
+    /// The configuration belongs to another API.
+    #[error("opaque parameters: apiVersion {} is not supported; use resource.nvidia.com/v1beta1", quoted(.0))]
     ApiVersion(String),
-    /// The configuration is of another kind of that API.
-    #[error("opaque parameters: kind {} is not supported; known are GpuConfig and MigDeviceConfig", quoted(.0))]
+    /// The configuration is another kind of object of that API.
+    #[error("opaque parameters: kind {} is not supported; use GpuConfig or MigDeviceConfig", quoted(.0))]
     Kind(String),
     /// A field or value is unknown, or has another type.
     #[error("{0}: {why}", why = one_line(.1))]
@@ -67,13 +68,13 @@ pub enum ConfigError {
     /// The configuration asks for time slices of another length.
     #[error(
         "{0}: sharing.timeSlicingConfig.interval {1} is not supported: linkwise leaves time slices to the \
-         driver; supported is Default"
+         driver; use Default"
     )]
     Interval(&'static str, String),
     /// The configuration asks for MPS on MIG devices.
     #[error(
         "{0}: sharing.strategy MPS is not supported: linkwise runs MPS control daemons for whole GPUs, not for MIG \
-         devices; supported is TimeSlicing"
+         devices; use TimeSlicing"
     )]
     MpsOnMig(&'static str),
     /// The configuration is for GPUs and a MIG device was allocated, or the other way round.
@@ -97,12 +98,12 @@ pub(super) struct Configs(Vec<Config>);
 struct Config {
     kind: Kind,
     requests: Vec<String>,
-    mps: Asks,
+    mps: RequestedMps,
 }
 
-/// The MPS that a configuration asks for, or the reason why its sharing cannot be enforced. `None`: containers take
-/// turns.
-type Asks = Result<Option<MpsConfig>, ConfigError>;
+/// The MPS that a configuration requests, or the reason why its sharing cannot be enforced. `None` if containers take
+/// turns on the device.
+type RequestedMps = Result<Option<MpsConfig>, ConfigError>;
 
 impl Configs {
     /// Reads all configurations for our driver: those of classes first, then the claim's own.
@@ -123,7 +124,7 @@ impl Configs {
         Ok(Self(read))
     }
 
-    /// The MPS settings for a device, with the configuration's number, if its configuration asks for MPS. `request` may
+    /// The MPS settings for a device, with the configuration's number, if its configuration requests MPS. `request` may
     /// have an alternative, `gpus/quad`; a configuration for `gpus` applies to it too. A configuration that names no
     /// request is for all devices of its kind.
     ///
@@ -196,9 +197,7 @@ impl Mps {
     /// Reads the limits; `Err` has the reason why they are wrong.
     fn read(self) -> Result<MpsConfig, String> {
         if self.multi_user == Some(true) {
-            return Err(
-                "mpsConfig.multiUser is not supported: an MPS server of linkwise has clients of one user".into()
-            );
+            return Err("mpsConfig.multiUser is not supported: an MPS server of linkwise serves one user only".into());
         }
         let thread_percentage = self.default_active_thread_percentage;
         if let Some(wrong) = thread_percentage.filter(|percent| !(1..=100).contains(percent)) {
@@ -207,7 +206,7 @@ impl Mps {
         let mib = |field: &str, limit: &Value| {
             let text = limit.as_str().map_or_else(|| limit.to_string(), str::to_owned);
             let mib = quantity::parse(&text).map(|bytes| bytes >> 20).filter(|mib| *mib > 0);
-            mib.ok_or_else(|| format!("mpsConfig.{field} is {}, no amount of memory of 1Mi or more", quoted(&text)))
+            mib.ok_or_else(|| format!("mpsConfig.{field} is {}, not an amount of at least 1Mi", quoted(&text)))
         };
         let all = self.default_pinned_device_memory_limit;
         let all = all.map(|limit| mib("defaultPinnedDeviceMemoryLimit", &limit)).transpose()?;
@@ -217,8 +216,8 @@ impl Mps {
     }
 }
 
-/// Reads one object: its kind, and the MPS that it asks for.
-fn parse(parameters: &str) -> Result<(Kind, Asks), ConfigError> {
+/// Reads one object: its kind, and the MPS that it requests.
+fn parse(parameters: &str) -> Result<(Kind, RequestedMps), ConfigError> {
     let mut object = match serde_json::from_str(parameters) {
         Ok(Value::Object(object)) => object,
         Ok(_) => return Err(ConfigError::NoObject("not a JSON object".to_owned())),
@@ -253,7 +252,7 @@ fn parse(parameters: &str) -> Result<(Kind, Asks), ConfigError> {
         let known = INTERVALS.join(", ");
         return Err(field(format!("unknown interval {}, expected one of {known}", quoted(unknown))));
     }
-    let asks = match (sharing.strategy, interval) {
+    let mps = match (sharing.strategy, interval) {
         (Strategy::Mps, Some(_)) => return Err(field("timeSlicingConfig is given with the strategy MPS".to_owned())),
         (Strategy::TimeSlicing, _) if sharing.mps_config.is_some() => {
             return Err(field("mpsConfig is given with the strategy TimeSlicing".to_owned()));
@@ -268,5 +267,5 @@ fn parse(parameters: &str) -> Result<(Kind, Asks), ConfigError> {
         (Strategy::TimeSlicing, None | Some("Default")) => Ok(None),
         (Strategy::TimeSlicing, Some(interval)) => Err(ConfigError::Interval(kind.name(), interval.to_owned())),
     };
-    Ok((kind, asks))
+    Ok((kind, mps))
 }

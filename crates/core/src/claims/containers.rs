@@ -1,7 +1,7 @@
 //! The content of a claim's CDI devices, one for each request.
 //!
-//! It follows from the claim's hardware and from the node as it is now, never from what the claim's containers got
-//! before: minor numbers move with a reboot, a MIG device is made anew, options change.
+//! The content depends on the claim's hardware and on the node as it is now, never on what the claim's containers got
+//! before: a reboot changes minor numbers, a MIG device is made again, the operator changes options.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -12,13 +12,13 @@ use crate::publish::injection::{ChosenDevice, Granted, Injection, InjectionOptio
 use crate::publish::{MpsClient, MpsShm};
 use crate::state::{ClientLimits, Prepared};
 
-/// What a container gets that uses one request of a claim.
+/// The edits of a container that uses one request of a claim.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RequestEdits {
-    /// The CDI devices of the node of which it gets the edits: the GPUs of the request, in the order of the allocation,
-    /// and those that come with every GPU.
+    /// The node's CDI devices whose edits the container gets: the GPUs of the request, in the order of the allocation,
+    /// then the devices that come with every GPU.
     pub devices: Vec<NodeDevice>,
-    /// What containers get beside them: environment, device nodes and mounts.
+    /// The other edits: environment, device nodes and mounts.
     pub own: Injection,
 }
 
@@ -27,7 +27,8 @@ pub struct RequestEdits {
 pub struct NodeDevice {
     /// Its full name, `vendor/class=name`.
     pub name: String,
-    /// The device nodes in a container that its edits need to have by the snapshot: edits without them are older.
+    /// The device nodes, by their paths in a container, that the device's edits must have. Edits without them are
+    /// older than the snapshot.
     pub nodes: Vec<String>,
 }
 
@@ -35,7 +36,7 @@ pub struct NodeDevice {
 ///
 /// # Errors
 ///
-/// A device is not in the snapshot, or containers could not get it.
+/// The snapshot lacks a device, or containers could not get it.
 pub fn containers(prepared: &Prepared, node: PlanInputs<'_>) -> Result<BTreeMap<String, RequestEdits>, ClaimError> {
     let topology = node.state.topology();
     let mut chosen: BTreeMap<&str, Vec<ChosenDevice<'_>>> = BTreeMap::new();
@@ -61,11 +62,11 @@ pub fn containers(prepared: &Prepared, node: PlanInputs<'_>) -> Result<BTreeMap<
         chosen.dedup_by_key(|device| device.uuid());
         let mut devices = Vec::new();
         for device in &chosen {
-            // By UUID: an index may be another GPU's by now.
+            // By UUID, because an index may belong to another GPU now.
             devices.push(NodeDevice { name: format!("{kind}={}", device.uuid()), nodes: device.nodes()? });
         }
-        let beside = node.host.cdi_devices.iter().map(|name| NodeDevice { name: name.clone(), nodes: Vec::new() });
-        devices.extend(beside);
+        let common = node.host.cdi_devices.iter().map(|name| NodeDevice { name: name.clone(), nodes: Vec::new() });
+        devices.extend(common);
         let limits = prepared.mps.as_ref().and_then(|mps| mps.clients.get(request));
         let daemon = prepared.mps.as_ref().filter(|_| limits.is_some()).and_then(|mps| mps.order.name());
         let mps = daemon.map(|daemon| {

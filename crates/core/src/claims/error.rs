@@ -16,24 +16,24 @@ use crate::topology::{GpuUuid, MigUuid};
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ClaimError {
     /// Another claim has the name now.
-    #[error("the claim {claim} has the UID {}, not {}", quoted(.found), quoted(.asked))]
+    #[error("the claim {claim} has the UID {}, not {}", quoted(.found), quoted(.requested))]
     OtherUid {
         /// `namespace/name`.
         claim: String,
-        /// The UID that the kubelet named.
-        asked: String,
+        /// The UID in the kubelet's request.
+        requested: String,
         /// The UID that the API server has.
         found: String,
     },
     /// The API server answered for another claim.
-    #[error("the API server answered with the claim {}, not {}", quoted(.found), quoted(.asked))]
+    #[error("the API server answered with the claim {}, not {}", quoted(.found), quoted(.requested))]
     OtherClaim {
-        /// `namespace/name` as asked.
-        asked: String,
-        /// `namespace/name` as answered.
+        /// `namespace/name` in the kubelet's request.
+        requested: String,
+        /// `namespace/name` in the answer.
         found: String,
     },
-    /// The claim has more than the API server stores.
+    /// The claim has more devices or configurations than the API server accepts.
     #[error("the claim {claim} has {count} {what}; the API's limit is {limit}")]
     TooMany {
         /// `namespace/name`.
@@ -45,14 +45,14 @@ pub enum ClaimError {
         /// The most that there may be.
         limit: usize,
     },
-    /// The scheduler has not allocated devices to it.
+    /// The scheduler has not allocated devices to the claim.
     #[error("the claim {0} has no allocation")]
     NotAllocated(String),
-    /// All its devices are of other drivers.
+    /// All devices of the claim belong to other drivers.
     #[error("the claim {0} has no device of the driver {DRA_DRIVER}")]
     NoDevices(String),
     /// A device belongs to another pool, which means another node.
-    #[error("device {} is of the pool {}; this node has the pool {}", quoted(.device), quoted(.pool), quoted(.ours))]
+    #[error("device {} belongs to the pool {}, not to this node's {}", quoted(.device), quoted(.pool), quoted(.ours))]
     OtherPool {
         /// The device.
         device: String,
@@ -61,7 +61,7 @@ pub enum ClaimError {
         /// Our pool.
         ours: String,
     },
-    /// This node has no such device.
+    /// This node does not have the device. The second text lists the devices that it has.
     #[error("there is no device {device} on this node; there are {1}", device = quoted(.0))]
     UnknownDevice(String, String),
     /// The claim cannot have one of its devices.
@@ -77,54 +77,54 @@ pub enum ClaimError {
     /// The claim has the same hardware twice.
     #[error("device {0} shares hardware with another device of the same claim, {1}")]
     Repeated(String, String),
-    /// The kubelet has CDI names of the claim's last preparation that are now another's.
+    /// The kubelet keeps CDI names of the claim's last preparation, but the claim does not have these GPUs any more.
     #[error(
-        "the kubelet has the CDI names {} of this claim from an earlier linkwise, which are not its devices any more: \
-         delete its pods", .0.join(", ")
+        "the kubelet has the CDI names {} from an earlier preparation of this claim, which does not have these GPUs \
+         any more; delete the claim's pods", .0.join(", ")
     )]
     OldNames(Vec<String>),
-    /// Its configuration cannot be enforced.
+    /// The claim's configuration cannot be enforced.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// Its containers could not get the GPU.
+    /// The claim's containers could not get the GPU.
     #[error(transparent)]
     Injection(#[from] InjectionError),
 }
 
-/// The reason why a claim cannot have a device. Its text goes on after the device's name.
+/// The reason why a claim cannot have a device. The text of [`ClaimError::Device`] appends it to the device's name.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum DeviceRefusal {
-    /// DRA does not offer the GPU, or not yet. The GPU's door; `None` if a filter leaves it out.
+    /// DRA does not offer the GPU, or not yet. The value is the GPU's door; `None` if a filter leaves the GPU out.
     #[error(" {}", not_dra(*.0))]
     NotDra(Option<Door>),
-    /// The driver cannot reach it, by the driver's or the kernel's report.
+    /// The driver cannot reach the GPU, as the driver or the kernel reported.
     #[error(" is lost: {0}")]
     Lost(UnhealthyReason),
-    /// Another claim has it.
+    /// Another claim has the hardware.
     #[error(" is prepared for the claim {}", .0.with_uid())]
     Taken(Box<ClaimName>),
-    /// This MIG device is in the place of the one to be made.
-    #[error(" cannot be made: {0} is in its place, which no claim had made")]
+    /// An administrator's MIG device is in the place where the claim's would be made.
+    #[error(" cannot be made: {0} is in its place and was not made for a claim")]
     PlaceTaken(MigUuid),
-    /// It went away while the claim was being prepared.
+    /// The device went away while the claim was being prepared.
     #[error(" is gone")]
     Vanished,
-    /// A pod has it otherwise than by our DRA plugin; the holder, in words.
+    /// A pod has the GPU through a device plugin or another DRA driver. The value is the holder, in words.
     #[error(" is held by {0}")]
     Held(String),
-    /// It cannot be the claim's share of a device.
+    /// The claim cannot have this share of the GPU.
     #[error(": {0}")]
     Share(ShareError),
-    /// It cannot be shared by MPS.
+    /// MPS cannot share the device.
     #[error(": {0}")]
     Mps(MpsRefusal),
 }
 
 fn not_dra(door: Option<Door>) -> &'static str {
     match door {
-        Some(Door::Dra) => "is not offered yet: the kubelet has to list its holders twice",
+        Some(Door::Dra) => "is not offered yet: two of the kubelet's lists in a row must show no holder",
         Some(Door::Plugin) => {
-            "belongs to the device plugin: this node's GPUs do not go through DRA any more. Delete the pod and its claim, \
+            "belongs to the device plugin: DRA does not offer this node's GPUs any more; delete the pod and its claim, \
              or set dra.gpus to all again"
         }
         None => "is not offered on this node: a filter leaves it out",
@@ -137,7 +137,7 @@ impl ClaimError {
         Self::Device { device: device.to_owned(), gpu: gpu.clone(), why }
     }
 
-    /// The claims that have the hardware which this claim is refused.
+    /// The other claims that hold the refused hardware; empty if the refusal has another reason.
     pub fn holders(&self) -> &[ClaimName] {
         let Self::Device { why, .. } = self else { return &[] };
         match why {

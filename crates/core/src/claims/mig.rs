@@ -27,11 +27,12 @@ pub struct MigOrder {
 pub enum MigTask {
     /// Make the instance, with one compute instance that takes all of it. The answer is its MIG device.
     Make(MigSlot),
-    /// Destroy the instance's compute instances, then the instance. One that does not exist is no error. The answer is
+    /// Destroy the instance's compute instances, then the instance. A missing instance is not an error. The answer is
     /// empty.
     ///
-    /// With a UUID, do so only if its compute instance is this MIG device, or if it has none because an earlier
-    /// destruction was interrupted. Another MIG device in this place is an administrator's, made since.
+    /// With a UUID, destroy the instance only if its compute instance is this MIG device, or if it has no compute
+    /// instance because an earlier destruction was interrupted. Any other MIG device in this place was made by an
+    /// administrator.
     Destroy(MigSlot, Option<MigUuid>),
     /// Change nothing. The answer is the GPU's MIG devices as they are now.
     List,
@@ -42,15 +43,15 @@ pub enum MigTask {
 #[serde(deny_unknown_fields)]
 #[error("{why}")]
 pub struct MigOrderError {
-    /// The reason in words: NVML's call and code, or why NVML was not asked.
+    /// The reason in words: NVML's call and code, or why NVML was not called.
     pub why: String,
-    /// True if the instance may exist. After a Make that the driver refused, an instance there is not this order's.
+    /// True if the instance may exist. If the driver refused a Make, someone else created the instance.
     pub may_exist: bool,
 }
 
-/// The GPU behind an allocated device and its GPU instance, if it is a MIG device that is made for the claim, with the
-/// MIG device if it was made before; `None` for one that an administrator made, and for any other device. A MIG device
-/// that no claim in the ledger had made is an administrator's.
+/// Finds the hardware of an allocated device that is a MIG device made for claims: its GPU, its GPU instance, and the
+/// MIG device if it exists already. `None` for any other device. An administrator made each MIG device that the ledger
+/// does not show as made for a claim.
 pub(super) fn on_demand<'a>(
     result: &AllocatedDevice,
     node: PlanInputs<'a>,
@@ -69,7 +70,7 @@ pub(super) fn on_demand<'a>(
     for mig in topology.mig_devices().iter().filter(|mig| possible.is_blocked_by(mig)) {
         match (is_ours(mig), possible.is(mig)) {
             (true, true) => made = Some(mig),
-            // The claim that had it made has it, and the error names that claim.
+            // The claim for which it was made holds it, so `plan` refuses this claim and names that one.
             (true, false) => {}
             (false, true) => return Ok(None),
             (false, false) => {

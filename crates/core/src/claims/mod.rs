@@ -1,7 +1,8 @@
-//! DRA claims: a claim as the API server has it, and its preparation on this node.
+//! DRA claims: a claim as the API server stores it, and the plan of its preparation on this node.
 //!
-//! Pure: takes a claim and a snapshot; returns devices and what containers get with them, or the claim's error. The DRA plugin
-//! (`dra`) carries that out and keeps checkpoints. It also reads claims from their JSON.
+//! Pure: takes a claim and a snapshot; returns devices and the edits of their containers, or the claim's error. The
+//! claim manager (`crates/kubelet/src/dra/claim_manager`) carries the plan out and keeps checkpoints. This module also
+//! reads claims from their JSON.
 
 mod claim;
 mod config;

@@ -1,9 +1,9 @@
-//! MPS for claims: the control daemon that a claim asks for by NVIDIA's `GpuConfig`, and the limits of its containers.
+//! MPS for claims: the control daemon that a claim requests by NVIDIA's `GpuConfig`, and the limits of its containers.
 //!
 //! A container reaches one control daemon, so a claim has one: for all its whole GPUs, or for the one GPU of which it
-//! has a share. The daemon of whole GPUs enforces the claim's limits. The daemon of a shared GPU is the same for all
-//! its claims, so that no claim restarts it for another: it enforces the most that each of them may have. Their own
-//! limits, which are lower, are in their containers' environment.
+//! has a share. The daemon of whole GPUs enforces the claim's limits. A shared GPU has one daemon for all its claims,
+//! which enforces the largest limit that a claim may have, so that no new claim restarts it. The lower limits of each
+//! claim are in the environment of the claim's containers.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -24,7 +24,7 @@ pub(super) struct MpsConfig {
     pub thread_percentage: Option<u32>,
     /// The memory limit of each GPU, in MiB, at least 1.
     pub mib: Option<u64>,
-    /// The memory limits by a GPU's UUID, or by its place among the GPUs of the configuration.
+    /// The memory limits in MiB, by the GPU's UUID or by its place among the GPUs of the configuration.
     pub mib_by_device: BTreeMap<String, u64>,
 }
 
@@ -34,30 +34,33 @@ pub enum MpsRefusal {
     /// The GPU is older than Volta, and limits of clients need Volta.
     #[error("MPS for claims needs compute capability 7.0 (Volta), this GPU has {}.{}", .0.major, .0.minor)]
     TooOld(ComputeCapability),
-    /// The claim has the GPU for an administrator, who shares it with nobody.
+    /// The claim has the GPU with adminAccess, which claims for MPS cannot have.
     #[error("a device with adminAccess is not shared by MPS")]
     Admin,
-    /// The device would need another control daemon than the rest of the claim.
+    /// The device would need another control daemon than the claim's first device, which the text names.
     #[error(
-        "a container reaches one MPS control daemon, and this device would need another than {0}: a claim may have \
-         whole GPUs by MPS, or a share of one GPU"
+        "a container reaches one MPS control daemon, and this device needs another one than {0}; request whole GPUs \
+         only, or shares of one GPU only"
     )]
     OtherDaemon(String),
     /// The devices have different thread percentages, and a control daemon has one for all its GPUs.
     #[error(
-        "mpsConfig.defaultActiveThreadPercentage is {0} for this device and {1} for another of the claim, which \
-         has one MPS control daemon"
+        "mpsConfig.defaultActiveThreadPercentage is {0} for this device and {1} for another device of the claim; set \
+         one value, because the claim has one MPS control daemon"
     )]
     OtherThreads(u32, u32),
     /// The limit is above the claim's part of the GPU.
-    #[error("mpsConfig: {asked} {what} are more than {most}, which {}", if *is_share { "the claim's share has" } else { "the GPU has" })]
+    #[error(
+        "mpsConfig: {limit} {what} exceed the {max} of {}",
+        if *is_share { "the claim's share" } else { "the GPU" }
+    )]
     TooMuch {
-        /// MiB of memory, or percent of the threads.
+        /// The unit: MiB of memory, or percent of the threads.
         what: &'static str,
-        /// The limit.
-        asked: u64,
-        /// The claim's part.
-        most: u64,
+        /// The limit in the configuration.
+        limit: u64,
+        /// The claim's part of the GPU.
+        max: u64,
         /// True if the claim has a share of the GPU.
         is_share: bool,
     },
@@ -67,22 +70,22 @@ pub enum MpsRefusal {
          for nor a number below {1}", name = quoted(.0)
     )]
     UnknownDevice(String, usize),
-    /// The share is too small to have any thread.
+    /// The share is less than 1 percent of the GPU, the smallest limit of threads.
     #[error("the claim has {0} of {1} shares, less than 1 percent of the threads")]
     TooSmall(u64, u32),
     /// Another claim has a control daemon with other limits on the GPU.
     #[error("the claim {} has an MPS control daemon with other limits on this GPU", .0.with_uid())]
     Disagrees(Box<ClaimName>),
     /// The GPU's UUID is malformed.
-    #[error("its UUID cannot be part of the name of a folder")]
+    #[error("cannot name the folder of the MPS control daemon: the GPU's UUID is malformed")]
     NoName,
 }
 
-/// A device that is to be shared by MPS.
+/// An allocated device whose configuration requests MPS.
 #[derive(Clone, Debug)]
-pub(super) struct Asked<'a> {
+pub(super) struct MpsDevice<'a> {
     pub request: String,
-    pub device: String,
+    pub name: String,
     pub gpu: &'a Gpu,
     pub admin: bool,
     /// The claim's share of the GPU, if it does not have all of it.
@@ -91,25 +94,25 @@ pub(super) struct Asked<'a> {
     pub config: (usize, &'a MpsConfig),
 }
 
-impl Asked<'_> {
+impl MpsDevice<'_> {
     fn refused(&self, why: MpsRefusal) -> ClaimError {
-        ClaimError::of_device(&self.device, &self.gpu.uuid, DeviceRefusal::Mps(why))
+        ClaimError::of_device(&self.name, &self.gpu.uuid, DeviceRefusal::Mps(why))
     }
 }
 
-/// Plans the MPS of a claim; `Err` is the refusal of its first device that cannot have MPS. `others` are the other
-/// claims.
+/// Plans the MPS of a claim's devices. `others` has the MPS of the other claims. `Err` refuses the first device that
+/// cannot have MPS.
 pub(super) fn plan<'a>(
-    asked: &[Asked<'_>],
+    devices: &[MpsDevice<'_>],
     others: impl Iterator<Item = (&'a ClaimName, &'a ClaimMps)>,
 ) -> Result<Option<ClaimMps>, ClaimError> {
-    let Some(first) = asked.first() else { return Ok(None) };
-    for one in asked {
-        check(one, first).map_err(|why| one.refused(why))?;
+    let Some(first) = devices.first() else { return Ok(None) };
+    for device in devices {
+        check(device, first).map_err(|why| device.refused(why))?;
     }
     let planned = match first.share {
-        Some((_, sharing)) => shared(asked, first, sharing)?,
-        None => whole(asked, first)?,
+        Some((_, sharing)) => shared(devices, first, sharing)?,
+        None => whole(devices, first)?,
     };
     planned.order.name().ok_or_else(|| first.refused(MpsRefusal::NoName))?;
     for (name, other) in others.filter(|(_, other)| other.order.overlaps(&planned.order)) {
@@ -120,71 +123,79 @@ pub(super) fn plan<'a>(
     Ok(Some(planned))
 }
 
-/// Checks a device by itself and against the first one.
-fn check(one: &Asked<'_>, first: &Asked<'_>) -> Result<(), MpsRefusal> {
-    if let Some(old) = one.gpu.facts.compute_capability.filter(|capability| *capability < VOLTA) {
+/// Checks a device alone, and that it can have the same daemon as the first one.
+fn check(device: &MpsDevice<'_>, first: &MpsDevice<'_>) -> Result<(), MpsRefusal> {
+    if let Some(old) = device.gpu.facts.compute_capability.filter(|capability| *capability < VOLTA) {
         return Err(MpsRefusal::TooOld(old));
     }
-    if one.admin {
+    if device.admin {
         return Err(MpsRefusal::Admin);
     }
-    match (one.share, first.share) {
+    match (device.share, first.share) {
         (None, None) => Ok(()),
-        (Some(_), Some(_)) if one.gpu.uuid == first.gpu.uuid => Ok(()),
-        _ => Err(MpsRefusal::OtherDaemon(format!("{} ({})", first.device, first.gpu.uuid))),
+        (Some(_), Some(_)) if device.gpu.uuid == first.gpu.uuid => Ok(()),
+        _ => Err(MpsRefusal::OtherDaemon(format!("{} ({})", first.name, first.gpu.uuid))),
     }
 }
 
 /// The daemon of a claim's whole GPUs.
-fn whole(asked: &[Asked<'_>], first: &Asked<'_>) -> Result<ClaimMps, ClaimError> {
-    let threads = |one: &Asked<'_>| one.config.1.thread_percentage.unwrap_or(100);
+fn whole(devices: &[MpsDevice<'_>], first: &MpsDevice<'_>) -> Result<ClaimMps, ClaimError> {
+    let threads = |device: &MpsDevice<'_>| device.config.1.thread_percentage.unwrap_or(100);
     let (mut gpus, mut clients) = (Vec::new(), BTreeMap::new());
-    for one in asked {
-        if threads(one) != threads(first) {
-            return Err(one.refused(MpsRefusal::OtherThreads(threads(one), threads(first))));
+    for device in devices {
+        if threads(device) != threads(first) {
+            return Err(device.refused(MpsRefusal::OtherThreads(threads(device), threads(first))));
         }
-        let mib = memory(one, asked, one.gpu.facts.memory_mib, false)?;
-        gpus.push(MpsOrderGpu { gpu: one.gpu.uuid.clone(), mib });
-        clients.insert(one.request.clone(), ClientLimits::default());
+        let mib = memory(device, devices, device.gpu.facts.memory_mib, false)?;
+        gpus.push(MpsOrderGpu { gpu: device.gpu.uuid.clone(), mib });
+        clients.insert(device.request.clone(), ClientLimits::default());
     }
     Ok(ClaimMps { order: MpsOrder { gpus, thread_percentage: threads(first), exclusive: true }, clients })
 }
 
-/// The daemon of a GPU in shares.
-fn shared(asked: &[Asked<'_>], first: &Asked<'_>, sharing: GpuShares) -> Result<ClaimMps, ClaimError> {
-    let most = if sharing.one_each { 100 / sharing.shares.max(1) } else { 100 };
+/// The daemon of a GPU in N shares, and the limits of the claim's clients.
+///
+/// The daemon's thread percentage is 100 / N if a claim may have one share only, otherwise 100. The part of a request
+/// with k shares is 100 * k / N percent of the threads, and the memory of these k shares. Divisions round down.
+fn shared(devices: &[MpsDevice<'_>], first: &MpsDevice<'_>, sharing: GpuShares) -> Result<ClaimMps, ClaimError> {
+    let daemon_threads = if sharing.one_each { 100 / sharing.shares.max(1) } else { 100 };
     let mut clients = BTreeMap::new();
-    for one in asked {
-        // A client gets the part of the GPU that its request has.
-        let of_request = asked.iter().filter(|other| other.request == one.request).filter_map(|other| other.share);
+    for device in devices {
+        let of_request = devices.iter().filter(|other| other.request == device.request).filter_map(|other| other.share);
         let (shares, bytes) = of_request.fold((0_u64, 0_u64), |(shares, bytes), (share, _)| {
             (shares.saturating_add(share.shares), bytes.saturating_add(share.memory))
         });
         let part = shares.saturating_mul(100) / u64::from(sharing.shares.max(1));
         let part = u32::try_from(part).unwrap_or(100).min(100);
         if part == 0 {
-            return Err(one.refused(MpsRefusal::TooSmall(shares, sharing.shares)));
+            return Err(device.refused(MpsRefusal::TooSmall(shares, sharing.shares)));
         }
-        let threads = one.config.1.thread_percentage.unwrap_or(part);
+        let threads = device.config.1.thread_percentage.unwrap_or(part);
         if threads > part {
-            let (what, asked, most) = ("percent of the threads", threads.into(), part.into());
-            return Err(one.refused(MpsRefusal::TooMuch { what, asked, most, is_share: true }));
+            let (what, limit, max) = ("percent of the threads", threads.into(), part.into());
+            return Err(device.refused(MpsRefusal::TooMuch { what, limit, max, is_share: true }));
         }
-        let has = (bytes >= MIB).then_some(bytes / MIB);
-        let mib = memory(one, asked, has.or(one.gpu.facts.memory_mib), has.is_some())?.or(has);
-        let thread_percentage = (threads != most).then_some(threads);
-        clients.insert(one.request.clone(), ClientLimits { thread_percentage, mib });
+        let part_mib = (bytes >= MIB).then_some(bytes / MIB);
+        let mib = memory(device, devices, part_mib.or(device.gpu.facts.memory_mib), part_mib.is_some())?.or(part_mib);
+        let thread_percentage = (threads != daemon_threads).then_some(threads);
+        clients.insert(device.request.clone(), ClientLimits { thread_percentage, mib });
     }
     let gpus = Vec::from([MpsOrderGpu { gpu: first.gpu.uuid.clone(), mib: None }]);
-    Ok(ClaimMps { order: MpsOrder { gpus, thread_percentage: most.max(1), exclusive: false }, clients })
+    Ok(ClaimMps { order: MpsOrder { gpus, thread_percentage: daemon_threads.max(1), exclusive: false }, clients })
 }
 
-/// The limit of a GPU's memory from its configuration, in MiB; `most` is the memory that there is.
-fn memory(one: &Asked<'_>, asked: &[Asked<'_>], most: Option<u64>, is_share: bool) -> Result<Option<u64>, ClaimError> {
-    let (number, config) = one.config;
-    let of_config = asked.iter().filter(|other| other.config.0 == number);
+/// The memory limit of a device from its configuration, in MiB. `max` is the memory of the claim's share if `is_share`,
+/// otherwise of the GPU.
+fn memory(
+    device: &MpsDevice<'_>,
+    devices: &[MpsDevice<'_>],
+    max: Option<u64>,
+    is_share: bool,
+) -> Result<Option<u64>, ClaimError> {
+    let (number, config) = device.config;
+    let of_config = devices.iter().filter(|other| other.config.0 == number);
     let mut of_config: Vec<&GpuUuid> = of_config.map(|other| &other.gpu.uuid).collect();
-    // Only shares of one GPU name it more than once, and then all do.
+    // A GPU is there more than once only if the devices are shares of one GPU.
     of_config.dedup();
     let place = |name: &str| {
         let by_uuid = of_config.iter().position(|gpu| gpu.as_str() == name);
@@ -192,15 +203,15 @@ fn memory(one: &Asked<'_>, asked: &[Asked<'_>], most: Option<u64>, is_share: boo
     };
     let mut limit = config.mib;
     for (name, mib) in &config.mib_by_device {
-        let unknown = || one.refused(MpsRefusal::UnknownDevice(name.clone(), of_config.len()));
+        let unknown = || device.refused(MpsRefusal::UnknownDevice(name.clone(), of_config.len()));
         let named = place(name).ok_or_else(unknown)?;
-        if of_config.get(named).is_some_and(|gpu| **gpu == one.gpu.uuid) {
+        if of_config.get(named).is_some_and(|gpu| **gpu == device.gpu.uuid) {
             limit = Some(*mib);
         }
     }
-    match limit.zip(most) {
-        Some((asked, most)) if asked > most => {
-            Err(one.refused(MpsRefusal::TooMuch { what: "MiB of memory", asked, most, is_share }))
+    match limit.zip(max) {
+        Some((limit, max)) if limit > max => {
+            Err(device.refused(MpsRefusal::TooMuch { what: "MiB of memory", limit, max, is_share }))
         }
         _ => Ok(limit),
     }

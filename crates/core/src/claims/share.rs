@@ -1,5 +1,5 @@
-//! Shares: the part that a claim takes of a GPU that several claims have. The scheduler counts them; these checks are a
-//! second line of defence.
+//! Shares: the parts of a GPU that several claims have at once. The scheduler counts shares; these checks are a second
+//! line of defence.
 
 use crate::prelude::*;
 
@@ -14,25 +14,22 @@ use crate::words::list;
 /// The reason why a claim cannot have a share of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ShareError {
-    /// The allocation has a share ID, and the GPU goes to one claim at a time.
-    #[error(
-        "the allocation has the share ID {}, but the GPU is one claim's: it is not shared on this node",
-        quoted(.0)
-    )]
+    /// The allocation has a share ID, but the GPU goes to one claim at a time.
+    #[error("the allocation has the share ID {}, but this node gives the GPU to one claim at a time", quoted(.0))]
     NotShared(String),
     /// The allocation lacks the amount of a capacity.
-    #[error("the allocation of a share says nothing of the capacity {0}")]
+    #[error("the allocation of a share lacks the capacity {0}")]
     Unknown(&'static str),
-    /// The amount is no quantity, or is zero.
-    #[error("the allocation takes {amount} of the capacity {0}, which is no amount of it", amount = quoted(.1))]
+    /// The amount is not a quantity, or is zero.
+    #[error("the allocation takes {amount} of the capacity {0}, which is not a positive quantity", amount = quoted(.1))]
     NoAmount(&'static str, String),
     /// Too little is left.
-    #[error("{asked} of {whole} {capacity} are allocated to the claim, and {held} are with {}", names(.holders))]
+    #[error("{amount} of {whole} {capacity} are allocated to the claim, but {held} are held by {}", names(.holders))]
     Exceeds {
         /// The capacity, and its unit.
         capacity: &'static str,
         /// The amount that the claim takes.
-        asked: u64,
+        amount: u64,
         /// The amount that the GPU has.
         whole: u64,
         /// The amount that other claims, and other devices of this claim, have.
@@ -41,14 +38,14 @@ pub enum ShareError {
         holders: Vec<ClaimName>,
     },
     /// The amount is above what the GPU has, or what a claim may take.
-    #[error("{asked} {capacity} are allocated to the claim, which may have {most}")]
+    #[error("{amount} {capacity} are allocated to the claim, which may have at most {max}")]
     TooMuch {
         /// The capacity, and its unit.
         capacity: &'static str,
         /// The amount that the claim takes.
-        asked: u64,
-        /// The most that it may take.
-        most: u64,
+        amount: u64,
+        /// The most that the claim may take.
+        max: u64,
     },
 }
 
@@ -60,8 +57,8 @@ fn names(holders: &[ClaimName]) -> String {
 }
 
 /// Reads the share of an allocated device; `None` if the claim has all of it. `sharing` is the GPU's published sharing.
-/// If the GPU is published in shares and the allocation has no share ID, the claim has the whole GPU: an API server
-/// that drops the fields of shared devices allocates it so.
+/// If the GPU is published in shares and the allocation has no share ID, the claim has the whole GPU, because the API
+/// server dropped the fields of shared devices.
 pub(super) fn of(
     result: &AllocatedDevice,
     sharing: Option<GpuShares>,
@@ -80,28 +77,28 @@ pub(super) fn of(
     Ok(Some(Share { shares: amount("shares")?, memory: if has_memory { amount("memory")? } else { 0 } }))
 }
 
-/// Checks that a share fits beside the others on the GPU. Those of the claim itself have no name.
+/// Checks that a share fits on the GPU together with `others`, each with its claim; `None` is the claim itself.
 pub(super) fn fits<'a>(
     share: Share,
     sharing: GpuShares,
     memory_mib: Option<u64>,
-    beside: impl Iterator<Item = (Option<&'a ClaimName>, Share)> + Clone,
+    others: impl Iterator<Item = (Option<&'a ClaimName>, Share)> + Clone,
 ) -> Result<(), ShareError> {
     const MIB: u64 = 1 << 20;
-    let most = if sharing.one_each { 1 } else { u64::from(sharing.shares) };
-    if share.shares > most {
-        return Err(ShareError::TooMuch { capacity: "shares", asked: share.shares, most });
+    let max = if sharing.one_each { 1 } else { u64::from(sharing.shares) };
+    if share.shares > max {
+        return Err(ShareError::TooMuch { capacity: "shares", amount: share.shares, max });
     }
     let check = |capacity: &'static str, whole: u64, of: fn(Share) -> u64| {
-        let held = beside.clone().fold(0, |sum: u64, (_, other)| sum.saturating_add(of(other)));
-        let asked = of(share);
-        match asked.saturating_add(held) {
+        let held = others.clone().fold(0, |sum: u64, (_, other)| sum.saturating_add(of(other)));
+        let amount = of(share);
+        match amount.saturating_add(held) {
             sum if sum <= whole => Ok(()),
-            _ if asked > whole => Err(ShareError::TooMuch { capacity, asked, most: whole }),
+            _ if amount > whole => Err(ShareError::TooMuch { capacity, amount, max: whole }),
             _ => {
-                let mut holders: Vec<ClaimName> = beside.clone().filter_map(|(name, _)| name.cloned()).collect();
+                let mut holders: Vec<ClaimName> = others.clone().filter_map(|(name, _)| name.cloned()).collect();
                 holders.dedup();
-                Err(ShareError::Exceeds { capacity, asked, whole, held, holders })
+                Err(ShareError::Exceeds { capacity, amount, whole, held, holders })
             }
         }
     };

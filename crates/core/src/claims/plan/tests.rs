@@ -1,4 +1,4 @@
-//! Plans on small machines of the tests' own.
+//! Plans on small machines that the tests make.
 
 use super::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -32,7 +32,7 @@ fn state_with(door: Door, first: &serde_json::Value) -> NodeState {
     };
     let observed = NodeObservation { gpus: vec![gpu(0), gpu(1)], ..NodeObservation::default() };
     let planned = Event::Planned(Box::new(ResourcePlan { door, ..ResourcePlan::default() }));
-    // No pod holds any of them, so they go to DRA.
+    // Two lists without a holder move the GPUs to DRA.
     let unheld = || Event::Holders(Some(Holdings::default()));
     let events = [planned, Event::Observed(Box::new(observed)), unheld(), unheld()];
     let nothing = NodeState::new(NumaHints::default());
@@ -50,7 +50,7 @@ fn name(uid: &str) -> ClaimName {
     ClaimName { namespace: "ml".to_owned(), name: format!("claim-{uid}"), uid: uid.to_owned() }
 }
 
-/// A claim with these devices, each with its request and name.
+/// A claim with these devices, each as its request and its name.
 fn claim(uid: &str, devices: &[(&str, &str)]) -> Claim {
     let result = |(request, device): &(&str, &str)| AllocatedDevice {
         request: (*request).to_owned(),
@@ -87,7 +87,7 @@ fn planned_on(
         prepared: prepared.clone(),
         is_of_another_boot: false,
     };
-    // None keep those that the state has.
+    // Without `others` the state keeps the claims that it has.
     let entered = (!others.is_empty()).then(|| Event::Prepared(others.iter().map(entry).collect()));
     let state = &entered.into_iter().fold(state.clone(), |state, event| state.apply(event, Duration::ZERO).0);
     let node =
@@ -166,7 +166,7 @@ fn claim_unfit_for_the_node_is_refused_by_name() {
     for (claim, complaint) in [
         (unallocated, "the claim ml/claim-u has no allocation"),
         (foreign, "the claim ml/claim-u has no device of the driver gpu.nvidia.com"),
-        (elsewhere, "device 'gpu-0' is of the pool 'other'; this node has the pool 'pool'"),
+        (elsewhere, "device 'gpu-0' belongs to the pool 'other', not to this node's 'pool'"),
         (claim("u", &[("a", "gpu-9")]), "there is no device 'gpu-9' on this node; there are gpu-0, gpu-1"),
     ] {
         assert_eq!(planned(&claim).unwrap_err(), complaint);
@@ -180,22 +180,22 @@ fn claim_unfit_for_the_node_is_refused_by_name() {
 
 #[test]
 fn claim_beyond_the_apis_limits_is_refused() {
-    let looks = |count: usize| {
+    let of_admin = |count: usize| {
         let mut claim = claim("u", &vec![("a", "gpu-0"); count]);
         let results = &mut claim.status.allocation.as_mut().unwrap().devices.results;
         results.iter_mut().for_each(|result| result.admin_access = Some(true));
         claim
     };
-    assert_eq!(planned(&looks(32)).unwrap().devices.len(), 32);
-    assert_eq!(planned(&looks(33)).unwrap_err(), "the claim ml/claim-u has 33 devices; the API's limit is 32");
+    assert_eq!(planned(&of_admin(32)).unwrap().devices.len(), 32);
+    assert_eq!(planned(&of_admin(33)).unwrap_err(), "the claim ml/claim-u has 33 devices; the API's limit is 32");
     let gpu = r#"{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig"}"#;
-    let with = |count: usize| planned(&configured(looks(1), &vec![("FromClass", [].as_slice(), gpu); count]));
+    let with = |count: usize| planned(&configured(of_admin(1), &vec![("FromClass", [].as_slice(), gpu); count]));
     assert!(with(64).is_ok());
     assert_eq!(with(65).unwrap_err(), "the claim ml/claim-u has 65 configurations; the API's limit is 64");
 }
 
 #[test]
-fn gpu_that_a_pod_holds_otherwise_is_refused() {
+fn gpu_held_through_another_api_is_refused() {
     let plugin = (crate::state::ResourceName::gpu(), crate::allocation::DeviceId::from("GPU-0".to_owned()));
     let claimed = |pool: &str| crate::state::ClaimedDevice {
         claim: "ml/old".to_owned(),
@@ -209,18 +209,18 @@ fn gpu_that_a_pod_holds_otherwise_is_refused() {
         let state = state(Door::Dra).apply(Event::Holders(Some(holdings)), Duration::ZERO).0;
         planned_on(&state, &HostDevices::default(), claim, "u", &[]).map(drop)
     };
-    let mut look = claim("u", &[("a", "gpu-0")]);
-    let plain = look.clone();
-    look.status.allocation.as_mut().unwrap().devices.results[0].admin_access = Some(true);
+    let mut of_admin = claim("u", &[("a", "gpu-0")]);
+    let plain = of_admin.clone();
+    of_admin.status.allocation.as_mut().unwrap().devices.results[0].admin_access = Some(true);
     let held = |holder: &str| Err(format!("device gpu-0 (GPU-0) is held by {holder}"));
     for (holdings, complaint) in [
         (Holdings::from_iter([plugin]), held("a pod, as nvidia.com/gpu 'GPU-0'")),
         (of_claim("node"), held("the claim ml/old, from the pool 'node'")),
-        // That claim may have ended since.
+        // A claim of our own pool may have ended after the list.
         (of_claim("pool"), Ok(())),
     ] {
         assert_eq!(refused(holdings.clone(), &plain), complaint);
-        assert_eq!(refused(holdings, &look), Ok(()), "for an administrator, beside the holder");
+        assert_eq!(refused(holdings, &of_admin), Ok(()), "an administrator gets it too");
     }
 }
 
@@ -234,7 +234,7 @@ fn gpu_of_the_other_door_is_planned_for_its_claim_alone() {
     let own = Prepared { devices, ..Prepared::default() };
     let own = PreparedClaim { claim: name("u"), prepared: own, ..PreparedClaim::default() };
     let off = apply(state(Door::Plugin), Event::Prepared(vec![own]));
-    assert_eq!(gpu(&off, "u"), Ok(()), "its checkpoint has the GPU");
+    assert_eq!(gpu(&off, "u"), Ok(()), "the ledger has the GPU for this claim");
     let complaint = "device gpu-0 (GPU-0) belongs to the device plugin: ";
     assert!(gpu(&off, "late").unwrap_err().starts_with(complaint));
     let held = [(crate::state::ResourceName::gpu(), crate::allocation::DeviceId::from("GPU-0".to_owned()))];
@@ -244,7 +244,8 @@ fn gpu_of_the_other_door_is_planned_for_its_claim_alone() {
     let complaint = "device gpu-0 (GPU-0) is held by a pod, as nvidia.com/gpu 'GPU-0'";
     assert_eq!(gpu(&moving, "u"), Err(complaint.to_owned()));
     let moving = apply(moving, Event::Holders(Some(Holdings::default())));
-    assert!(gpu(&moving, "u").unwrap_err().ends_with("is not offered yet: the kubelet has to list its holders twice"));
+    let complaint = "is not offered yet: two of the kubelet's lists in a row must show no holder";
+    assert!(gpu(&moving, "u").unwrap_err().ends_with(complaint));
     assert_eq!(gpu(&apply(moving, Event::Holders(Some(Holdings::default()))), "u"), Ok(()));
     let filter = Filter { exclude: vec![GpuSelector::Index(0)], ..Filter::default() };
     let filtered = Event::Planned(Box::new(ResourcePlan { filter, door: Door::Dra, ..ResourcePlan::default() }));
@@ -273,7 +274,7 @@ fn whole_gpu_and_its_part_overlap() {
     };
     let (whole, one, other) = (device(None), device(Some("MIG-1")), device(Some("MIG-2")));
     assert!(whole.overlaps(&one) && one.overlaps(&whole) && one.overlaps(&one) && !one.overlaps(&other));
-    // Two claims that were half made when the process before was killed do not wait for each other.
+    // Two claims whose MIG devices were not ready when the previous process was killed do not exclude each other.
     let half = |device: &str| PreparedDevice { device: device.to_owned(), mig: None, ..one.clone() };
     let (half_one, half_other) = (half("gpu-0-mig-2g20gb-14-2"), half("gpu-0-mig-2g20gb-14-4"));
     assert!(!half_one.overlaps(&half_other) && !one.overlaps(&half_other) && !half_one.overlaps(&whole));
@@ -353,9 +354,9 @@ fn opaque_configuration_is_enforced_or_refused_by_name() {
         ("[]".to_owned(), "opaque parameters: not a JSON object"),
         (
             gpu("").replace("v1beta1", "v1"),
-            "apiVersion 'resource.nvidia.com/v1' is not supported; known is resource.nv",
+            "apiVersion 'resource.nvidia.com/v1' is not supported; use resource.nvidia.",
         ),
-        (gpu("").replace("Gpu", "Vfio"), "kind 'VfioConfig' is not supported; known are GpuConfig and MigDeviceConfig"),
+        (gpu("").replace("Gpu", "Vfio"), "kind 'VfioConfig' is not supported; use GpuConfig or MigDeviceConfig"),
         (gpu(r#","shring":{}"#), "GpuConfig: unknown field `shring`, expected `sharing`"),
         (gpu(r#","sharing":{"strategy":"Random"}"#), "unknown variant `Random`, expected `TimeSlicing` or `MPS`"),
         (slices("Huge"), "unknown interval 'Huge', expected one of Default, Short, Medium, Long"),
@@ -371,7 +372,7 @@ fn opaque_configuration_is_enforced_or_refused_by_name() {
     assert_eq!(with(&[("FromClaim", &["a"], &gpu("")), ("FromClass", &[], &slices("Long"))]), Ok(()));
     assert_eq!(with(&[("FromClaim", &["a"], &slices("Long")), ("FromClaim", &["a/b"], &gpu(""))]), Ok(()));
     assert!(with(&[("FromClaim", &["a/b"], &gpu("")), ("FromClaim", &["a"], &slices("Long"))]).is_err());
-    // Configurations of other requests, other kinds of device and other drivers are not this device's.
+    // Configurations for other requests, other kinds of device and other drivers do not apply to this device.
     assert_eq!(with(&[("FromClaim", &["c"], &slices("Long")), ("FromClass", &[], &mig(""))]), Ok(()));
     let other = with(&[("FromClaim", &["a"], &mig(""))]).unwrap_err();
     assert_eq!(other, "MigDeviceConfig is given for the request 'a/b', whose device gpu-0 is of another kind");

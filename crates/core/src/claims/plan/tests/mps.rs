@@ -58,7 +58,7 @@ fn whole_gpus_get_one_daemon_with_the_claims_limits() {
     assert_eq!(order(&without).0, [("GPU-0", None)]);
     let contents = contents(&state, &HostDevices::default(), &without);
     let is_client = ["a", "b"].map(|request| !contents[request].own.mounts.is_empty());
-    assert_eq!(is_client, [true, false], "the other request's containers are no clients");
+    assert_eq!(is_client, [true, false], "the other request's containers are not clients");
 }
 
 #[test]
@@ -77,17 +77,17 @@ fn shares_of_a_gpu_get_one_daemon_and_own_limits() {
     assert_eq!((order(&quarter), env(&quarter)), (order(&half), ["25".into(), "0=1024M".into()]));
     let less = r#""defaultActiveThreadPercentage":20,"defaultPinnedDeviceMemoryLimit":"512Mi""#;
     assert_eq!(env(&of(share("u", "3", "1", "1Gi"), less).unwrap()), ["20", "0=512M"]);
-    // If no claim can have more than one share, the daemon itself enforces that.
+    // If a claim may have one share only, the daemon itself enforces the limit of threads.
     let one_each = shared(3, true);
     let prepared = plan_on(&one_each, share("u", "1", "1", "1Gi"), &[(&[], &mps(""))]).unwrap();
     assert_eq!((order(&prepared).1, env(&prepared)), (33, [String::new(), "0=1024M".into()]));
-    // A claim for all of a GPU that is in shares.
+    // A claim may have all of a GPU that is published in shares.
     let whole = plan_on(&state, claim("u", &[("a", "gpu-0")]), &[(&[], &mps(""))]).unwrap();
     assert!(order(&whole).2);
 }
 
 #[test]
-fn mps_that_cannot_be_is_refused_by_name() {
+fn invalid_mps_is_refused_by_name() {
     let (state, parts) = (with(serde_json::json!({})), shared(4, false));
     let refused =
         |state: &NodeState, claim: Claim, configs: &[(&[&str], &str)]| plan_on(state, claim, configs).unwrap_err();
@@ -97,18 +97,15 @@ fn mps_that_cannot_be_is_refused_by_name() {
         (r#""defaultActiveThreadPercentage":101"#, "mpsConfig.defaultActiveThreadPercentage is 101, not 1 to 100"),
         (r#""defaultActiveThreadPercentage":-1"#, "invalid value: integer `-1`, expected u32"),
         (r#""defaultActiveThreadPercentage":1.5"#, "invalid type: floating point `1.5`, expected u32"),
-        (r#""defaultPinnedDeviceMemoryLimit":"0""#, "mpsConfig.defaultPinnedDeviceMemoryLimit is '0', no amount"),
-        (r#""defaultPinnedDeviceMemoryLimit":"1023Ki""#, "is '1023Ki', no amount of memory of 1Mi or more"),
-        (r#""defaultPinnedDeviceMemoryLimit":"10 GB""#, "is '10 GB', no amount of memory of 1Mi or more"),
-        (r#""defaultPinnedDeviceMemoryLimit":-5"#, "is '-5', no amount of memory of 1Mi or more"),
-        (r#""defaultPinnedDeviceMemoryLimit":{}"#, "is '{}', no amount of memory of 1Mi or more"),
-        (
-            r#""defaultPinnedDeviceMemoryLimit":"81Gi""#,
-            "mpsConfig: 82944 MiB of memory are more than 81920, which the GPU",
-        ),
+        (r#""defaultPinnedDeviceMemoryLimit":"0""#, "mpsConfig.defaultPinnedDeviceMemoryLimit is '0', not an"),
+        (r#""defaultPinnedDeviceMemoryLimit":"1023Ki""#, "is '1023Ki', not an amount of at least 1Mi"),
+        (r#""defaultPinnedDeviceMemoryLimit":"10 GB""#, "is '10 GB', not an amount of at least 1Mi"),
+        (r#""defaultPinnedDeviceMemoryLimit":-5"#, "is '-5', not an amount of at least 1Mi"),
+        (r#""defaultPinnedDeviceMemoryLimit":{}"#, "is '{}', not an amount of at least 1Mi"),
+        (r#""defaultPinnedDeviceMemoryLimit":"81Gi""#, "mpsConfig: 82944 MiB of memory exceed the 81920 of the GPU"),
         (r#""defaultPerDevicePinnedMemoryLimit":{"GPU-1":"1Gi"}"#, "names 'GPU-1', neither the UUID of a GPU that the"),
         (r#""defaultPerDevicePinnedMemoryLimit":{"1":"1Gi"}"#, "names '1', neither the UUID of a GPU that the confi"),
-        (r#""defaultPerDevicePinnedMemoryLimit":{"0":"x"}"#, "defaultPerDevicePinnedMemoryLimit is 'x', no amount"),
+        (r#""defaultPerDevicePinnedMemoryLimit":{"0":"x"}"#, "defaultPerDevicePinnedMemoryLimit is 'x', not an"),
         (r#""multiUser":true"#, "mpsConfig.multiUser is not supported"),
     ] {
         let why = refused(&state, one(), &[(&[], &mps(fields))]);
@@ -124,20 +121,17 @@ fn mps_that_cannot_be_is_refused_by_name() {
     let both = claim("u", &[("a", "gpu-0"), ("b", "gpu-1")]);
     let thirty = mps(r#""defaultActiveThreadPercentage":30"#);
     let why = refused(&state, both, &[(&["a"], &thirty), (&["b"], &mps(""))]);
-    assert!(why.contains("Percentage is 100 for this device and 30 for another of the claim"), "{why}");
+    assert!(why.contains("Percentage is 100 for this device and 30 for another device of the claim"), "{why}");
     let mut mixed = share("u", "1", "1", "1Gi");
     let whole = claim("u", &[("b", "gpu-1")]).status.allocation.unwrap().devices.results.remove(0);
     mixed.status.allocation.as_mut().unwrap().devices.results.push(whole);
     let why = refused(&parts, mixed, &[(&[], &mps(""))]);
     assert!(why.contains("device gpu-1 (GPU-1): a container reaches one MPS control daemon"), "{why}");
-    assert!(why.contains("another than gpu-0 (GPU-0)"), "{why}");
+    assert!(why.contains("another one than gpu-0 (GPU-0)"), "{why}");
     // The limit is at most the share.
     for (fields, words) in [
-        (
-            r#""defaultActiveThreadPercentage":26"#,
-            "26 percent of the threads are more than 25, which the claim's share",
-        ),
-        (r#""defaultPinnedDeviceMemoryLimit":"2Gi""#, "2048 MiB of memory are more than 1024, which the claim's share"),
+        (r#""defaultActiveThreadPercentage":26"#, "26 percent of the threads exceed the 25 of the claim's share"),
+        (r#""defaultPinnedDeviceMemoryLimit":"2Gi""#, "2048 MiB of memory exceed the 1024 of the claim's share"),
     ] {
         let why = refused(&parts, share("u", "1", "1", "1Gi"), &[(&[], &mps(fields))]);
         assert!(why.contains(words), "{fields}: {why}");
@@ -156,7 +150,7 @@ fn claims_that_disagree_on_a_gpus_daemon_are_refused() {
     };
     let first = plan(&of("u", "1"), &[]).unwrap();
     assert!(plan(&of("v", "2"), &[(name("u"), first.clone())]).is_ok());
-    // An order that an earlier linkwise may have left, or one with another form of the GPU.
+    // An earlier linkwise, or an earlier sharing of the GPU, may have left an order with other limits.
     let mut old = first;
     old.mps.as_mut().unwrap().order.thread_percentage = 50;
     let why = plan(&of("v", "2"), &[(name("u"), old.clone())]).unwrap_err();

@@ -27,7 +27,7 @@ pub(super) fn share(uid: &str, id: &str, shares: &str, memory: &str) -> Claim {
     claim
 }
 
-/// Plans claims one after another, each beside the earlier ones.
+/// Plans claims one after another; each finds the earlier ones in the ledger.
 fn in_turn(state: &NodeState, claims: &[Claim]) -> Vec<Result<(), String>> {
     let mut others: Vec<(ClaimName, Prepared)> = Vec::new();
     let plan = |claim: &Claim| {
@@ -47,7 +47,7 @@ fn claims_share_a_gpu_up_to_its_capacity() {
         share("x", "4", "1", "20481Mi"),
         share("y", "5", "1", "20Gi"),
     ];
-    let holders = "with the claim ml/claim-u (UID u), the claim ml/claim-v (UID v)";
+    let holders = "held by the claim ml/claim-u (UID u), the claim ml/claim-v (UID v)";
     let refused = |why: String| Err(format!("device gpu-0 (GPU-0): {why}"));
     let bytes = |mib: u64| mib << 20;
     assert_eq!(
@@ -55,9 +55,9 @@ fn claims_share_a_gpu_up_to_its_capacity() {
         [
             Ok(()),
             Ok(()),
-            refused(format!("2 of 4 shares are allocated to the claim, and 3 are {holders}")),
+            refused(format!("2 of 4 shares are allocated to the claim, but 3 are {holders}")),
             refused(format!(
-                "{} of {} bytes of memory are allocated to the claim, and {} are {holders}",
+                "{} of {} bytes of memory are allocated to the claim, but {} are {holders}",
                 bytes(20_481),
                 bytes(81_920),
                 bytes(61_440)
@@ -69,7 +69,7 @@ fn claims_share_a_gpu_up_to_its_capacity() {
     let device = &planned.devices[0];
     assert_eq!((device.share_id.as_deref(), device.share), (Some("1"), Some(Share { shares: 2, memory: 40 << 30 })));
     assert_eq!(device.cdi, ["linkwise.dev/device=u-a-gpu-0", "linkwise.dev/claim=u-a"]);
-    // Unchanged: the checkpoint of a claim without a share has no field of shares.
+    // A checkpoint without the field of shares, as older releases wrote it, can still be read.
     let text = serde_json::to_string(&planned).unwrap();
     assert_eq!(serde_json::from_str::<Prepared>(&text).unwrap(), planned);
     let old = text.replace(r#""share":{"shares":2,"memory":42949672960},"#, "");
@@ -87,7 +87,7 @@ fn one_claim_may_have_two_shares_of_a_gpu() {
     add(&mut both, &second);
     assert_eq!(in_turn(&shared(4, false), &[both.clone()]), [Ok(())]);
     let why = in_turn(&shared(3, false), &[both]).remove(0).unwrap_err();
-    assert_eq!(why, "device gpu-0 (GPU-0): 2 of 3 shares are allocated to the claim, and 2 are with the claim itself");
+    assert!(why.ends_with(": 2 of 3 shares are allocated to the claim, but 2 are held by the claim itself"), "{why}");
     // The claim has the same share twice.
     let mut twice = share("u", "1", "2", "1Gi");
     second.share_id = Some("1".to_owned());
@@ -105,38 +105,43 @@ fn share_and_exclusive_claim_exclude_each_other() {
     assert_eq!(in_turn(&state, &[part.clone(), whole.clone()]), [Ok(()), taken("u")]);
     // If the API server drops allowMultipleAllocations, claims have the whole GPU.
     assert_eq!(in_turn(&state, &[whole.clone(), part.clone()]), [Ok(()), taken("v")]);
-    let mut look = whole;
-    look.status.allocation.as_mut().unwrap().devices.results[0].admin_access = Some(true);
-    assert_eq!(in_turn(&state, &[part.clone(), look.clone()]), [Ok(()), Ok(())]);
-    let mut look_at_share = part.clone();
-    look_at_share.metadata = name("v");
-    look_at_share.status.allocation.as_mut().unwrap().devices.results[0].admin_access = Some(true);
-    assert_eq!(in_turn(&state, &[share("u", "2", "4", "80Gi"), look_at_share]), [Ok(()), Ok(())]);
+    let mut admin_whole = whole;
+    admin_whole.status.allocation.as_mut().unwrap().devices.results[0].admin_access = Some(true);
+    assert_eq!(in_turn(&state, &[part.clone(), admin_whole.clone()]), [Ok(()), Ok(())]);
+    let mut admin_share = part.clone();
+    admin_share.metadata = name("v");
+    admin_share.status.allocation.as_mut().unwrap().devices.results[0].admin_access = Some(true);
+    assert_eq!(in_turn(&state, &[share("u", "2", "4", "80Gi"), admin_share]), [Ok(()), Ok(())]);
 }
 
 #[test]
-fn share_that_cannot_be_is_refused_by_name() {
+fn invalid_share_is_refused_by_name() {
     let refused = |state: &NodeState, claim: Claim| in_turn(state, &[claim]).remove(0).unwrap_err();
     let not_shared = state_with(Door::Dra, &serde_json::json!({"memory_mib": 81_920}));
     let why = refused(&not_shared, share("u", "s1", "1", "1Gi"));
-    let words = "the allocation has the share ID 's1', but the GPU is one claim's: it is not shared on this node";
+    let words = "the allocation has the share ID 's1', but this node gives the GPU to one claim at a time";
     assert_eq!(why, format!("device gpu-0 (GPU-0): {words}"));
     let state = shared(4, false);
     for (shares, memory, words) in [
-        ("0", "1Gi", "the allocation takes '0' of the capacity shares, which is no amount of it"),
-        ("1", "-1Gi", "the allocation takes '-1Gi' of the capacity memory, which is no amount of it"),
-        ("many", "1Gi", "the allocation takes 'many' of the capacity shares, which is no amount of it"),
-        ("5", "1Gi", "5 shares are allocated to the claim, which may have 4"),
-        ("1", "81921Mi", "85900394496 bytes of memory are allocated to the claim, which may have 85899345920"),
-        ("18446744073709551615", "1Gi", "18446744073709551615 shares are allocated to the claim, which may have 4"),
+        ("0", "1Gi", "the allocation takes '0' of the capacity shares, which is not a positive quantity"),
+        ("1", "-1Gi", "the allocation takes '-1Gi' of the capacity memory, which is not a positive quantity"),
+        ("many", "1Gi", "the allocation takes 'many' of the capacity shares, which is not a positive quantity"),
+        ("5", "1Gi", "5 shares are allocated to the claim, which may have at most 4"),
+        ("1", "81921Mi", "85900394496 bytes of memory are allocated to the claim, which may have at most 85899345920"),
+        (
+            "18446744073709551615",
+            "1Gi",
+            "18446744073709551615 shares are allocated to the claim, which may have at most \
+            4",
+        ),
     ] {
         assert_eq!(refused(&state, share("u", "s1", shares, memory)), format!("device gpu-0 (GPU-0): {words}"));
     }
     let mut silent = share("u", "s1", "1", "1Gi");
     silent.status.allocation.as_mut().unwrap().devices.results[0].consumed_capacity.remove("shares");
-    assert!(refused(&state, silent).ends_with("the allocation of a share says nothing of the capacity shares"));
+    assert!(refused(&state, silent).ends_with("the allocation of a share lacks the capacity shares"));
     let why = refused(&shared(4, true), share("u", "s1", "2", "1Gi"));
-    assert!(why.ends_with("2 shares are allocated to the claim, which may have 1"), "{why}");
+    assert!(why.ends_with("2 shares are allocated to the claim, which may have at most 1"), "{why}");
 }
 
 /// Counted independently: planned claims never have more than the GPU, and a claim that fits is planned.
