@@ -29,7 +29,7 @@ pub fn preferred_allocation(
     }
 }
 
-/// A request, with GPUs by their places.
+/// A request that can be met, with its GPUs as sets of places.
 #[derive(Clone, Copy)]
 pub(super) struct Question {
     pub must: GpuSet,
@@ -40,6 +40,14 @@ pub(super) struct Question {
     /// The policy, for the report: for whole GPUs every policy takes the best set, because no whole GPU is more used
     /// than another.
     pub policy: AllocationPolicy,
+}
+
+/// A set in a comparison.
+#[derive(Clone, Copy, Default)]
+struct Candidate {
+    chosen: GpuSet,
+    /// The values before the NICs, as one number ([`SetTables::rank`]).
+    rank: u64,
 }
 
 /// A set and its values.
@@ -67,11 +75,11 @@ impl Question {
             places.collect::<Result<GpuSet, _>>()
         };
         let question = Self::of(known(&request.must_include)?, known(&request.available)?, request.size, policy);
-        let possible = (question.must.len().max(1)..=question.candidates().len()).contains(&request.size);
-        possible.then_some(question).ok_or(FallbackReason::Size)
+        let is_possible = (question.must.len().max(1)..=question.candidates().len()).contains(&request.size);
+        is_possible.then_some(question).ok_or(FallbackReason::Size)
     }
 
-    /// A question that has an answer: `size` GPUs, all of `must` and others of `available`.
+    /// Asks for `size` GPUs: all of `must`, the others of `available`. The caller makes sure that there are enough.
     pub fn of(must: GpuSet, available: GpuSet, size: usize, policy: AllocationPolicy) -> Self {
         Self { must, free: available.without(must), available, size, policy }
     }
@@ -98,17 +106,17 @@ impl Question {
     pub fn compare_all(&self, topology: &NodeTopology, sets: &SetTables) -> AllocationReport {
         let candidate = |more: GpuSet| {
             let chosen = self.must.union(more);
-            (sets.rank(chosen, self.available.without(chosen)), chosen)
+            Candidate { chosen, rank: sets.rank(chosen, self.available.without(chosen)) }
         };
-        let is_better = |one: (u64, GpuSet), other: (u64, GpuSet)| {
-            let in_nics = || sets.nics(one.1).cmp(&sets.nics(other.1));
+        let is_better = |one: Candidate, other: Candidate| {
+            let by_nics = || sets.nics(one.chosen).cmp(&sets.nics(other.chosen));
             let pairs = |chosen: GpuSet| sets.pairs(self.available.without(chosen));
-            let in_pairs = || pairs(one.1).cmp(&pairs(other.1));
-            let in_order = || one.1.by_list(other.1);
-            one.0.cmp(&other.0).then_with(in_nics).then_with(in_pairs).then_with(in_order).is_gt()
+            let by_pairs = || pairs(one.chosen).cmp(&pairs(other.chosen));
+            let by_list = || one.chosen.by_list(other.chosen);
+            one.rank.cmp(&other.rank).then_with(by_nics).then_with(by_pairs).then_with(by_list).is_gt()
         };
         let mut candidates = subsets(self.free, self.need()).map(candidate);
-        // `Question::new` made sure that there is a set. An empty set would mean a mistake there.
+        // `Question::new` checks that there is a set. An empty set would mean a bug there.
         let mut best = candidates.next().unwrap_or_default();
         let mut second = None;
         let mut compared = 1;
@@ -122,7 +130,7 @@ impl Question {
             }
         }
         let found = |chosen: GpuSet| Found { chosen, values: sets.values(chosen, self.available.without(chosen)) };
-        self.report(topology, found(best.1), second.map(|second| found(second.1)), compared, true)
+        self.report(topology, found(best.chosen), second.map(|second| found(second.chosen)), compared, true)
     }
 
     /// The report of the best set and the second best.

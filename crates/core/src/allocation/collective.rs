@@ -15,7 +15,7 @@ pub(super) fn table(topology: &NodeTopology) -> Vec<u32> {
     let links = Links::of(topology);
     let neighbours = neighbours(gpus, |a, b| topology.nvlink(a, b) > 0);
     for (set, best) in (0..).map(GpuSet).zip(&mut collective) {
-        if set.len() > 1 && connected(set, &neighbours) {
+        if set.len() > 1 && is_connected(set, &neighbours) {
             let port = smallest_port(topology, set).filter(|_| at(&links.direct, set) == 0);
             *best = port.unwrap_or_else(|| narrowest_cut(set, &links));
         }
@@ -40,7 +40,7 @@ impl Links {
             let on_plane = planes.iter().any(|plane| plane.contains(a) && plane.contains(b));
             topology.nvlink(a, b).saturating_sub(if on_plane { port(a).min(port(b)) } else { 0 })
         };
-        let direct = inside(gpus.len(), direct);
+        let direct = pair_sums(gpus.len(), direct);
         planes.retain(|plane| plane.len() > 1);
         let ports = |plane: GpuSet| {
             let members = (0..1_u64 << gpus.len()).map(move |row| GpuSet(row).intersection(plane));
@@ -51,7 +51,7 @@ impl Links {
 }
 
 /// Sums a weight over the pairs of every set.
-pub(super) fn inside(gpus: usize, weight: impl Fn(usize, usize) -> u32) -> Vec<u64> {
+pub(super) fn pair_sums(gpus: usize, weight: impl Fn(usize, usize) -> u32) -> Vec<u64> {
     by_set(gpus, |set, sums| {
         let lowest = set.lowest();
         let rest = set.without(lowest);
@@ -60,7 +60,7 @@ pub(super) fn inside(gpus: usize, weight: impl Fn(usize, usize) -> u32) -> Vec<u
     })
 }
 
-/// A table with a row for each set of so many GPUs. A set's value is made of the rows before its own, among which are
+/// Builds a table with a row for each set of `gpus` GPUs. `value` makes a row from the rows before it, which include
 /// those of all its subsets.
 pub(super) fn by_set<T: Default>(gpus: usize, value: impl Fn(GpuSet, &[T]) -> T) -> Vec<T> {
     let mut rows = Vec::with_capacity(1 << gpus);
@@ -90,7 +90,7 @@ fn smallest_port(topology: &NodeTopology, set: GpuSet) -> Option<u32> {
 }
 
 /// Returns true if NVLinks alone connect all GPUs of a set.
-fn connected(set: GpuSet, neighbours: &[GpuSet]) -> bool {
+fn is_connected(set: GpuSet, neighbours: &[GpuSet]) -> bool {
     let mut reached = set.lowest();
     loop {
         let next = reached.places().fold(reached, |next, place| {
@@ -105,9 +105,9 @@ fn connected(set: GpuSet, neighbours: &[GpuSet]) -> bool {
 
 /// The narrowest NVLink bandwidth between two parts of a set, over all ways to divide it.
 ///
-/// Bandwidth that crosses directly is that of the whole set less that of both parts. Bandwidth across a plane leaves
-/// one part by its ports and enters the other part by the other's ports: the narrower side counts once, not for each
-/// pair.
+/// Parts A and B have `direct(set) - direct(A) - direct(B)` from GPU to GPU, and `min(ports(A), ports(B))` over each
+/// NVSwitch plane. Traffic over a plane leaves A by A's ports and enters B by B's ports, so the narrower side counts
+/// once, not for each pair.
 fn narrowest_cut(set: GpuSet, links: &Links) -> u32 {
     let others = set.without(set.lowest()).0;
     let whole = at(&links.direct, set);
@@ -126,9 +126,9 @@ fn narrowest_cut(set: GpuSet, links: &Links) -> u32 {
 
 /// The slowest hop of the best ring through every set, by bandwidth.
 ///
-/// Goes from the widest bandwidth down. A set is settled at the first bandwidth at which hops of at least that much
-/// join its GPUs in a ring. Paths grow from each set's lowest member: `ends` holds, for each set, the GPUs at which a
-/// path through all of the set may end (Held and Karp's subsets).
+/// Tries the bandwidths from the widest down. A set's value is the first bandwidth at which hops of at least that
+/// bandwidth join its GPUs in a ring. Paths grow from each set's lowest member: `ends` holds, for each set, the GPUs at
+/// which a path through all of the set may end (Held and Karp's subsets).
 fn rings(topology: &NodeTopology) -> Vec<u32> {
     let gpus = topology.gpus().len();
     let mut widths: Vec<u32> = (0..gpus).flat_map(|a| (a + 1..gpus).map(move |b| topology.bandwidth(a, b))).collect();

@@ -13,9 +13,9 @@ pub(super) const GROUPS: [usize; 3] = [2, 4, 8];
 /// The value of one group as good as the machine's best, in thousandths.
 pub(super) const WHOLE: u64 = 1_000;
 
-/// Computes the value of every set R of free GPUs: the sum over group sizes j up to |R| of j times the largest total
-/// value of disjoint sets of j GPUs of R. Each such set is valued by its collective in thousandths of `top` of j, the
-/// machine's best.
+/// Computes the value of every set R of free GPUs: the sum over the group sizes j of `j * P(j, R)`. P(j, R) is the
+/// largest total value of disjoint groups of j GPUs of R. A group G has the value `1000 * collective(G) / top(j)`,
+/// rounded down; `top(j)` is the machine's best collective of j GPUs.
 pub(super) fn table(gpus: usize, collective: &[u32], top: impl Fn(usize) -> u32) -> Vec<u32> {
     let mut remaining = vec![0; 1 << gpus];
     for group in GROUPS.into_iter().filter(|group| *group <= gpus) {
@@ -70,14 +70,14 @@ pub(super) fn closeness_table(topology: &NodeTopology) -> Vec<u8> {
     })
 }
 
-/// The number of GPUs in whole groups that fit a package, for every set, summed over the group sizes: at most three
-/// times the set's size.
+/// The [`room`] of every set.
 pub(super) fn room_table(topology: &NodeTopology) -> Vec<u8> {
     let packages: Vec<GpuSet> = grouped(topology, |gpu| gpu.package).into_values().collect();
     (0..1_u64 << topology.gpus().len()).map(|row| room(&packages, GpuSet(row))).collect()
 }
 
-/// The number of GPUs of a set in whole groups that fit a package.
+/// The number of GPUs of a set in whole groups that fit a package: over group sizes j and packages, the sum of
+/// `members / j * j`, rounded down to a whole number of groups. It is at most three times the set's size.
 pub(super) fn room(packages: &[GpuSet], set: GpuSet) -> u8 {
     let whole = |group: usize| packages.iter().map(move |package| package.intersection(set).len() / group * group);
     u8::try_from(GROUPS.into_iter().flat_map(whole).sum::<usize>()).unwrap_or(u8::MAX)

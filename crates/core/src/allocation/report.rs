@@ -1,8 +1,8 @@
 //! [`AllocationReport`]: why a set was chosen. The log, `linkwise allocate --explain` and the golden tests print it.
 //!
-//! [`Explanation`] is the part that `--explain` adds: the best that this size could be, the sets that others still
-//! find, the nearest NICs. Commands ask for it, admissions do not. It repeats the choice for the idle machine and for
-//! the GPUs that stay free.
+//! [`Explanation`] is the part that `--explain` adds: the best set of this size on the idle machine, the best sets
+//! among the GPUs that stay free, the nearest NICs. Commands make one, admissions do not, because it repeats the choice
+//! for the idle machine and for the GPUs that stay free.
 
 use crate::prelude::*;
 use core::fmt;
@@ -22,20 +22,22 @@ use crate::words::list;
 pub enum Value {
     /// The ring bandwidth of the set by NCCL's model, MB/s.
     Collective,
-    /// The value that the free GPUs still have for others, summed over groups of 2, 4 and 8: thousandths of the
-    /// machine's best.
+    /// The value of the GPUs that stay free: over group sizes j of 2, 4 and 8, the sum of j times the largest total
+    /// value of disjoint groups of j free GPUs. A group's value is its collective in thousandths of the machine's best
+    /// for j.
     Remaining,
-    /// The sum of the bandwidths of its pairs, MB/s.
+    /// The sum of the bandwidths of the set's pairs, MB/s.
     Pairs,
-    /// Minus the sum of the ranks of its pairs.
+    /// Minus the sum of the ranks of the set's pairs.
     Closeness,
-    /// The number of free GPUs in whole groups that still fit a package, summed over groups of 2, 4 and 8.
+    /// The number of free GPUs in whole groups that fit a package: over group sizes of 2, 4 and 8 and over packages,
+    /// the sum of the free GPUs there, rounded down to whole groups.
     Room,
-    /// Minus the smallest sum of ranks over the free GPUs in pairs.
+    /// Minus the smallest sum of ranks that a division of the free GPUs into pairs has.
     RemainingCloseness,
-    /// The rates of the nearest NICs, Mbit/s.
+    /// The sum of the rates of the NICs nearest to the set's GPUs, each NIC once, Mbit/s.
     Nics,
-    /// The sum of the bandwidths of the pairs of free GPUs, MB/s: an odd GPU goes to a request for one.
+    /// The sum of the bandwidths of the pairs of free GPUs, MB/s, so that a request for one takes a poorly linked GPU.
     RemainingPairs,
     /// The sorted list of PCI addresses.
     PciAddresses,
@@ -44,21 +46,21 @@ pub enum Value {
 /// The values of a set, in the order of comparison; more is better.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Values {
-    /// MB/s; for one GPU a constant, 0.
+    /// [`Value::Collective`], MB/s; 0 for one GPU.
     pub collective: u64,
-    /// The sum, over group sizes 2, 4 and 8, of the size times thousandths of the machine's best.
+    /// [`Value::Remaining`].
     pub remaining: u64,
-    /// MB/s.
+    /// [`Value::Pairs`], MB/s.
     pub pairs: u64,
-    /// Minus the sum of the ranks.
+    /// [`Value::Closeness`], at most 0.
     pub closeness: i64,
-    /// GPUs.
+    /// [`Value::Room`], GPUs.
     pub room: u64,
-    /// Minus the sum of the ranks.
+    /// [`Value::RemainingCloseness`], at most 0.
     pub remaining_closeness: i64,
-    /// Mbit/s.
+    /// [`Value::Nics`], Mbit/s.
     pub nics: u64,
-    /// MB/s.
+    /// [`Value::RemainingPairs`], MB/s.
     pub remaining_pairs: u64,
 }
 
@@ -78,7 +80,7 @@ impl Values {
         ]
     }
 
-    /// One of the values. The PCI addresses are no number and read as 0.
+    /// One of the values. The PCI addresses are not a number; their value is 0.
     pub fn get(&self, value: Value) -> i64 {
         self.numbers().into_iter().find(|(known, _)| *known == value).map_or(0, |(_, number)| number)
     }
@@ -139,13 +141,13 @@ pub struct AllocationReport {
     pub values: Option<Values>,
     /// The second best set; `None` if there was no other.
     pub runner_up: Option<RunnerUp>,
-    /// True if no better set exists, by proof.
+    /// True if it is proven that no better set exists.
     pub exact: bool,
     /// The number of sets compared.
     pub compared: u64,
     /// The number of GPUs that could have been chosen.
     pub candidates: usize,
-    /// The number of GPUs asked for.
+    /// The number of requested GPUs.
     pub size: usize,
     /// The policy of the choice.
     pub policy: AllocationPolicy,
@@ -211,7 +213,7 @@ pub struct Explanation<'a> {
 /// The best set of one size among the free GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Offer {
-    /// The number of GPUs asked for.
+    /// The number of requested GPUs.
     pub size: usize,
     /// The collective of the best set among the free GPUs, MB/s.
     pub collective: u64,
@@ -224,7 +226,7 @@ pub struct Offer {
 pub struct NearestNics {
     /// NVML's index of the GPU.
     pub index: u32,
-    /// The names of the interfaces; empty if no NIC is as near as PHB.
+    /// The names of the interfaces; empty if no NIC is at PHB or closer.
     pub nics: Vec<String>,
     /// The level of these NICs: PIX, PXB or PHB.
     pub level: Option<&'static str>,
@@ -259,7 +261,7 @@ fn nearest_nics(tables: &AllocationTables, gpu: &ChosenGpu) -> NearestNics {
 }
 
 impl fmt::Display for Explanation<'_> {
-    /// Writes the report for people: the values side by side, the free GPUs, the NICs.
+    /// Writes the report for people: the values in columns, the free GPUs, the NICs.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}", self.report)?;
         if let Some(values) = self.report.values {

@@ -1,11 +1,13 @@
 //! The choice on a machine of more than 16 GPUs: by the same nine values, within a limited number of sets.
 //!
-//! Three steps keep it exact. First, only the widest clusters that hold the request stay, by the first value. Second,
-//! among GPUs that differ in nothing but their address the first ones are taken, so a set is a count for each class.
-//! Third, if that leaves at most [`MAX_SETS`] sets, all are compared. If it leaves more, sets grow GPU by GPU from
-//! `must_include` and from whole clusters, and the best few of each size go on. The best of those may not be the best
-//! of all, and the report says so. A mesh of NVLinks is no tree of clusters: a request for few of its GPUs gets tables
-//! of these GPUs alone.
+//! First, the search keeps only the widest clusters that hold the request, because a set's first value is the width of
+//! its cluster. Second, GPUs that differ in nothing but their address form a class, and of a class the first ones are
+//! taken, so a set is a count for each class. Third, if at most [`MAX_SETS`] sets are left, the search compares all,
+//! and the answer is exact. Otherwise sets grow GPU by GPU, from `must_include` and from whole clusters, and only the
+//! best few of each size grow further. Their best may not be the best of all, so the report marks the answer as not
+//! exact.
+//!
+//! A mesh of NVLinks is not a tree of clusters. A request for few of its GPUs gets tables of these GPUs alone.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -25,22 +27,24 @@ const MAX_SETS: u64 = 4_096;
 /// The most GPUs of a mesh that get tables for one request.
 pub(super) const MAX_TABLED_GPUS: usize = 10;
 
-/// The most sets of one size that go on growing.
+/// The most sets of one size that grow further.
 const MAX_GROWN_SETS: u64 = 16;
 
-/// The limits for a mesh: the largest set size, and the number of best sets, for which the exact collective is found at
-/// the end.
-const REFINED: (usize, usize) = (8, 16);
+/// The largest sets of a mesh whose exact collectives are computed at the end.
+const MAX_REFINED_SIZE: usize = 8;
 
-/// Answers a question that has an answer.
+/// The number of best sets of a mesh whose exact collectives are computed at the end.
+const MAX_REFINED_SETS: usize = 16;
+
+/// Finds the best set for a request that can be met.
 pub(super) fn answer(topology: &NodeTopology, tree: &Tree, question: &Question) -> AllocationReport {
     if !tree.exact && question.candidates().len() <= MAX_TABLED_GPUS {
         return of_few(topology, tree, question);
     }
     let search = Search { tree, question };
     let need = question.need();
-    let refines = !tree.exact && question.size <= REFINED.0;
-    let mut best = Best { search: &search, most: if refines { REFINED.1 } else { 2 }, found: Vec::new() };
+    let is_refined = !tree.exact && question.size <= MAX_REFINED_SIZE;
+    let mut best = Best { search: &search, limit: if is_refined { MAX_REFINED_SETS } else { 2 }, found: Vec::new() };
     let mut compared = 0;
     let mut all = None;
     for regions in search.regions(need) {
@@ -64,20 +68,20 @@ pub(super) fn answer(topology: &NodeTopology, tree: &Tree, question: &Question) 
         }
     }
     let mut found = best.found;
-    if refines {
+    if is_refined {
         for found in &mut found {
             found.values.collective = u64::from(collective_of(topology, found.chosen));
         }
         found.sort_by(|a, b| b.compare(a));
     }
     let mut found = found.into_iter();
-    // `Question::new` made sure that there is a set, and both ways find one. An empty set would mean a mistake there.
+    // `Question::new` checks that there is a set, and both ways find one. An empty set would mean a bug there.
     let first = found.next().unwrap_or_else(|| search.value(GpuSet::default()));
     question.report(topology, first, found.next(), compared, all == Some(true) && tree.exact)
 }
 
-/// Answers with tables for the question's GPUs alone. The answer is exact if the machine's best is known for each size
-/// that still fits beside it.
+/// Answers with tables for the request's GPUs alone. The answer is exact if the machine's best collective is known for
+/// each group size that fits the GPUs that stay free.
 fn of_few(topology: &NodeTopology, tree: &Tree, question: &Question) -> AllocationReport {
     let places: Vec<usize> = question.candidates().places().collect();
     let part = topology.restricted(&places);
@@ -100,8 +104,8 @@ struct Search<'a> {
 /// The best of the sets compared so far.
 struct Best<'a> {
     search: &'a Search<'a>,
-    /// The number of sets that are kept.
-    most: usize,
+    /// The most sets that are kept.
+    limit: usize,
     /// The sets kept, the best first.
     found: Vec<Found>,
 }
@@ -114,7 +118,7 @@ impl Best<'_> {
     }
 
     fn add_one(&mut self, chosen: GpuSet) -> bool {
-        if self.found.len() == self.most
+        if self.found.len() == self.limit
             && let Some(last) = self.found.last()
             && self.search.tree.falls_behind(chosen, self.search.remains(chosen), &last.values)
         {
@@ -126,7 +130,7 @@ impl Best<'_> {
             return false;
         }
         self.found.insert(place, new);
-        self.found.truncate(self.most);
+        self.found.truncate(self.limit);
         true
     }
 }
@@ -140,8 +144,9 @@ impl Search<'_> {
         self.question.available.without(chosen)
     }
 
-    /// The clusters with room for the request, the widest first; clusters of one width are together. No set that leaves
-    /// them has as good a collective. If there are few sets, all clusters are one region.
+    /// The clusters with room for the request, the widest first, and all GPUs last. Clusters of one width are one
+    /// entry. A set that is in no cluster of an entry has a worse collective than the sets that are. If there are few
+    /// sets, or the tree has no exact widths, all GPUs are the only entry.
     fn regions(&self, need: usize) -> Vec<Vec<GpuSet>> {
         let Question { must, free, size, .. } = *self.question;
         let everything = vec![must.union(free)];
@@ -169,7 +174,7 @@ impl Search<'_> {
         regions.iter().map(|region| free(*region)).collect()
     }
 
-    /// Grows sets of the size asked for, from `must_include` and from `must_include` with a whole cluster.
+    /// Grows sets of the requested size, from `must_include` and from `must_include` with a whole cluster.
     fn grow(&self, regions: &[GpuSet], classes: &[Vec<GpuSet>], need: usize) -> Vec<GpuSet> {
         let Question { must, free, size, .. } = *self.question;
         let inside = |set: GpuSet| regions.iter().any(|region| set.without(*region).is_empty());
@@ -180,9 +185,9 @@ impl Search<'_> {
             pools.entry(seed.len()).or_default().insert(seed);
         }
         let steps = need.max(1) * classes.iter().map(Vec::len).sum::<usize>().max(1);
-        let most = usize::try_from((MAX_SETS / steps as u64).clamp(1, MAX_GROWN_SETS)).unwrap_or(1);
+        let limit = usize::try_from((MAX_SETS / steps as u64).clamp(1, MAX_GROWN_SETS)).unwrap_or(1);
         for len in must.len()..size {
-            let mut best = Best { search: self, most, found: Vec::new() };
+            let mut best = Best { search: self, limit, found: Vec::new() };
             best.add(&pools.remove(&len).unwrap_or_default());
             let next = pools.entry(len + 1).or_default();
             for found in best.found {
@@ -197,7 +202,8 @@ impl Search<'_> {
         pools.remove(&size).into_iter().flatten().collect()
     }
 
-    /// Exchanges the last of some class's members for the next one, which gives a set that is as good in every number.
+    /// The sets in which another GPU of the same class replaces the last one. They are as good as `best` in every
+    /// number.
     fn other_members<'s>(&self, best: GpuSet, classes: &'s [Vec<GpuSet>]) -> impl Iterator<Item = GpuSet> + use<'s> {
         let free = best.without(self.question.must);
         classes.iter().flatten().filter_map(move |class| {
@@ -222,7 +228,7 @@ fn ways(classes: &[GpuSet], need: usize) -> u64 {
     ways.last().copied().unwrap_or(0)
 }
 
-/// Lists all those sets, with the first members of each class.
+/// Lists the sets that [`ways`] counts, each with the first members of each class.
 fn compose(classes: &[GpuSet], need: usize, taken: GpuSet, sets: &mut Vec<GpuSet>) {
     let left = classes.iter().map(|class| class.len()).sum::<usize>();
     let Some((class, rest)) = classes.split_first().filter(|_| need > 0) else {

@@ -1,8 +1,8 @@
 //! The choice among units of shared and partitioned GPUs: slots of time-slicing or MPS, MIG devices.
 //!
-//! This file spreads units over GPUs. Where several GPUs are equal, the choice of whole GPUs decides among them. It
-//! works with counts for each GPU, so its cost grows with the number of units only. Like the choice of whole GPUs it
-//! never fails.
+//! The spread of units over GPUs is decided here. Where several GPUs are equal, the choice of whole GPUs decides among
+//! them. The spread works with counts for each GPU, so its cost grows with the number of units only. Like the choice of
+//! whole GPUs it never fails.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -38,7 +38,7 @@ impl Units {
             places.entry(id).or_insert(gpu);
         }
         let mut units: Vec<(DeviceId, usize)> = places.into_iter().collect();
-        units.sort_by(|(a, on), (b, other)| (on, natural(a)).cmp(&(other, natural(b))));
+        units.sort_by(|(a, on), (b, other)| (on, slot_key(a)).cmp(&(other, slot_key(b))));
         let by_id = units.iter().enumerate().map(|(at, (id, _))| (id.clone(), at)).collect();
         let devices = devices(&units);
         Self { units, by_id, others, devices }
@@ -70,7 +70,7 @@ impl Units {
 /// The device of each unit, as a number, if some GPU has several devices of which at least one has several slots. Slots
 /// of one device are adjacent.
 fn devices(units: &[(DeviceId, usize)]) -> Vec<usize> {
-    let devices = units.chunk_by(|(a, on), (b, other)| on == other && natural(a).0 == natural(b).0);
+    let devices = units.chunk_by(|(a, on), (b, other)| on == other && slot_key(a).0 == slot_key(b).0);
     let devices: Vec<_> = devices.collect();
     let has_slots = devices.iter().any(|slots| slots.len() > 1);
     let share_gpu = devices.windows(2).any(|pair| matches!(pair, [[(_, on), ..], [(_, other), ..]] if on == other));
@@ -81,15 +81,15 @@ fn devices(units: &[(DeviceId, usize)]) -> Vec<usize> {
 }
 
 /// The sort key that puts slot 2 before slot 10.
-fn natural(id: &DeviceId) -> (&str, u64) {
+fn slot_key(id: &DeviceId) -> (&str, u64) {
     let slot = id.as_str().rsplit_once("::").and_then(|(gpu, slot)| Some((gpu, slot.parse().ok()?)));
     slot.unwrap_or((id.as_str(), 0))
 }
 
 /// Chooses the best units for a request, and reports why.
 ///
-/// A GPU is used as much as it has units that the request neither offers nor demands, plus units of other resources in
-/// use.
+/// The use of a GPU is the number of its units that the request neither offers nor demands, plus the number of units of
+/// other resources in use on it.
 ///
 /// - `distributed`: takes units in rounds. Each round takes one unit of each GPU that has the fewest units of this
 ///   request; units of `must_include` count. If a round needs fewer GPUs than there are, the least used GPUs take part.
@@ -138,10 +138,12 @@ struct Share {
 }
 
 impl Share {
-    fn carries(&self) -> usize {
+    /// The number of units that the request gets of the GPU.
+    fn assigned(&self) -> usize {
         self.must.len() + self.taken
     }
 
+    /// The number of units that can still be taken.
     fn left(&self) -> usize {
         self.free.len().saturating_sub(self.taken)
     }
@@ -203,16 +205,16 @@ impl<'a> Spread<'a> {
         policy: AllocationPolicy,
     ) -> Result<Self, FallbackReason> {
         // `true` for a unit that must be taken, `false` for one that may be.
-        let mut asked = vec![None; units.units.len()];
+        let mut requested = vec![None; units.units.len()];
         for (ids, must) in [(&request.available, false), (&request.must_include, true)] {
             for id in ids {
-                let cell = units.by_id.get(id).and_then(|at| asked.get_mut(*at));
+                let cell = units.by_id.get(id).and_then(|at| requested.get_mut(*at));
                 *cell.ok_or(FallbackReason::UnknownDevice)? = Some(must);
             }
         }
         let mut gpus = vec![Share::default(); tables.topology().gpus().len()];
-        for (at, ((_, gpu), asked)) in units.units.iter().zip(asked).enumerate() {
-            match (gpus.get_mut(*gpu), asked) {
+        for (at, ((_, gpu), requested)) in units.units.iter().zip(requested).enumerate() {
+            match (gpus.get_mut(*gpu), requested) {
                 (Some(share), None) => share.used += 1,
                 (Some(share), Some(must)) => if must { &mut share.must } else { &mut share.free }.push(at),
                 // A unit of a GPU that this topology lacks counts only if it is requested.
@@ -229,17 +231,17 @@ impl<'a> Spread<'a> {
         }
         let must: usize = gpus.iter().map(|share| share.must.len()).sum();
         let free: usize = gpus.iter().map(|share| share.free.len()).sum();
-        let possible = (must.max(1)..=must + free).contains(&request.size);
+        let is_possible = (must.max(1)..=must + free).contains(&request.size);
         let need = request.size.saturating_sub(must);
-        possible.then_some(Self { tables, units, policy, gpus, need }).ok_or(FallbackReason::Size)
+        is_possible.then_some(Self { tables, units, policy, gpus, need }).ok_or(FallbackReason::Size)
     }
 
     fn distribute(&mut self) -> AllocationReport {
         let mut chosen = None;
-        while let Some(level) = self.open().map(|(_, share)| share.carries()).min() {
+        while let Some(level) = self.open().map(|(_, share)| share.assigned()).min() {
             let mut tied: Vec<(usize, usize)> = self
                 .open()
-                .filter(|(_, share)| share.carries() == level)
+                .filter(|(_, share)| share.assigned() == level)
                 .map(|(place, share)| (share.used, place))
                 .collect();
             let mut round: GpuSet = tied.iter().map(|(_, place)| *place).collect();
@@ -263,13 +265,13 @@ impl<'a> Spread<'a> {
     }
 
     fn pack(&mut self) -> AllocationReport {
-        let key = |share: &Share| (share.used.saturating_add(share.carries()), share.carries() > 0, share.left());
+        let key = |share: &Share| (share.used.saturating_add(share.assigned()), share.assigned() > 0, share.left());
         let mut chosen = None;
-        while let Some((used, carries, left)) = self.open().map(|(_, share)| key(share)).max() {
-            let tied = self.open().filter(|(_, share)| key(share) == (used, carries, left));
+        while let Some((used, has_units, left)) = self.open().map(|(_, share)| key(share)).max() {
+            let tied = self.open().filter(|(_, share)| key(share) == (used, has_units, left));
             let mut tied: GpuSet = tied.map(|(place, _)| place).collect();
             let gpus = self.need.div_ceil(left.max(1));
-            if tied.len() > gpus && !carries {
+            if tied.len() > gpus && !has_units {
                 let part = self.carriers(1);
                 let best = self.choose(part, tied, part.len() + gpus);
                 tied = best.chosen.without(part);
@@ -290,7 +292,7 @@ impl<'a> Spread<'a> {
 
     /// The GPUs that have at least so many units of this request.
     fn carriers(&self, least: usize) -> GpuSet {
-        self.gpus.iter().enumerate().filter(|(_, share)| share.carries() >= least).map(|(place, _)| place).collect()
+        self.gpus.iter().enumerate().filter(|(_, share)| share.assigned() >= least).map(|(place, _)| place).collect()
     }
 
     /// Takes units of a GPU, at most as many as it has and the request needs.
@@ -307,7 +309,7 @@ impl<'a> Spread<'a> {
         Question::of(must, must.union(tied), size, self.policy).answer(self.tables)
     }
 
-    /// Reports the choice that made the set of GPUs. If there was no choice, reports the values of the set.
+    /// Reports the choice, if it made the whole set of GPUs; otherwise reports the values of the set.
     fn report(&self, chosen: Option<AllocationReport>) -> AllocationReport {
         let all = self.carriers(1);
         let made = chosen.filter(|report| report.chosen == all);

@@ -87,7 +87,7 @@ impl AllocationTables {
         &self.topology
     }
 
-    /// The values of a set of GPUs while no other GPU is free.
+    /// The values of a set of GPUs by itself, as if no other GPU were free.
     pub(crate) fn worth(&self, set: GpuSet) -> Values {
         match &self.values {
             SetValues::Tables(sets) => sets.values(set, GpuSet::default()),
@@ -134,15 +134,15 @@ impl AllocationTables {
 }
 
 impl SetTables {
-    /// Computes the rows. If the GPUs are a few of a larger machine, `tree` is that machine's, and the remaining value
-    /// is relative to that machine's best.
+    /// Computes the rows. If the GPUs are a few of a larger machine, `tree` is the tree of that machine, and the
+    /// remaining value is relative to that machine's best.
     pub fn new(topology: &NodeTopology, tree: Option<&Tree>) -> Self {
         let gpus = topology.gpus().len();
         let collective = collective::table(topology);
         let top = |group| tree.map_or_else(|| remaining::top(gpus, &collective, group), |tree| tree.top(group).mbps);
         let remaining = remaining::table(gpus, &collective, top);
-        let pairs = collective::inside(gpus, |a, b| topology.bandwidth(a, b));
-        let distances = collective::inside(gpus, |a, b| u32::from(topology.rank(a, b).number()));
+        let pairs = collective::pair_sums(gpus, |a, b| topology.bandwidth(a, b));
+        let distances = collective::pair_sums(gpus, |a, b| u32::from(topology.rank(a, b).number()));
         let pairs = pairs.into_iter().zip(distances.into_iter().map(minus)).collect();
         let distances = remaining::closeness_table(topology).into_iter().map(|distance| minus(u64::from(distance)));
         let room = remaining::room_table(topology).into_iter().zip(distances).collect();
@@ -203,7 +203,7 @@ impl SetTables {
     }
 }
 
-/// Turns a distance into a closeness: more ranks make less closeness.
+/// The closeness of GPUs with this sum of ranks: minus the sum.
 fn minus(distance: u64) -> i64 {
     i64::try_from(distance).map_or(i64::MIN, |distance| -distance)
 }
@@ -220,8 +220,8 @@ fn ranked<T: Ord + Clone>(values: Vec<T>) -> (Vec<T>, impl Iterator<Item = u64>)
 
 /// The NICs nearest to each GPU, as bits, and the rate of each such NIC, Mbit/s.
 ///
-/// The nearest NICs are all those of the smallest rank, if that is PHB or closer. Only NICs that are nearest to some
-/// GPU have a bit. No machine has 65 such NICs; a 65th would count for no GPU.
+/// The nearest NICs are those of [`NodeTopology::nearest_nics`]. Only NICs that are nearest to some GPU have a bit. No
+/// machine has 65 such NICs; a 65th would count for no GPU.
 #[derive(Clone, Debug, Default)]
 pub(super) struct NearNics {
     pub near: Vec<u64>,

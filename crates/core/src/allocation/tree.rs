@@ -29,7 +29,8 @@ pub(super) struct Tree {
     packages: Vec<GpuSet>,
     nics: NearNics,
     tops: [Top; 3],
-    /// The value that each GPU of a whole group adds in each cluster of `bandwidths`, by group size.
+    /// The value that each GPU of a whole group adds in each cluster of `bandwidths`, by group size:
+    /// `1000 * width / top`, rounded down, less the same with `outer_width`.
     shares: Vec<[u64; 3]>,
     /// Classes of GPUs that differ in nothing but their address.
     pub classes: Vec<GpuSet>,
@@ -52,7 +53,7 @@ pub(super) struct Cluster {
     pub members: GpuSet,
     pub width: u32,
     /// The width of the next larger cluster around it; 0 without one.
-    below: u32,
+    outer_width: u32,
 }
 
 /// The other GPUs that each GPU reaches, by measure; those with measure 0 are left out.
@@ -96,13 +97,13 @@ impl Forest {
         for width in widths.into_iter().rev() {
             let parts = components(gpus, |a, b| measure(a, b) >= width);
             for members in parts.into_iter().filter(|part| part.len() > 1) {
-                for inner in clusters.iter_mut().filter(|inner| inner.below == 0 && inner.members != members) {
+                for inner in clusters.iter_mut().filter(|inner| inner.outer_width == 0 && inner.members != members) {
                     if inner.members.without(members).is_empty() {
-                        inner.below = width;
+                        inner.outer_width = width;
                     }
                 }
                 if clusters.iter().all(|known| known.members != members) {
-                    clusters.push(Cluster { members, width, below: 0 });
+                    clusters.push(Cluster { members, width, outer_width: 0 });
                 }
             }
         }
@@ -135,7 +136,7 @@ impl Forest {
 
     /// Sums over pairs; `pairs` gives the number of pairs that each cluster holds.
     fn sum(&self, pairs: impl Fn(&Cluster) -> u64) -> u64 {
-        self.clusters.iter().map(|cluster| u64::from(cluster.width - cluster.below) * pairs(cluster)).sum()
+        self.clusters.iter().map(|cluster| u64::from(cluster.width - cluster.outer_width) * pairs(cluster)).sum()
     }
 }
 
@@ -144,12 +145,12 @@ impl Tree {
         let gpus = topology.gpus().len();
         let bandwidths = Forest::new(gpus, |a, b| topology.bandwidth(a, b));
         let ranks = Forest::new(gpus, |a, b| closeness(topology, a, b));
-        let exact = bandwidths.peers.is_none() && ranks.peers.is_none() && plain_links(topology);
+        let exact = bandwidths.peers.is_none() && ranks.peers.is_none() && has_plain_links(topology);
         let tops = GROUPS.map(|group| if exact { widest(&bandwidths, group) } else { best(topology, group) });
         let nics = NearNics::of(topology);
         let share = |width: u32, top: Top| u64::from(width) * WHOLE / u64::from(top.mbps.max(1));
         let shares = bandwidths.clusters.iter();
-        let shares = shares.map(|cluster| tops.map(|top| share(cluster.width, top) - share(cluster.below, top)));
+        let shares = shares.map(|cluster| tops.map(|top| share(cluster.width, top) - share(cluster.outer_width, top)));
         let shares = shares.collect();
         let nvlinks = Peers::new(gpus, |a, b| topology.nvlink(a, b));
         let classes = classes(topology, &nics);
@@ -157,7 +158,7 @@ impl Tree {
         Self { bandwidths, ranks, nvlinks, packages, nics, tops, shares, classes, exact }
     }
 
-    /// The best collective of `group` GPUs; 0 for sizes that are not valued.
+    /// The machine's best collective of `group` GPUs; 0 for a size that is not in [`GROUPS`].
     pub(super) fn top(&self, group: usize) -> Top {
         GROUPS.into_iter().zip(self.tops).find(|(size, _)| *size == group).map(|(_, top)| top).unwrap_or_default()
     }
@@ -197,8 +198,8 @@ impl Tree {
         links.unwrap_or_else(|| u64::from(self.bandwidths.width(set)))
     }
 
-    /// The value of what remains: each cluster adds, for each whole group in it, the value of its width above the width
-    /// of the cluster around it.
+    /// The value of the GPUs that stay free: over clusters and group sizes, the sum of `shares` times the cluster's
+    /// free GPUs in whole groups.
     fn remaining(&self, set: GpuSet) -> u64 {
         let of = |(cluster, shares): (&Cluster, &[u64; 3])| {
             let inside = cluster.members.intersection(set).len();
@@ -222,7 +223,7 @@ fn closeness(topology: &NodeTopology, a: usize, b: usize) -> u32 {
 
 /// Returns true if the bandwidths between pairs describe the NVLinks completely: each GPU has NVLinks to one other GPU
 /// alone, or to the others of its NVSwitch plane through its port.
-fn plain_links(topology: &NodeTopology) -> bool {
+fn has_plain_links(topology: &NodeTopology) -> bool {
     let gpus = topology.gpus();
     let linked = |a: usize| (0..gpus.len()).filter(move |b| a != *b && topology.nvlink(a, *b) > 0);
     let by_port = |a: usize, b: usize| {
