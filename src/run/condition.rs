@@ -112,7 +112,7 @@ async fn follow(mut looks: Looks, condition: watch::Sender<Option<Arc<Condition>
         looks.idle.mark_unchanged();
         let is_writer = looks.files.borrow_and_update().is_some();
         let made = is_writer.then(|| Arc::new(Condition::of(&looks.views.for_operator(), looks.expected)));
-        let is_news = made.as_ref().is_some_and(|made| !made.is_of_a_start());
+        let is_news = made.as_ref().is_some_and(|made| !made.is_starting());
         held_back_until.take_if(|until| is_news || *until <= Instant::now());
         send_if_new(&condition, made.filter(|_| held_back_until.is_none()));
         sleep(BETWEEN).await;

@@ -95,7 +95,7 @@ fn gpu_without_minor_number_is_refused_where_its_node_is_given() {
     ] {
         assert!(inject(&options, &host, &one_gpu(Some(0)), |_| true).is_ok());
         let error = inject(&options, &host, &one_gpu(None), |_| true).unwrap_err().to_string();
-        assert_eq!(error, "the minor number of GPU-a is unknown: no device node to pass");
+        assert_eq!(error, "cannot pass the device node of GPU-a: its minor number is unknown");
     }
 }
 

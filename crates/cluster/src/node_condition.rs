@@ -97,7 +97,7 @@ impl NodeConditionWriter {
             let count = node.data["status"]["allocatable"][name].as_str().and_then(quantity::parse);
             count.and_then(|count| usize::try_from(count).ok()).unwrap_or(0)
         };
-        let wanted = &if was_ready { wanted.clone() } else { wanted.beside(allocatable) };
+        let wanted = &if was_ready { wanted.clone() } else { wanted.compared_with(allocatable) };
         if let Some(conditions) = changed(&node, &kind, wanted) {
             node = patch(&mut self.server, &node, &name, Part::Status, json!({ "conditions": conditions })).await?;
             let Condition { status, reason, message, .. } = wanted;

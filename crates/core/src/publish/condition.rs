@@ -1,4 +1,4 @@
-//! [`Condition`]: a node's condition that says whether its GPUs can be had, for schedulers and autoscalers.
+//! [`Condition`]: a node's condition that shows schedulers and autoscalers whether the node's GPUs can be used.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -18,18 +18,18 @@ pub struct Condition {
     pub reason: &'static str,
     /// The reason in words.
     pub message: String,
-    /// The healthy devices of each of the kubelet's resources: the node's status has them a little later.
+    /// The number of healthy devices of each resource. The kubelet writes them into the node's status a little later.
     pub resources: BTreeMap<String, usize>,
 }
 
 impl Condition {
-    /// The reason while the node's status does not have all resources yet.
+    /// The reason while the node's status lacks some of the healthy devices.
     pub const PENDING: &'static str = "ResourcesPending";
 
-    /// The condition of a node by its view. `expected` is the number of healthy GPUs that is enough; without it, all of
-    /// the node's have to be healthy. A cordoned GPU is as its operator wants it.
+    /// Makes the condition of a node from its view. `expected` healthy GPUs are enough; without `expected`, all GPUs of
+    /// the node have to be healthy. A cordoned GPU counts as healthy, because its operator wants it so.
     pub fn of(view: &NodeView, expected: Option<usize>) -> Self {
-        // A GPU in use under another name or through the other door is well.
+        // A GPU that is in use under another name or through the other door is not sick.
         let in_use = ["held_elsewhere", "claimed", "holders_unknown", "withdrawn", "cordoned"];
         let is_sick = |gpu: &&GpuView| {
             !gpu.healthy
@@ -51,7 +51,7 @@ impl Condition {
             (
                 "False",
                 "GPUsUnhealthy",
-                format!("{healthy} of {} GPUs are healthy{wanted}; not {}", view.gpus.len(), few(&sick, 8)),
+                format!("{healthy} of {} GPUs are healthy{wanted}; unhealthy: {}", view.gpus.len(), few(&sick, 8)),
             )
         } else {
             ("True", "GPUsServed", format!("{} healthy", count(healthy, "GPU")))
@@ -63,14 +63,15 @@ impl Condition {
         Self { status, reason, message, resources: resources.collect() }
     }
 
-    /// Returns true while it is only said that the process has not begun to serve.
-    pub fn is_of_a_start(&self) -> bool {
+    /// Returns true if the reason is that the process does not serve yet.
+    pub fn is_starting(&self) -> bool {
         matches!(self.reason, "GPUsUnknown" | "NotServing")
     }
 
-    /// The condition while the node's status does not have all resources yet, of which it has `allocatable`.
+    /// Compares with the node's status, which has `allocatable` devices of a resource. If the status lacks devices, a
+    /// true condition becomes false with the reason [`Self::PENDING`].
     #[must_use]
-    pub fn beside(&self, allocatable: impl Fn(&str) -> usize) -> Self {
+    pub fn compared_with(&self, allocatable: impl Fn(&str) -> usize) -> Self {
         let late = self.resources.iter().find(|(name, count)| allocatable(name) < **count);
         match late {
             Some((name, count)) if self.status == "True" => Self {
@@ -108,10 +109,10 @@ mod tests {
         let none = NodeView { idle: Some("no NVIDIA GPU on the PCI bus".to_owned()), ..NodeView::default() };
         for (view, expected, status, reason, message) in [
             (&well, None, "True", "GPUsServed", "1 GPU healthy"),
-            (&sick, None, "False", "GPUsUnhealthy", "1 of 2 GPUs are healthy; not 0000:02:00.0"),
+            (&sick, None, "False", "GPUsUnhealthy", "1 of 2 GPUs are healthy; unhealthy: 0000:02:00.0"),
             (&elsewhere, None, "True", "GPUsServed", "1 GPU healthy"),
             (&sick, Some(1), "True", "GPUsServed", "1 GPU healthy"),
-            (&well, Some(2), "False", "GPUsUnhealthy", "1 of 1 GPUs are healthy, 2 are expected; not "),
+            (&well, Some(2), "False", "GPUsUnhealthy", "1 of 1 GPUs are healthy, 2 are expected; unhealthy: "),
             (&unready(&well), None, "False", "NotServing", "nvidia.com/gpu: waiting"),
             (&unready(&none), None, "Unknown", "GPUsUnknown", "nvidia.com/gpu: waiting"),
             (&none, None, "False", "NoGPUs", "no NVIDIA GPU on the PCI bus"),
@@ -133,9 +134,9 @@ mod tests {
         let resources = [("nvidia.com/gpu".to_owned(), ResourceView { healthy: 8, ..ResourceView::default() })].into();
         let view = NodeView { gpus: vec![gpu("0000:01:00.0", true)], resources, ..NodeView::default() };
         let condition = Condition::of(&view, None);
-        let late = condition.beside(|_| 7);
+        let late = condition.compared_with(|_| 7);
         let words = "the node's status has 7 of 8 nvidia.com/gpu";
         assert_eq!((late.status, late.reason, late.message.as_str()), ("False", "ResourcesPending", words));
-        assert_eq!(condition.beside(|_| 8), condition);
+        assert_eq!(condition.compared_with(|_| 8), condition);
     }
 }

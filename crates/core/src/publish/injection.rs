@@ -6,8 +6,8 @@
 //! NVIDIA/k8s-device-plugin).
 //!
 //! The folders of an MPS client ([`MpsClient`]) and the RDMA NICs nearest to the GPUs ([`RdmaNodes`], `--expose-nics`)
-//! are parts of it. The MPS daemon has the limits. They are not repeated here, so that a container cannot get other
-//! limits than those in effect.
+//! are parts of it. The MPS daemon enforces the limits. An injection does not repeat them, so that a container cannot
+//! get other limits than those in effect.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -49,7 +49,7 @@ pub struct InjectionOptions {
     pub volume_mounts: bool,
     /// The GPUs as CDI devices, for any runtime that supports CDI.
     pub cdi: Option<CdiOptions>,
-    /// The kind of names that the GPUs have.
+    /// The kind of names by which containers get the GPUs.
     pub ids: DeviceIds,
     /// More variables, for NVIDIA's container runtime and for the container: `NVIDIA_GDS=enabled` ...
     pub env: BTreeMap<String, String>,
@@ -83,7 +83,8 @@ crate::words! {
     }
 }
 
-/// The host's devices other than GPUs, as last scanned. A module that is loaded later brings its nodes later.
+/// The host's devices other than GPUs, as last scanned. Device nodes of a kernel module that is loaded later come with
+/// a later scan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostDevices {
     /// The folder on the host that has `/dev` in it.
@@ -103,7 +104,7 @@ pub struct HostDevices {
 pub struct ChosenDevice<'a> {
     /// The GPU.
     pub gpu: &'a Gpu,
-    /// The MIG device, where it is not the whole GPU.
+    /// The MIG device; `None` for the whole GPU.
     pub mig: Option<&'a MigDevice>,
 }
 
@@ -114,7 +115,7 @@ pub struct Granted<'a> {
     pub topology: &'a NodeTopology,
     /// The hardware. Slots of one device are adjacent and count once.
     pub devices: Vec<ChosenDevice<'a>>,
-    /// The MPS daemon that shares it, if one does.
+    /// The folders that the container shares with the MPS daemon, if one shares the hardware.
     pub mps: Option<MpsClient>,
 }
 
@@ -142,9 +143,10 @@ pub struct HostPath {
     pub container: String,
 }
 
-/// The error for a granted GPU of unknown minor number: there is no /dev/nvidiaN, neither to pass nor in the CDI spec.
+/// The error for a granted GPU whose minor number is unknown. Neither an injection nor the CDI spec can name its
+/// /dev/nvidiaN.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("the minor number of {0} is unknown: no device node to pass")]
+#[error("cannot pass the device node of {0}: its minor number is unknown")]
 pub struct InjectionError(String);
 
 impl InjectionOptions {
@@ -152,13 +154,13 @@ impl InjectionOptions {
     ///
     /// # Errors
     ///
-    /// A GPU would be given by its device node, and its minor number is unknown. No container is better than one
+    /// The container needs the device node of a GPU whose minor number is unknown. No container is better than one
     /// without its GPU.
     pub fn inject(&self, granted: &Granted<'_>, host: &HostDevices) -> Result<Injection, InjectionError> {
         let mut devices = granted.devices.clone();
         devices.dedup_by_key(|device| device.uuid());
         let mut injection = self.gpus(&devices, host)?;
-        // Done with every strategy: no runtime supports MPS.
+        // Done with every strategy, because no container runtime supports MPS.
         if let Some(MpsClient { pipe, shm }) = &granted.mps {
             injection.env.insert(CUDA_MPS_PIPE_DIRECTORY.to_owned(), pipe.container.clone());
             injection.mounts.extend([pipe.clone(), shm.clone()]);
@@ -169,7 +171,7 @@ impl InjectionOptions {
         Ok(injection)
     }
 
-    /// Adds the GPUs themselves, by each strategy that is on.
+    /// Adds the GPUs themselves, by each strategy that is enabled.
     fn gpus(&self, devices: &[ChosenDevice<'_>], host: &HostDevices) -> Result<Injection, InjectionError> {
         let mut injection = Injection::default();
         let ids: Vec<String> = devices.iter().map(|device| device.id(self.ids)).collect();
@@ -185,7 +187,7 @@ impl InjectionOptions {
         }
         // Set with CDI too, because programs in the container read it.
         injection.env = self.env.clone();
-        // The rest is for NVIDIA's runtime; with CDI the specs have it.
+        // The rest is for NVIDIA's runtime. With CDI it is in the specs.
         if !self.envvar && !self.volume_mounts {
             return Ok(injection);
         }
@@ -281,15 +283,16 @@ pub const MPS_CONTAINER_ROOT: &str = "/mps";
 /// The folder of the control daemon's sockets, below the folder of its resource.
 pub const MPS_PIPE: &str = "pipe";
 
-/// The folder of shared memory: below the MPS root that of all daemons, below a daemon's folder its own.
+/// The folder of shared memory: below the MPS root for all daemons, below a daemon's folder for that daemon alone.
 pub const MPS_SHM: &str = "shm";
 
 /// The /dev/shm of a control daemon and its clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MpsShm {
-    /// One for all daemons: of resources, as with the NVIDIA plugin, and of claims by an older release.
+    /// One for the daemons of all resources, as with the NVIDIA plugin, and for daemons of claims that an older release
+    /// started.
     Common,
-    /// The daemon's own: of claims.
+    /// One for the daemon alone. Daemons of claims have it.
     Own,
 }
 
@@ -331,20 +334,20 @@ pub struct RdmaNodes {
 }
 
 impl RdmaNodes {
-    /// Adds the nearest NICs of each GPU: those of the smallest level, if that is PHB or closer. Without such a NIC the
-    /// variable is set and empty, so that a container can tell "none near" from "not asked for".
+    /// Adds the NICs nearest to each GPU ([`NodeTopology::nearest_nics`]). If there are none, the variable is set and
+    /// empty; it is missing if the operator did not enable NICs.
     pub(super) fn inject(&self, topology: &NodeTopology, devices: &[ChosenDevice<'_>], injection: &mut Injection) {
         let positions = devices.iter().filter_map(|device| topology.position(&device.gpu.uuid));
         let nearest: BTreeSet<usize> = positions.flat_map(|position| topology.nearest_nics(position)).collect();
         let nics = nearest.into_iter().filter_map(|nic| topology.nics().get(nic));
-        // A NIC's network interfaces have no verbs and are not in the map.
+        // The map has no network interfaces, because they are not RDMA devices.
         let mut rdma: Vec<_> =
             nics.flat_map(|nic| &nic.names).filter_map(|name| self.devices.get_key_value(name)).collect();
         rdma.dedup();
         let names: Vec<&str> = rdma.iter().map(|(name, _)| name.as_str()).collect();
         injection.env.insert(LINKWISE_NICS.to_owned(), names.join(","));
         if !rdma.is_empty() {
-            // The host's own /dev, whatever the driver root is.
+            // These nodes are in the host's own /dev, not in the driver root.
             let paths = rdma.into_iter().map(|(_, path)| path).chain(&self.common);
             injection.device_nodes.extend(paths.map(|path| HostPath { host: path.clone(), container: path.clone() }));
         }

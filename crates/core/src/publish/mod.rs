@@ -1,7 +1,12 @@
-//! Pure readers of a snapshot, which make what the node's neighbours are given: [`injection`] what a container gets for
-//! its GPUs, [`mod@labels`] the node's labels, [`dra`] the devices of its resource slices, [`placement`] the holders of
-//! GPUs and the quality of their sets, [`view`] everything that people see of the node, [`Condition`] the node's
-//! condition, [`PodEvent`] the event about a pod whose GPUs are linked far worse than possible.
+//! Pure readers of a snapshot. Each makes one thing that linkwise publishes:
+//!
+//! - [`injection`]: what a container gets for its GPUs
+//! - [`mod@labels`]: the node's labels
+//! - [`dra`]: the devices of the node's resource slices
+//! - [`placement`]: the holders of GPUs, and the quality of their sets
+//! - [`view`]: everything that people see of the node
+//! - [`Condition`]: the node's condition
+//! - [`PodEvent`]: the event about a pod whose GPUs are linked far worse than possible
 //!
 //! The adapters call them, on the path of an admission too. Nothing here changes the state.
 

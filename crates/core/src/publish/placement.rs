@@ -1,8 +1,8 @@
 //! [`Placements`]: the holders of GPUs, the quality of their sets, and the sets that requests would get now.
 //!
 //! The costly part of [`NodeView`](super::view::NodeView), and the source of [`PodEvent`](super::PodEvent). Pure; it
-//! decides nothing. A set's quality is its collective over the best collective of that many GPUs on this machine. Both
-//! are given in MB/s, and the reader divides. One GPU has no links to compare and no collective.
+//! decides nothing. A set's quality is `collective / best`, where `best` is the best collective of that many GPUs on
+//! this machine. Both are given in MB/s, and the reader divides. One GPU has no links to compare, and so no collective.
 
 use crate::prelude::*;
 use alloc::borrow::Cow;
@@ -41,9 +41,9 @@ pub struct Allocation {
     pub resource: String,
     /// The API through which the container got them: `plugin` or `dra`.
     pub door: Cow<'static, str>,
-    /// The GPUs that it has as a whole, as slots or as MIG devices, in the order of their PCI addresses.
+    /// The GPUs that it has whole, as slots or as MIG devices, in the order of their PCI addresses.
     pub gpus: Vec<GpuUuid>,
-    /// The UUIDs of the GPUs that it holds and that this machine does not show any more.
+    /// The UUIDs of the GPUs that it holds and that are gone from this machine.
     pub gone: BTreeSet<String>,
     /// The ring bandwidth of these GPUs by NCCL's model, MB/s. `None` for fewer than two GPUs, with a MIG device among
     /// them, and if the container holds something that this node does not know.
@@ -53,7 +53,7 @@ pub struct Allocation {
     pub nvls: Option<u64>,
     /// The best collective of that many GPUs on this machine, MB/s; `None` without a collective.
     pub best: Option<u64>,
-    /// The best collective of that many GPUs that were free at the admission, MB/s; `None` if unknown.
+    /// The best collective of that many GPUs among those that were free at the admission, MB/s; `None` if unknown.
     pub best_at_admission: Option<u64>,
     /// The reasons why the collective is below the machine's best; empty if it is not, or if they are unknown.
     pub why: Vec<Shortfall>,
@@ -66,7 +66,7 @@ impl Allocation {
         ContainerName { namespace, pod, container }
     }
 
-    /// The UUIDs of all its GPUs; those that this machine does not show any more are last.
+    /// The UUIDs of all its GPUs; those that are gone from this machine are last.
     pub fn all_gpus(&self) -> impl Iterator<Item = &str> {
         self.gpus.iter().map(GpuUuid::as_str).chain(self.gone.iter().map(String::as_str))
     }
@@ -78,9 +78,9 @@ impl Allocation {
 pub enum Shortfall {
     /// The kubelet left fewer GPUs to choose from than were free (`docs/topology-manager.md`).
     Narrowed,
-    /// The scheduler allocated these to a claim, while better ones were free.
+    /// The scheduler allocated these GPUs to a claim while better ones were free.
     Scheduler,
-    /// Other pods had the better GPUs, or these were offered otherwise.
+    /// Other pods had the better GPUs, or those were offered as another resource or through the other door.
     Fragmented,
     /// Unhealthy GPUs were among the better ones.
     Sick,
@@ -118,9 +118,9 @@ impl Placements {
         }
     }
 
-    /// The fragmentation as a fraction of MB/s: the machine's best collective over the best that is free, for the size
-    /// at which this is largest. Both are equal if nothing is lost, also if fewer than two GPUs are free. `None` if the
-    /// holders are unknown.
+    /// The fragmentation as numerator and denominator, MB/s: the largest `best / collective` of an [`Outlook`], which
+    /// is the machine's best collective over that of the free GPUs. (1, 1) if no size has a larger quotient than 1,
+    /// also if fewer than two GPUs are free. `None` if the holders are unknown.
     pub fn fragmentation(&self) -> Option<(u64, u64)> {
         if self.free.is_empty() {
             return None;
@@ -130,13 +130,14 @@ impl Placements {
     }
 }
 
-/// Compares two fractions, each a numerator and its denominator.
+/// Compares two fractions, each as numerator and denominator.
 pub(super) fn compare(one: &(u64, u64), other: &(u64, u64)) -> Ordering {
     let product = |numerator: u64, denominator: u64| u128::from(numerator) * u128::from(denominator);
     product(one.0, other.1).cmp(&product(other.0, one.1))
 }
 
-/// The reasons why a collective is below the machine's best.
+/// The reasons why a collective is below the machine's best: it was below the best of the GPUs free at the admission,
+/// that was below the best of the healthy ones, or that was below the machine's best.
 fn shortfalls(door: Door, collective: u64, best: u64, then: FreeThen) -> Vec<Shortfall> {
     let chosen = if door == Door::Dra { Shortfall::Scheduler } else { Shortfall::Narrowed };
     let steps = [
@@ -150,18 +151,18 @@ fn shortfalls(door: Door, collective: u64, best: u64, then: FreeThen) -> Vec<Sho
 struct Reader<'a> {
     state: &'a NodeState,
     tables: &'a AllocationTables,
-    /// The best collective of the machine by size, for the sizes asked so far.
+    /// The best collective of the machine by size, for the sizes needed so far.
     best: BTreeMap<usize, Option<u64>>,
 }
 
-/// The part of one resource that a container has.
+/// The devices of one resource or DRA driver that a container has.
 struct Held {
-    /// The GPU of each device by its place, and true if the device is the GPU or a slot of it; `None` for a device of
-    /// no GPU here.
+    /// The place of each device's GPU, and true if the device is the whole GPU or a slot of it. `None` for a device
+    /// whose GPU this machine does not have.
     hardware: Vec<Option<(usize, bool)>>,
-    /// The UUIDs of the GPUs that this machine does not show any more.
+    /// The UUIDs of the GPUs that are gone from this machine.
     gone: BTreeSet<String>,
-    /// The best that was free when it was given.
+    /// The best collectives at the admission.
     then: Option<FreeThen>,
 }
 
@@ -185,7 +186,7 @@ impl Reader<'_> {
                 let devices = || holdings.claims.iter().filter(|claimed| claimed.driver == driver);
                 let hardware = devices().flat_map(|device| ledger.gpus_of_claimed(topology, device));
                 let claims: BTreeSet<&str> = devices().map(|device| device.claim.as_str()).collect();
-                // Several claims were given one by one, so no single admission covers them.
+                // Several claims are prepared one by one, so no single admission covers them.
                 let one = devices().next().filter(|_| claims.len() == 1);
                 let held = Held {
                     hardware: hardware.map(Some).collect(),
@@ -198,7 +199,7 @@ impl Reader<'_> {
         allocations
     }
 
-    /// Judges the GPUs of one holder; `None` if they are no GPUs of this node.
+    /// Describes the GPUs of one holder; `None` if it has no GPU of this node.
     fn allocation(&mut self, holder: &ContainerName, resource: &str, door: Door, held: Held) -> Option<Allocation> {
         let places: GpuSet = held.hardware.iter().flatten().map(|(place, _)| *place).collect();
         if places.is_empty() && held.gone.is_empty() {
@@ -231,7 +232,7 @@ impl Reader<'_> {
         let sizes = core::iter::successors(Some(1_usize), |size| size.checked_mul(2)).take_while(|size| *size <= gpus);
         let at_size = |size| {
             let sets = free.iter().map(|free| self.tables.best_of(*free, size)).filter(|set| !set.is_empty());
-            // Of equally good sets of one pool, the first by its addresses is taken.
+            // Of equally good sets the first by PCI addresses is taken.
             let set = sets
                 .max_by(|a, b| self.tables.collective(*a).cmp(&self.tables.collective(*b)).then_with(|| a.by_list(*b)));
             let set = set.unwrap_or_default();

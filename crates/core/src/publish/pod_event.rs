@@ -1,6 +1,6 @@
 //! [`PodEvent`]: an event of Kubernetes' API about a pod whose GPUs are linked far worse than possible.
 //!
-//! Decides which pods get one, and its text. The writer, which has an API server, decides when to write it.
+//! Decides which pods get an event, and its text. The writer (`crates/cluster`) decides when to write it.
 
 use alloc::collections::BTreeMap;
 
@@ -18,11 +18,11 @@ pub struct PodEvent {
     pub pod: String,
     /// The pod's UID, if the kubelet's checkpoint names it.
     pub uid: Option<String>,
-    /// A claim of the pod, as `namespace/name`: the claim names the pods that may use it, with their UIDs.
+    /// A claim of the pod, as `namespace/name`. The claim's status has the UIDs of the pods that may use it.
     pub claim: Option<String>,
     /// The reason, for programs.
     pub reason: &'static str,
-    /// The finding and an order, for people.
+    /// The finding and what to do, for people.
     pub note: String,
 }
 
@@ -30,9 +30,9 @@ impl PodEvent {
     /// The reason of an event about GPUs whose links are far below the best that the machine has for so many.
     pub const SLOW_GPUS: &'static str = "SlowGPUPlacement";
 
-    /// Makes one event for each pod with a container whose collective is below this percentage of the machine's best,
-    /// in the order of their names. It is about the container that is farthest below. A pod whose UID nothing names yet
-    /// has none.
+    /// Makes one event for each pod with a container whose quality `collective / best` is below `below` percent, in the
+    /// order of the pods' names. The event is about the container with the lowest quality. A pod gets none as long as
+    /// neither its UID nor a claim of it is known.
     pub fn of(
         placements: &Placements,
         by_container: &BTreeMap<ContainerName, ContainerHoldings>,
@@ -59,8 +59,8 @@ impl PodEvent {
         let Allocation { namespace, pod, container, gpus, why, .. } = allocation;
         let (count, has, best) = (gpus.len(), gigabytes(has), gigabytes(best));
         let finding = format!(
-            "The {count} GPUs of container {container} reach {has} GB/s together, and {count} GPUs of this node can reach \
-             {best}."
+            "The {count} GPUs of container {container} reach {has} GB/s together, and {count} GPUs of this node can \
+             reach {best}."
         );
         let note = core::iter::once(&*finding).chain(sentences(why)).collect::<Vec<_>>().join(" ");
         let (namespace, pod) = (namespace.clone(), pod.clone());
@@ -71,27 +71,27 @@ impl PodEvent {
     }
 }
 
-/// The causes, each with an order.
+/// The causes, each with what to do.
 fn sentences(why: &[Shortfall]) -> Vec<&'static str> {
     if why.is_empty() {
-        return vec!["Why is not known: the pod may be older than the linkwise that runs now."];
+        return vec!["Cause unknown: the pod may be older than the linkwise that runs now."];
     }
     let sentence = |why: &Shortfall| match why {
         Shortfall::Narrowed => Some(
             "Narrowed: the kubelet's Topology Manager left only some of the free GPUs to choose from; \
-             linkwise.numaHints says what it may look at.",
+             set linkwise.numaHints to fit the machine.",
         ),
         Shortfall::Scheduler => Some(
-            "Scheduler: the claim was given these while better ones were free; a claim as 'linkwise claim' makes it \
-             asks for GPUs that belong together.",
+            "Scheduler: the claim got these GPUs while better ones were free; make the claim with 'linkwise claim', \
+             so that it requests GPUs that belong together.",
         ),
         Shortfall::Fragmented => Some(
-            "Fragmented: other pods have the better ones; recreate this pod when they have ended, and give nodes jobs \
-             of like sizes.",
+            "Fragmented: other pods have the better ones; recreate this pod when they have ended, and give each node \
+             jobs of similar sizes.",
         ),
-        Shortfall::Sick => {
-            Some("Sick: unhealthy GPUs are among the better ones; 'linkwise doctor' on the node says what ends that.")
-        }
+        Shortfall::Sick => Some(
+            "Sick: unhealthy GPUs are among the better ones; run 'linkwise doctor' on the node, and do what it says.",
+        ),
         Shortfall::Unknown => None,
     };
     why.iter().filter_map(sentence).collect()
@@ -128,32 +128,32 @@ mod tests {
     #[test]
     fn pod_without_uid_is_named_by_its_claim_or_waits() {
         let allocations = vec![allocation("a/p/c", Some(1), Some(9), &[])];
-        let told = |holdings: ContainerHoldings| {
+        let of_holdings = |holdings: ContainerHoldings| {
             let holders = allocations.iter().map(|it| (it.holder(), holdings.clone())).collect();
             PodEvent::of(&Placements { allocations: allocations.clone(), ..Placements::default() }, &holders, 75)
         };
-        assert_eq!(told(ContainerHoldings::default()), []);
+        assert_eq!(of_holdings(ContainerHoldings::default()), []);
         let claimed = |driver: &str| ClaimedDevice {
             claim: "a/claim".to_owned(),
             driver: driver.to_owned(),
             ..ClaimedDevice::default()
         };
         let of = |driver: &str| ContainerHoldings { claims: [claimed(driver)].into(), ..Default::default() };
-        assert_eq!(told(of("dra.net")), []);
-        let [event] = told(of(DRA_DRIVER)).try_into().unwrap();
+        assert_eq!(of_holdings(of("dra.net")), []);
+        let [event] = of_holdings(of(DRA_DRIVER)).try_into().unwrap();
         assert_eq!((event.uid, event.claim.as_deref()), (None, Some("a/claim")));
     }
 
     #[test]
     fn pod_below_the_threshold_is_told_why_and_what_to_do() {
         let why = [Shortfall::Fragmented, Shortfall::Sick];
-        let told = events(vec![allocation("a/p/main", Some(20_000), Some(40_960), &why)], 75);
-        let [PodEvent { namespace, pod, reason, note, .. }] = told.as_slice() else { panic!("{told:?}") };
+        let made = events(vec![allocation("a/p/main", Some(20_000), Some(40_960), &why)], 75);
+        let [PodEvent { namespace, pod, reason, note, .. }] = made.as_slice() else { panic!("{made:?}") };
         assert_eq!((namespace.as_str(), pod.as_str(), *reason), ("a", "p", "SlowGPUPlacement"));
         let expected = "The 2 GPUs of container main reach 20.0 GB/s together, and 2 GPUs of this node can reach 40.9. \
                         Fragmented: other pods have the better ones; recreate this pod when they have ended, and give \
-                        nodes jobs of like sizes. Sick: unhealthy GPUs are among the better ones; 'linkwise doctor' on \
-                        the node says what ends that.";
+                        each node jobs of similar sizes. Sick: unhealthy GPUs are among the better ones; run 'linkwise \
+                        doctor' on the node, and do what it says.";
         assert_eq!(note, expected);
     }
 
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_nothing_to_compare_is_no_event() {
+    fn allocation_without_comparison_has_no_event() {
         let of = |collective, best| events(vec![allocation("a/p/c", collective, best, &[])], 100);
         for (collective, best) in
             [(None, None), (None, Some(1)), (Some(1), None), (Some(7), Some(7)), (Some(0), Some(0))]
@@ -183,8 +183,8 @@ mod tests {
             allocation("a/p/last", Some(25), Some(60), &[]),
             allocation("a/good/c", Some(9), Some(9), &[]),
         ];
-        let told = events(allocations, 75);
-        assert!(told.len() == 1 && told[0].note.contains("container worst"), "{told:?}");
+        let made = events(allocations, 75);
+        assert!(made.len() == 1 && made[0].note.contains("container worst"), "{made:?}");
     }
 
     /// `events.k8s.io/v1` takes at most 1024 bytes.
@@ -192,7 +192,7 @@ mod tests {
     fn longest_note_fits_an_event() {
         let why = [Shortfall::Narrowed, Shortfall::Scheduler, Shortfall::Fragmented, Shortfall::Sick];
         let name = format!("a/p/{}", "c".repeat(63));
-        let told = events(vec![allocation(&name, Some(999_999_999), Some(9_999_999_999), &why)], 100);
-        assert!(told[0].note.len() <= 1024, "{}", told[0].note.len());
+        let made = events(vec![allocation(&name, Some(999_999_999), Some(9_999_999_999), &why)], 100);
+        assert!(made[0].note.len() <= 1024, "{}", made[0].note.len());
     }
 }

@@ -1,8 +1,8 @@
-//! [`NodeView`]: everything that people see of a node, in one value. The admin socket's JSON, the node's page, `linkwise
-//! top` and the metrics print it, and add nothing.
+//! [`NodeView`]: everything that people see of a node, in one value. The admin socket's JSON, the node's page,
+//! `linkwise top` and the metrics print it, and add nothing.
 //!
 //! [`view`] computes it from a snapshot, the snapshot's [`Placements`] and the facts of the process. A command reads
-//! the JSON again, which may be that of another version: a missing field gets its default.
+//! the JSON, which another version may have written: a missing field gets its default.
 
 use crate::prelude::*;
 use alloc::borrow::Cow;
@@ -19,7 +19,7 @@ use crate::state::{
 use crate::topology::{GpuUuid, NumaNodeId, TopologyWarning};
 use crate::words::{gigabytes, ranges};
 
-/// A word of a closed list, or of another version.
+/// A word of a closed list. A view that another version wrote may have other words.
 type Word = Cow<'static, str>;
 
 /// The view of a node. docs/operations.md documents its JSON.
@@ -32,7 +32,7 @@ pub struct NodeView {
     pub node: Option<String>,
     /// The parts that are not ready, a line for each, as /readyz answers. Empty while the node is ready.
     pub unready: Vec<String>,
-    /// Set while the driver is released on an operator's order.
+    /// True while the driver is released on an operator's order.
     pub driver_released: bool,
     /// The reason why no resource is offered; null if one is.
     pub idle: Option<String>,
@@ -60,7 +60,7 @@ pub struct NodeView {
     pub sums: Sums,
 }
 
-/// The sums over a node. They are in no JSON: a script can compute them.
+/// The sums over a node. The JSON does not have them, because a script can compute them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sums {
     /// The devices on the kubelet's lists, by resource.
@@ -69,13 +69,14 @@ pub struct Sums {
     pub doors: BTreeMap<String, &'static str>,
     /// The number of GPUs of each availability, 0 included; together all of them.
     pub gpus: BTreeMap<Availability, usize>,
-    /// The best collective of so many GPUs of this machine, MB/s.
+    /// The machine's best collective by the number of GPUs, MB/s.
     pub best: BTreeMap<usize, u64>,
     /// As [`Placements::free`].
     pub free: BTreeMap<Option<NumaNodeId>, usize>,
     /// As [`Placements::fragmentation`].
     pub fragmentation: Option<(u64, u64)>,
-    /// The parts of the configuration that this node cannot offer, by resource (empty if it is none alone) and reason.
+    /// The number of parts of the configuration that this node cannot offer, by resource (empty if a part concerns no
+    /// single resource) and reason.
     pub problems: BTreeMap<(String, &'static str), usize>,
     /// The GPUs that differ from the others of their model, by UUID and difference.
     pub odd: Vec<(String, &'static str)>,
@@ -112,7 +113,7 @@ pub struct ResourceView {
 pub struct PartState {
     /// The phase of the part, in words.
     pub phase: Word,
-    /// Set if the part is ready.
+    /// True if the part is ready.
     pub ready: bool,
     /// The last fault, until the part is ready.
     pub trouble: Option<String>,
@@ -145,7 +146,7 @@ pub struct GpuView {
     /// through the other one is unhealthy, and its reason names the holder.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub door: Option<Word>,
-    /// Set if it may be allocated, but for a cordon.
+    /// True if it may be allocated; a cordon does not count.
     pub healthy: bool,
     /// The availability of the GPU now: `held`, `free`, `mig`, `unhealthy`, `cordoned`, `withheld`, `unknown`.
     pub availability: Availability,
@@ -156,7 +157,7 @@ pub struct GpuView {
 /// The kind of reason of a cordon ([`UnhealthyReason::label`]).
 pub const CORDONED: &str = "cordoned";
 
-/// One reason for which a GPU is unhealthy.
+/// One reason why a GPU is unhealthy.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ReasonView {
@@ -164,7 +165,7 @@ pub struct ReasonView {
     pub reason: String,
     /// The kind of reason, as docs/health.md and the metrics name it.
     pub kind: Word,
-    /// The begin of the reason, in seconds since 1970.
+    /// The time at which the reason began, in seconds since 1970.
     pub since: u64,
     /// The end of the reason: what an operator has to do, or what linkwise waits for.
     pub ends_with: Word,
@@ -174,13 +175,13 @@ pub struct ReasonView {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ShortfallView {
-    /// The GPU's UUID; null if it is the whole node.
+    /// The GPU's UUID; null for the whole node.
     pub uuid: Option<String>,
-    /// The GPU's PCI address, which a missing GPU had last.
+    /// The GPU's PCI address; of a missing GPU the last known one.
     pub pci: Option<String>,
-    /// What is lacking, as the metrics name it.
+    /// The kind of shortfall, as the metrics name it.
     pub kind: Word,
-    /// All of it in words.
+    /// The shortfall in words.
     pub what: String,
     /// The time at which it was noticed, in seconds since 1970.
     pub since: u64,
@@ -204,9 +205,9 @@ pub struct ChoiceView {
     pub why: String,
 }
 
-/// Computes the view of a snapshot and of the process that has it, with its `plugins`. `process` has what the state does
-/// not have: the version, the node's name, what is unready, the other parts and the last choices; and the reason why the
-/// node is idle, which counts while there is no plugin and no DRA.
+/// Computes the view of a snapshot, and of the process with its `plugins`. `process` has the facts that the state
+/// lacks: the version, the node's name, the unready parts, the other parts, the last choices, and the reason why the
+/// node is idle. That reason is shown only while there is neither a plugin nor DRA.
 pub fn view(
     state: &NodeState,
     placements: &Placements,
@@ -308,7 +309,7 @@ impl GpuView {
 }
 
 impl ReasonView {
-    /// Describes a reason that has stood since this time.
+    /// Describes a reason that began at this time.
     pub fn of(reason: &UnhealthyReason, since: Timestamp) -> Self {
         Self {
             reason: reason.to_string(),
@@ -334,8 +335,8 @@ impl ShortfallView {
 }
 
 impl ChoiceView {
-    /// Describes a choice of this time in seconds since 1970; `narrowed` says that the kubelet did not offer some devices
-    /// that were free.
+    /// Describes a choice that was made `at` this time, in seconds since 1970. `narrowed` is true if the kubelet did
+    /// not offer all devices that were free.
     pub fn of(at: u64, resource: &ResourceName, report: &AllocationReport, narrowed: bool) -> Self {
         Self {
             at,
@@ -359,23 +360,23 @@ pub fn gpu_names(indices: impl IntoIterator<Item = u32>) -> String {
     }
 }
 
-/// A value in hundredths of the best, rounded down, at most 100; `None` if either is unknown, or if the best is 0.
+/// The percentage `100 * value / best`, rounded down and at most 100; `None` if either is unknown, or if `best` is 0.
 pub fn percent(value: Option<u64>, best: Option<u64>) -> Option<u64> {
     let (value, best) = value.zip(best)?;
     u64::try_from(u128::from(value.min(best)).saturating_mul(100).checked_div(best.into())?).ok()
 }
 
-/// The subject of a value; `None` for addresses, which only decide between equal sets.
-fn subject(value: Value) -> Option<&'static str> {
+/// The property that a value measures; `None` for PCI addresses, which only decide between equal sets.
+fn property(value: Value) -> Option<&'static str> {
     match value {
         Value::Collective => Some("bandwidth together"),
-        Value::Remaining => Some("what stays free for others"),
+        Value::Remaining => Some("the GPUs left for others"),
         Value::Pairs => Some("bandwidth between pairs"),
         Value::Closeness => Some("closeness"),
-        Value::Room => Some("whole groups that still fit a package"),
-        Value::RemainingCloseness => Some("closeness of what stays free"),
-        Value::Nics => Some("network cards nearby"),
-        Value::RemainingPairs => Some("bandwidth between what stays free"),
+        Value::Room => Some("whole groups left in a package"),
+        Value::RemainingCloseness => Some("closeness of the GPUs left"),
+        Value::Nics => Some("bandwidth of nearby NICs"),
+        Value::RemainingPairs => Some("bandwidth between the GPUs left"),
         Value::PciAddresses => None,
     }
 }
@@ -383,8 +384,8 @@ fn subject(value: Value) -> Option<&'static str> {
 /// The reasons for the GPUs of a choice.
 fn why(report: &AllocationReport, narrowed: bool) -> String {
     let fallback = report.fallback.map(|reason| match reason {
-        FallbackReason::UnknownDevice => "In sorted order: the request names a device that is not here.",
-        FallbackReason::Size => "In sorted order: no set of that size holds what must be in it.",
+        FallbackReason::UnknownDevice => "In sorted order: the request names a device that this node does not have.",
+        FallbackReason::Size => "In sorted order: no set of that size has all the devices that must be in it.",
     });
     let why = fallback.map_or_else(|| why_best(report), ToOwned::to_owned);
     if narrowed { why + " The kubelet offered fewer GPUs than were free." } else { why }
@@ -393,17 +394,17 @@ fn why(report: &AllocationReport, narrowed: bool) -> String {
 fn why_best(report: &AllocationReport) -> String {
     let mut why = String::new();
     if let Some(values) = report.values.filter(|_| report.devices.len() > 1) {
-        why += &format!("{} GB/s together, by rings. ", gigabytes(values.collective));
+        why += &format!("{} GB/s ring bandwidth together. ", gigabytes(values.collective));
     }
     why += &match (report.exact, report.compared) {
-        (_, 0 | 1) => "The only set there was".to_owned(),
+        (_, 0 | 1) => "The only possible set".to_owned(),
         (true, sets) => format!("The best of {sets} sets"),
         (false, sets) => format!("The best found of {sets} sets"),
     };
     if let Some(second) = &report.runner_up {
         let theirs = gpu_names(second.devices.iter().map(|gpu| gpu.index));
-        why += &match subject(second.lost_at) {
-            Some(subject) => format!("; before {theirs} by {subject}"),
+        why += &match property(second.lost_at) {
+            Some(property) => format!("; better than {theirs} in {property}"),
             None => format!("; as good as {theirs}, and first by PCI addresses"),
         };
         if let (Some(ours), Value::Collective | Value::Pairs) = (report.values, second.lost_at) {

@@ -14,7 +14,7 @@ use crate::topology::{ComputeCapability, DisplayClass, Gpu, NodeTopology};
 pub(super) struct Model<'a> {
     /// The product's name in NVML.
     pub name: Option<&'a str>,
-    /// The GPUs, those in MIG mode last: facts that both kinds have are taken from the others. At least one.
+    /// At least one GPU. GPUs in MIG mode are last, so that facts come from the other GPUs first.
     gpus: Vec<&'a Gpu>,
     /// The number of models on the node.
     models: usize,
@@ -26,7 +26,7 @@ impl<'a> Model<'a> {
     pub fn chosen(topology: &'a NodeTopology) -> Option<Self> {
         let models: BTreeSet<_> = topology.gpus().iter().map(|gpu| &gpu.model).collect();
         let gpus = topology.gpus().iter().map(|gpu| (gpu.model.as_deref(), gpu));
-        let (name, mut gpus) = most(gpus, |gpus| gpus.iter().any(|gpu| !gpu.mig_enabled))?;
+        let (name, mut gpus) = group_of_chosen_model(gpus, |gpus| gpus.iter().any(|gpu| !gpu.mig_enabled))?;
         gpus.sort_by_key(|gpu| gpu.mig_enabled);
         Some(Self { name, gpus, models: models.len() })
     }
@@ -37,9 +37,9 @@ impl<'a> Model<'a> {
     }
 }
 
-/// The things of one model, which is chosen by `first`, then by their number, then by the model's name; a known model
-/// comes before an unknown one.
-pub(super) fn most<'a, T, R: Ord>(
+/// Groups things by model, and returns the group of one model: the largest by `first`, then the one with the most
+/// things, then a known model before the unknown one, then the first by name.
+pub(super) fn group_of_chosen_model<'a, T, R: Ord>(
     things: impl Iterator<Item = (Option<&'a str>, T)>,
     first: impl Fn(&[T]) -> R,
 ) -> Option<(Option<&'a str>, Vec<T>)> {
@@ -51,8 +51,8 @@ pub(super) fn most<'a, T, R: Ord>(
     models.into_iter().rev().max_by_key(|(model, things)| (first(things), things.len(), model.is_some()))
 }
 
-/// The product's name as a value, with the suffix `end`; `None` for an unknown model. The end of a long name is cut off,
-/// so that the suffix, by which schedulers tell MIG devices from GPUs, stays.
+/// The product's name as a value, with the suffix `end`; `None` for an unknown model. A long name is cut, so that the
+/// suffix stays: schedulers distinguish MIG devices from GPUs by it.
 pub(super) fn product(model: Option<&str>, end: &str) -> Option<String> {
     let name = sanitised(model?);
     let kept = name.get(..MAX_VALUE.saturating_sub(end.len())).unwrap_or(&name);
@@ -68,8 +68,8 @@ pub(super) fn labels(topology: &NodeTopology, plan: &ResourcePlan, labels: &mut 
         labels.problems.push(LabelProblem::SeveralModels(chosen, model.models));
     }
     let whole = model.gpus.first().filter(|gpu| !gpu.mig_enabled);
-    let nothing_whole = Shared { replicas: 0, ..Shared::NOT };
-    let shared = whole.map_or(nothing_whole, |gpu| Shared::of(plan, &plan.name_of_gpu(gpu)));
+    let no_whole_gpu = Shared { replicas: 0, ..Shared::NOT };
+    let shared = whole.map_or(no_whole_gpu, |gpu| Shared::of(plan, &plan.name_of_gpu(gpu)));
     labels.put_known("nvidia.com/gpu.product", product(model.name, shared.suffix));
     labels.put("nvidia.com/gpu.count", model.gpus.len());
     labels.put("nvidia.com/gpu.replicas", shared.replicas);

@@ -1,7 +1,7 @@
 //! `linkwise.dev/*` and `nvidia.com/gpu.clique`: the links between a node's GPUs, for schedulers that choose nodes.
 //!
-//! These are static facts, and each is on every GPU node or on none: Kueue, KAI and kube-scheduler skip nodes that lack
-//! a level's label.
+//! These labels are static facts, and each of them is on every GPU node or on none, because Kueue, KAI and
+//! kube-scheduler skip nodes without the label of a topology level.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -10,8 +10,8 @@ use super::{LINKWISE, LabelProblem, LabelSettings, Labels};
 use crate::allocation::{GpuSet, neighbours};
 use crate::topology::{FabricObservation, NodeTopology, Rank};
 
-/// The most sets that the search for the largest island tries: far more than 16 GPUs can need. After that the largest
-/// so far counts.
+/// The most sets that the search for the largest island tries, far more than 16 GPUs can need. After them the search
+/// takes the largest island found so far.
 const MAX_SETS: u32 = 1 << 16;
 
 pub(super) fn labels(topology: &NodeTopology, settings: &LabelSettings, labels: &mut Labels) {
@@ -28,7 +28,7 @@ pub(super) fn labels(topology: &NodeTopology, settings: &LabelSettings, labels: 
         put("gpu.link", link.to_owned());
         put("gpu.island-size", size.to_string());
     }
-    put("gpu.per-numa", most_alike(topology.gpus().iter().filter_map(|gpu| gpu.cpu_node)).to_string());
+    put("gpu.per-numa", max_count(topology.gpus().iter().filter_map(|gpu| gpu.cpu_node)).to_string());
     put("gpu.models", models.len().to_string());
     put("gpu.rails", topology.rails().len().to_string());
     put("gpu.per-rail", topology.gpus_per_rail().to_string());
@@ -49,21 +49,21 @@ fn clique(topology: &NodeTopology, labels: &mut Labels) -> Option<String> {
 /// The best kind of link on the node, and the size of the largest set in which every two GPUs have such a link.
 fn island(topology: &NodeTopology) -> (&'static str, usize) {
     let gpus = topology.gpus().len();
-    let below = |rank: Rank| largest(gpus, |a, b| topology.rank(a, b) <= rank);
-    let switched = most_alike(topology.gpus().iter().filter_map(|gpu| gpu.nvswitch_plane));
-    let meshed = largest(gpus, |a, b| topology.nvlink(a, b) > 0);
-    match below(Rank::PCIE_SWITCHES) {
+    let within = |rank: Rank| largest_linked_set(gpus, |a, b| topology.rank(a, b) <= rank);
+    let switched = max_count(topology.gpus().iter().filter_map(|gpu| gpu.nvswitch_plane));
+    let meshed = largest_linked_set(gpus, |a, b| topology.nvlink(a, b) > 0);
+    match within(Rank::PCIE_SWITCHES) {
         _ if gpus == 1 => ("single", 1),
         _ if switched > 1 && switched == meshed => ("nvswitch", switched),
         _ if meshed == gpus => ("nvlink-mesh", meshed),
         _ if meshed > 1 => ("nvlink-partial", meshed),
         below_switch if below_switch > 1 => ("pcie-switch", below_switch),
-        _ => ("pcie-host", below(Rank::HOST_BRIDGE)),
+        _ => ("pcie-host", within(Rank::HOST_BRIDGE)),
     }
 }
 
 /// The size of the largest set of GPUs in which every two are linked.
-fn largest(gpus: usize, linked: impl Fn(usize, usize) -> bool) -> usize {
+fn largest_linked_set(gpus: usize, linked: impl Fn(usize, usize) -> bool) -> usize {
     let neighbours = neighbours(gpus, linked);
     let (mut best, mut looked_at) = (0, 0);
     // The size of a set, and the GPUs that are linked with all of it.
@@ -84,7 +84,7 @@ fn largest(gpus: usize, linked: impl Fn(usize, usize) -> bool) -> usize {
 }
 
 /// The most times that a value occurs; 0 if there is none.
-fn most_alike<T: Ord>(values: impl Iterator<Item = T>) -> usize {
+fn max_count<T: Ord>(values: impl Iterator<Item = T>) -> usize {
     let mut counts: BTreeMap<T, usize> = BTreeMap::new();
     for value in values {
         *counts.entry(value).or_default() += 1;

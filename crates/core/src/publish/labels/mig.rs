@@ -5,7 +5,7 @@ use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 use core::fmt::Display;
 
-use super::gpus::{Model, most, product};
+use super::gpus::{Model, group_of_chosen_model, product};
 use super::{Labels, Shared};
 use crate::state::{MigStrategy, ResourceName, ResourcePlan, SharingKind};
 use crate::topology::{MigDevice, NodeTopology};
@@ -38,15 +38,15 @@ pub(super) fn labels(topology: &NodeTopology, plan: &ResourcePlan, labels: &mut 
     }
 }
 
-/// The labels of the MIG devices of one profile. The product's model is the one with the most of these devices, then
-/// the first by name.
+/// Adds the labels of the MIG devices of one profile. The product is the model with the most of these devices, then the
+/// first by name.
 fn of_profile(prefix: &str, devices: &[&MigDevice], topology: &NodeTopology, plan: &ResourcePlan, labels: &mut Labels) {
     let model = |device: &MigDevice| topology.gpus().get(device.parent).and_then(|gpu| gpu.model.as_deref());
-    let chosen = most(devices.iter().map(|device| (model(device), *device)), |_| ());
+    let chosen = group_of_chosen_model(devices.iter().map(|device| (model(device), *device)), |_| ());
     let Some((model, [first, ..])) = chosen.as_ref().map(|(model, devices)| (*model, devices.as_slice())) else {
         return;
     };
-    // MPS shares no MIG device.
+    // MPS cannot share MIG devices.
     let by_mps = plan.sharing.as_ref().is_some_and(|sharing| sharing.kind == SharingKind::Mps);
     let shared = if by_mps { Shared::NOT } else { Shared::of(plan, &plan.name_of_mig(&first.profile)) };
     let resource = ResourceName::mig(&first.profile);
@@ -69,7 +69,7 @@ fn of_profile(prefix: &str, devices: &[&MigDevice], topology: &NodeTopology, pla
     }
 }
 
-/// The labels if the strategy `single` cannot be carried out on these GPUs.
+/// Adds the labels for GPUs on which the strategy `single` cannot be carried out.
 fn invalid(topology: &NodeTopology, labels: &mut Labels) {
     let model = Model::chosen(topology).and_then(|model| model.name);
     labels.put_known("nvidia.com/gpu.product", product(model, "-MIG-INVALID"));

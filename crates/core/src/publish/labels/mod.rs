@@ -1,11 +1,10 @@
 //! The labels of a node, for schedulers and people: those of NVIDIA's GPU Feature Discovery (`nvidia.com/..`), and
 //! linkwise's own about the node's links (`linkwise.dev/..`). docs/labels.md lists them.
 //!
-//! Pure: takes hardware, plan and a few facts of the host; returns a sorted map. `LabelSource`
-//! (`src/run/labels.rs`) calls it at each snapshot,
-//! and `linkwise labels` does. `gpus` has the labels of whole GPUs, `mig` those of MIG devices, `links` ours, `value`
-//! the rules for values. An unknown fact costs its own labels and no other. A value that Kubernetes would refuse is
-//! left out, because NFD drops it silently.
+//! Pure: takes hardware, plan and a few facts of the host; returns a sorted map. `LabelSource` (`src/run/labels.rs`)
+//! calls it at each snapshot, and `linkwise labels` calls it once. `gpus` has the labels of whole GPUs, `mig` those of
+//! MIG devices, `links` our own. An unknown fact costs its own labels and no other. A value that Kubernetes would
+//! refuse is left out and reported, because NFD drops it silently.
 
 mod gpus;
 mod links;
@@ -47,19 +46,19 @@ pub struct LabelFacts<'a> {
 pub struct HostFacts {
     /// The content of the machine type file; `None` if there is no such file.
     pub machine_type: Option<String>,
-    /// NVIDIA vGPU in this host, if it is a VM.
+    /// NVIDIA vGPU, if this host is a VM.
     pub vgpu: Vgpu,
 }
 
 /// NVIDIA vGPU, as the PCI devices of a guest show it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Vgpu {
-    /// The devices' configuration spaces cannot be read whole, which takes root.
+    /// The whole PCI configuration space of a device cannot be read, which only root may do.
     #[default]
     Unknown,
     /// No device is a virtual GPU.
     Absent,
-    /// At least one is.
+    /// At least one device is a virtual GPU.
     Present {
         /// The version of the host's driver, such as `550.54.16`.
         driver_version: Option<String>,
@@ -68,15 +67,16 @@ pub enum Vgpu {
     },
 }
 
-/// The settings that decide about labels, besides the plan.
+/// The settings of labels that are not in the plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LabelSettings {
     /// `nvidia.com/gfd.timestamp`, seconds since the Unix epoch; `None` leaves it out.
     pub timestamp: Option<u64>,
-    /// True to write `nvidia.com/gpu.clique`; another writer may own it.
+    /// True to write `nvidia.com/gpu.clique`; false if another program writes it.
     pub clique: bool,
     /// The value of `linkwise.dev/nvlink-fabric` for a node that is a fabric of its own; unique in the cluster. Without
-    /// it none of our own labels is written, because a scheduler's level has to be on every GPU node or on none.
+    /// it none of our own labels is written, because a label that schedulers use as a topology level has to be on every
+    /// GPU node or on none.
     pub own_fabric: Option<String>,
 }
 
@@ -86,11 +86,11 @@ impl Default for LabelSettings {
     }
 }
 
-/// An oddity of a node's labels.
+/// A problem with a node's labels.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub enum LabelProblem {
     /// Kubernetes would refuse a label.
-    #[error("label {key} left out: {} is no label value (63 letters, digits, '-', '_' and '.' at most)", quoted(value))]
+    #[error("label {key} left out: {} is not a label value (at most 63 letters, digits, '-', '_', '.')", quoted(value))]
     Dropped {
         /// Its key.
         key: String,
@@ -98,23 +98,23 @@ pub enum LabelProblem {
         value: String,
     },
     /// MPS is configured, and MIG is on.
-    #[error("nvidia.com/mps.capable is false: MPS shares no MIG device, and MIG is enabled on this node")]
+    #[error("nvidia.com/mps.capable is false: MPS cannot share MIG devices, and MIG is enabled on this node")]
     MpsWithMig,
     /// The GPUs' NVLink fabrics differ.
     #[error("nvidia.com/gpu.clique left out: the GPUs are in different NVLink cliques ({})", .0.join(", "))]
     CliquesDiffer(Vec<String>),
     /// The GPUs' models differ, and a label has room for one.
-    #[error("the labels of nvidia.com/gpu are those of {chosen}: the GPUs are of {1} models", chosen = quoted(.0))]
+    #[error("labels nvidia.com/gpu.* describe only {chosen}: the node has {1} GPU models", chosen = quoted(.0))]
     SeveralModels(String, usize),
     /// The NVLinks of a GPU are unknown.
     #[error("linkwise.dev/gpu.link and linkwise.dev/gpu.island-size left out: the NVLinks of a GPU are unknown")]
     NvLinksUnknown,
     /// The node's own NVLink fabric has no name.
-    #[error("the labels of linkwise.dev are left out: the node's name is unknown (NODE_NAME is not set)")]
+    #[error("labels linkwise.dev/* left out: the node's name is unknown; set NODE_NAME")]
     NoNodeName,
 }
 
-/// Makes the labels of a node, and finds their oddities.
+/// Makes the labels of a node, and reports the problems with them.
 ///
 /// A node that offers no GPU has a timestamp and the labels of vGPU, and nothing else.
 pub fn labels(facts: LabelFacts<'_>) -> (BTreeMap<String, String>, Vec<LabelProblem>) {
@@ -158,7 +158,7 @@ impl Labels {
         }
     }
 
-    /// Sets a label whose value is known. An unknown value changes nothing.
+    /// Sets a label if its value is known.
     fn put_known(&mut self, key: impl Into<String>, value: Option<impl ToString>) {
         if let Some(value) = value {
             self.put(key, value);
@@ -222,7 +222,7 @@ struct Shared {
 }
 
 impl Shared {
-    /// One container has a device.
+    /// Not shared: a device goes to one container.
     const NOT: Self = Self { replicas: 1, strategy: "none", suffix: "" };
 
     /// Reads the plan's sharing of a resource. A resource that is shared under another name adds no suffix to the

@@ -1,5 +1,5 @@
-//! GPU Feature Discovery's own tables, retold: numbers and rules are those of its unit tests (v0.20, internal/lm,
-//! mig-strategy_test.go and resource_test.go), the machines are ours.
+//! The tables of GPU Feature Discovery's unit tests (v0.20, internal/lm, mig-strategy_test.go and resource_test.go):
+//! the same numbers and rules, on machines of our own.
 
 use std::boxed::Box;
 
@@ -13,8 +13,8 @@ fn full() -> Value {
     json!({"memory_mib": 300, "compute_capability": "8.0", "mig": {"enabled": false}})
 }
 
-/// A GPU in MIG mode with these devices, each by GPU slices, compute slices and GiB. That test's MIG GPUs have no
-/// compute capability; 800 GiB make a device of 100 GiB a `1g.100gb`.
+/// A GPU in MIG mode with these devices, each by GPU slices, compute slices and GiB. As in GFD's tests, it has no
+/// compute capability. On a GPU of 800 GiB a device of 100 GiB is a `1g.100gb`.
 fn mig(devices: &[(u32, u32, u64)]) -> Value {
     let device = |(index, (gi, ci, gib)): (usize, &(u32, u32, u64))| {
         json!({"index": index, "uuid": "", "gpu_instance": index, "compute_instance": 0, "gpu_slices": gi,
@@ -126,7 +126,7 @@ fn single_strategy_has_the_labels_of_gfd() {
     check("two whole GPUs", &[full(), full()], single(), ["2", "1", "none", "300", "MOCKMODEL"], AMPERE);
     let device = ["1", "1", "none", "102400", "MOCKMODEL-MIG-1g.100gb"];
     check("one MIG device", &[mig(&[(1, 1, 100)])], single(), device, "slices.gi=1 slices.ci=1");
-    // That test's mock names a device by memory and GPU slices alone; NVML's name has the compute slices too.
+    // GFD's mock names a device by memory and GPU slices alone; NVML's name has the compute slices too.
     let part = ["1", "1", "none", "102400", "MOCKMODEL-MIG-2c.1g.100gb"];
     check("a part of a GPU instance", &[mig(&[(1, 2, 100)])], single(), part, "slices.gi=1 slices.ci=2");
     let mut gpu = mig(&[(1, 1, 100)]);
