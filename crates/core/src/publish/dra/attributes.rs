@@ -1,6 +1,7 @@
 //! The attributes, capacities and taints of a GPU or MIG device. docs/dra.md lists them.
 //!
-//! Taints keep a sick device from being allocated. They follow from its standing reasons and end with them.
+//! Taints keep an unhealthy device from being allocated. They follow from the reasons why it is unhealthy, and end with
+//! them.
 
 use crate::prelude::*;
 
@@ -25,9 +26,9 @@ const MAX_DOMAIN: u32 = 0xffff;
 /// The domain of Kubernetes' own attributes.
 const STANDARD: &str = "resource.kubernetes.io";
 
-/// The type of a GPU that several claims may have. Classes and selectors for `gpu` do not choose it: a claim that does
-/// not ask for a share must not get one. (`device.allowMultipleAllocations` in the classes would say the same, but API
-/// servers without the gate DRAConsumableCapacity do not compile it.)
+/// The type of a GPU that several claims may have. Classes and selectors for `gpu` do not match it, so that only a
+/// claim that requests a share gets one. (`device.allowMultipleAllocations` in the classes would have the same effect,
+/// but API servers without the gate DRAConsumableCapacity do not compile it.)
 const SHARED: &str = "shared-gpu";
 
 /// The domain of our attributes.
@@ -41,17 +42,17 @@ pub(super) struct Draft<'a> {
 }
 
 impl Draft<'_> {
-    /// Adds a text. One that the API server would refuse is left out.
+    /// Adds a text, or reports that it is too long for the API server.
     fn text(&mut self, name: &str, value: Option<impl ToString>) {
         self.put_valid(name, value, |text| (text.len() <= MAX_TEXT).then(|| Attribute::String(text.to_owned())));
     }
 
-    /// Adds a version as NVML or the driver writes it.
+    /// Adds a version as NVML or the driver writes it, or reports that it is not a version of three numbers.
     fn version(&mut self, name: &str, value: Option<impl ToString>) {
         self.put_valid(name, value, |text| version(text).map(Attribute::Version));
     }
 
-    /// Adds what is valid of a value.
+    /// Adds the attribute that `valid` makes of a value, or reports the value.
     fn put_valid(&mut self, name: &str, value: Option<impl ToString>, valid: impl Fn(&str) -> Option<Attribute>) {
         let Some(value) = value.map(|value| value.to_string()) else { return };
         match valid(&value) {
@@ -96,15 +97,15 @@ impl Draft<'_> {
         self.near(device);
     }
 
-    /// Describes a MIG device. With eight memory slices it has 29 of 32 attributes and capacities from NVIDIA's driver
-    /// and three others.
+    /// Describes a MIG device. With eight memory slices it has all 32 attributes and capacities that the API allows: 29
+    /// of NVIDIA's driver and three others.
     pub fn mig(&mut self, device: &DraDevice<'_>, mig: &MigDevice) {
         self.text("uuid", Some(&mig.uuid));
         self.instance(device, mig.profile);
         self.parts(mig.facts.memory_mib, mig.facts.engines, mig.facts.placement);
     }
 
-    /// Describes a MIG device that is made when a claim gets it: without a UUID, and otherwise as if it were there.
+    /// Describes a MIG device that is made when a claim gets it: like an existing one, but without a UUID.
     pub fn possible_mig(&mut self, gpu: &DraDevice<'_>, possible: &PossibleMig<'_>) {
         self.instance(gpu, possible.profile);
         self.parts(possible.kind.memory_mib, Some(possible.kind.engines), Some(possible.slot.placement));
@@ -135,9 +136,9 @@ impl Draft<'_> {
         }
     }
 
-    /// Adds the capacities of a GPU that several claims may have. A claim that does not ask for an amount takes one
-    /// share, and that share's part of the memory. The scheduler's count of memory is then right beside claims that do
-    /// ask. A GPU of unknown memory, or with less than a mebibyte for each share, has no memory capacity.
+    /// Adds the capacities of a GPU that several claims may have. A claim that requests no amounts takes one share and
+    /// `memory / shares` MiB of memory, rounded down, so that the scheduler counts the memory of all claims. A GPU
+    /// whose memory is unknown, or less than 1 MiB for each share, has no memory capacity.
     fn shares(&mut self, GpuShares { shares, one_each }: GpuShares, memory_mib: Option<u64>) {
         self.device.allow_multiple_allocations = true;
         let one = || quantity::of_number(1);
@@ -171,7 +172,8 @@ impl Draft<'_> {
         self.text("addressingMode", Some(&gpu.facts.addressing_mode.map_or(String::new(), |mode| mode.to_string())));
         self.text(&format!("{STANDARD}/pcieRoot"), gpu.pcie_root.as_ref());
         self.text(&format!("{STANDARD}/pciBusID"), Some(gpu.pci).filter(|pci| pci.domain() <= MAX_DOMAIN));
-        // The node that NICs or CPUs are on too: for a GPU with memory of its own, the node with CPUs beside it.
+        // NICs and CPUs have to be on this node too. If the GPU's memory is a NUMA node without CPUs, the nearest node
+        // with CPUs is used.
         let numa = gpu.cpu_node.or(gpu.numa).map(|numa| numa.0);
         self.number(&format!("{STANDARD}/numaNode"), numa);
         self.number("dra.net/numaNode", numa);
@@ -184,9 +186,9 @@ impl Draft<'_> {
         self.number(&ours("socket"), device.gpu.package.map(|package| package.0));
     }
 
-    /// Adds the groups that a GPU is in, and its NVLink domain by the least PCI address of the members. A GPU out of
-    /// service is only in its NVLink domain. A group that has too few other GPUs left is dropped; the remaining values
-    /// do not change.
+    /// Adds the groups of a GPU, and its NVLink domain, named by the least PCI address of the members. An unhealthy GPU
+    /// gets its NVLink domain only. A group with too few healthy GPUs is left out; the values of the others do not
+    /// change.
     pub fn groups(&mut self, place: Option<usize>, sick: GpuSet) {
         let (Some(place), topology, layout) = (place, self.facts.topology, self.facts.layout) else { return };
         let domain = layout.nvlink_domains.iter().find(|domain| domain.contains(place));
@@ -225,8 +227,8 @@ fn nearest(topology: &NodeTopology, place: Option<usize>, is_meant: impl Fn(&Nic
 }
 
 /// The architecture of a compute capability, by NVML's names, from NVIDIA's lists of CUDA GPUs
-/// (<https://developer.nvidia.com/cuda-gpus>, <https://developer.nvidia.com/cuda-legacy-gpus>). `None` for one that is
-/// not in them, and for those of boards for which NVML has no name.
+/// (<https://developer.nvidia.com/cuda-gpus>, <https://developer.nvidia.com/cuda-legacy-gpus>). `None` for a capability
+/// that is not in these lists, or for which NVML has no name.
 fn architecture(ComputeCapability { major, minor }: ComputeCapability) -> Option<&'static str> {
     match (major, minor) {
         (3, _) => Some("Kepler"),
@@ -263,7 +265,7 @@ const XID: &str = "gpu.nvidia.com/xid";
 /// NVIDIA's key for a GPU that cannot be reached.
 const LOST: &str = "gpu.nvidia.com/gpu-lost";
 
-/// The taints for these reasons, at most one for each key, which is the first reason's.
+/// The taints for these reasons: at most one for each key, from the first reason with that key.
 pub(super) fn taints(reasons: &[UnhealthyReason], evict: bool) -> Vec<Taint> {
     let plain = |key: &str, value: String| Taint { key: key.to_owned(), value, effect: TaintEffect::NoSchedule };
     let xid = reasons.iter().find_map(|reason| match reason {

@@ -1,10 +1,10 @@
-//! The MIG devices that GPUs in MIG mode could have, published over the counters of their GPUs. Each is made when a
-//! claim gets it, and destroyed when the claim has ended.
+//! The MIG devices that GPUs in MIG mode could have, published with counters that show which of them fit together. Each
+//! is made when a claim gets it, and destroyed when the claim has ended.
 //!
 //! A GPU has a counter set, as with NVIDIA's driver: each memory slice, the memory, and the engines. A MIG device that
-//! an administrator made is published without counters. Its parts are left out of the counters, and no device over its
-//! memory slices is published. The allocator subtracts the *current* slices' amounts for allocated devices, so the
-//! amounts of a device depend on its profile and place only.
+//! an administrator made is published without counters. Its parts are subtracted from the counters, and no device with
+//! one of its memory slices is published. The allocator subtracts the *current* slices' amounts for allocated devices,
+//! so the amounts of a device depend on its profile and place only.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -24,14 +24,15 @@ pub(super) fn add(facts: &DraFacts<'_>, devices: &mut Vec<SliceDevice>, problems
         let gpu_taints = taints(&gpu.reasons, facts.settings.evict_from_lost);
         for possible in possible.iter().filter(|possible| gpu.place == Some(possible.gpu)) {
             let is_made = facts.made.contains(&possible.name);
-            // The health of the instance itself, if it is there.
+            // The health of the instance itself, if it exists.
             let own = facts.devices.iter().find(|device| is_made && device.mig.is_some_and(|mig| possible.is(mig)));
             let own = own.map(|own| taints(&own.reasons, facts.settings.evict_from_lost));
             let mut taints = own.unwrap_or_else(|| gpu_taints.clone());
             let is_blocked = static_devices(facts, gpu).any(|mig| possible.is_blocked_by(mig));
-            // A claim that held the administrator's device is not one that has this device.
-            let may_be_new = facts.settings.taints_survive || taints.is_empty() || facts.held.contains(&possible.name);
-            if !is_made && (is_blocked || !may_be_new) {
+            // If an administrator's device has the same name, `held` is about that device, and `is_blocked` is true.
+            let may_be_published =
+                facts.settings.taints_survive || taints.is_empty() || facts.held.contains(&possible.name);
+            if !is_made && (is_blocked || !may_be_published) {
                 continue;
             }
             if !facts.settings.taints_survive {
@@ -48,7 +49,7 @@ pub(super) fn add(facts: &DraFacts<'_>, devices: &mut Vec<SliceDevice>, problems
     }
 }
 
-/// The counters that these devices consume: for each GPU the amounts that an administrator's MIG devices leave.
+/// The counters that these devices consume: for each GPU its amounts, less those of an administrator's MIG devices.
 pub fn counters(facts: &DraFacts<'_>) -> Vec<CounterSet> {
     if !facts.settings.dynamic_mig {
         return Vec::new();
@@ -58,17 +59,18 @@ pub fn counters(facts: &DraFacts<'_>) -> Vec<CounterSet> {
         let mut left: BTreeMap<String, u64> = BTreeMap::new();
         for possible in possible.iter().filter(|possible| gpu.place == Some(possible.gpu)) {
             for (name, amount) in consumed(possible) {
-                // The most instances of a profile fit at once, so the GPU has at least that many times its amount. Each
-                // memory slice is a counter of one.
+                // `instances` devices of the profile fit at once, so the GPU has at least `amount * instances`. The
+                // largest of these products is the GPU's amount. Each memory slice is a counter of 1.
                 let is_slice = name.starts_with(SLICE);
-                let most = if is_slice { 1 } else { amount.saturating_mul(possible.kind.instances.max(1).into()) };
+                let at_least = if is_slice { 1 } else { amount.saturating_mul(possible.kind.instances.max(1).into()) };
                 let total = left.entry(name).or_default();
-                *total = most.max(*total);
+                *total = at_least.max(*total);
             }
         }
         let mut instances = BTreeSet::new();
         for mig in static_devices(facts, gpu) {
-            // Compute instances of one GPU instance share its memory and engines: these count for the first one.
+            // Compute instances of one GPU instance share its memory and engines, so these count once, for the first
+            // one.
             let is_first = instances.insert(mig.gpu_instance);
             let engines = mig.facts.engines.unwrap_or_default();
             let shared = MigEngines { multiprocessors: engines.multiprocessors, ..MigEngines::default() };

@@ -1,9 +1,9 @@
-//! Exact claims: a number of GPUs with one constraint, in the place of alternatives.
+//! Exact claims: claims for a number of GPUs with one constraint and without alternatives.
 //!
-//! Schedulers that read no alternatives give such a claim GPUs of one group of one attribute, or let it wait. [`of`]
-//! says for each attribute of a node what the claim gets by it, and how often it waits, over all states of the node.
-//! The scheduler's rule for one constraint is: the first GPU in published order whose group has enough free GPUs, and
-//! the next ones of that group.
+//! They are for schedulers that do not read alternatives. The scheduler gives such a claim GPUs of one group of one
+//! attribute, or lets it wait. [`of`] computes for each attribute of a node what the claim gets, and how often it
+//! waits, over the states of the node. The scheduler's rule for one constraint is: the first GPU in published order
+//! whose group has enough free GPUs, and the next ones of that group.
 
 use crate::prelude::*;
 
@@ -11,13 +11,13 @@ use super::families::{Family, states};
 use super::layout::GpuLayout;
 use crate::allocation::{AllocationTables, GpuSet, subsets};
 
-/// The attribute of claims of more GPUs than any group has.
+/// The attribute for claims of more GPUs than any group has.
 pub const NVLINK_DOMAIN: &str = "nvlinkDomain";
 
-/// The most sets of one group that are valued.
+/// The most sets of an attribute's groups whose collectives are computed.
 const MAX_SETS: usize = 1 << 14;
 
-/// The whole of a share.
+/// A share of 1, in per mille.
 const WHOLE: u64 = 1000;
 
 /// The groups of one attribute. A GPU is its place in published order, the order in which the scheduler tries GPUs.
@@ -38,18 +38,19 @@ pub struct ExactClaim {
     pub sets: usize,
     /// The least collective that such a claim gets, MB/s; `None` where it is unknown.
     pub promised: Option<u64>,
-    /// The states of the node with enough free GPUs: all of them, or as many as are looked at.
+    /// The number of states of the node with enough free GPUs, among the states that are compared.
     pub states: u64,
     /// The number of those states in which the claim waits.
     pub waits: u64,
-    /// The mean share of the best free collective that the claim gets where it does not wait, in per mille.
+    /// The mean of `1000 * collective / best` over the states in which the claim does not wait: the collective of its
+    /// GPUs, and the best one of the free GPUs.
     pub share: Option<u64>,
-    /// The mean share that a claim with alternatives gets in the states in which this one waits, in per mille.
+    /// The same mean of a claim with alternatives, over the states in which this claim waits.
     pub forgone: Option<u64>,
 }
 
 impl ExactClaim {
-    /// The share of states in which the claim waits although enough GPUs are free, in per mille.
+    /// The share of states in which the claim waits although enough GPUs are free: `1000 * waits / states`.
     pub fn waits_per_mille(&self) -> u64 {
         (self.waits * WHOLE).checked_div(self.states).unwrap_or(0)
     }
@@ -67,13 +68,13 @@ impl GroupAttribute {
         attributes.map(|(name, sets)| Self { name, groups: sets.into_iter().map(published).collect() }).collect()
     }
 
-    /// All of so many GPUs as one group: what a claim without a constraint takes its GPUs from.
+    /// A node's `all` GPUs as one group, from which a claim without a constraint takes its GPUs.
     pub fn any(all: usize) -> Self {
         Self { name: "any".to_owned(), groups: vec![(0..all).collect()] }
     }
 
-    /// Tells for each state of a node of `all` GPUs with enough free ones whether a group has enough: for all attributes
-    /// the same states.
+    /// Returns, for each state of a node of `all` GPUs with at least `gpus` free ones, true if one group has enough of
+    /// them. The states are the same for all attributes.
     pub fn serves(&self, all: usize, gpus: usize) -> Vec<bool> {
         let free = states(all).filter(|free| free.len() >= gpus);
         free.map(|free| self.chosen(free, gpus).is_some()).collect()
@@ -87,7 +88,7 @@ impl GroupAttribute {
     }
 }
 
-/// What sets of a node's GPUs carry, and the order in which the GPUs are published.
+/// The tables that value a node's sets, and the order in which its GPUs are published.
 pub type Valued<'a> = (&'a AllocationTables, &'a GpuLayout);
 
 /// The collective of a set of GPUs in published order, MB/s.
@@ -100,15 +101,16 @@ fn mean(shares: &[u64]) -> Option<u64> {
     shares.iter().sum::<u64>().checked_div(shares.len() as u64)
 }
 
-/// A state of the node: its free GPUs, the best collective of them, and the share of it that alternatives get.
+/// A state of the node: its free GPUs, their best collective, and the share of it that a claim with alternatives gets.
 struct State {
     free: GpuSet,
     best: Option<u64>,
     alternatives: Option<u64>,
 }
 
-/// The claims for `gpus` of `all` GPUs by each of these attributes that can meet one, in their order, against a claim with
-/// `alternatives`. A node known by its slices alone has no values.
+/// Computes the claims for `gpus` of a node's `all` GPUs: one for each attribute that can meet it, in the order of the
+/// attributes, compared with a claim that has `alternatives`. Without `valued` (a node that is known by its slices
+/// alone) the collectives are unknown.
 pub fn of(
     attributes: &[GroupAttribute],
     alternatives: &[GroupAttribute],
@@ -150,7 +152,7 @@ pub fn of(
     attributes.iter().map(claim).filter(|claim| claim.sets > 0).collect()
 }
 
-/// The least collective of so many GPUs of one group, MB/s.
+/// The least collective of any `gpus` GPUs of one group, MB/s. `None` if it is unknown, or if there are too many sets.
 pub fn promised(attribute: &GroupAttribute, gpus: usize, valued: Valued<'_>) -> Option<u64> {
     let sets = attribute.groups.iter().flat_map(|group| subsets(*group, gpus)).take(MAX_SETS + 1);
     let collectives: Vec<u64> = sets.map(|set| collective(valued, set)).collect::<Option<_>>()?;

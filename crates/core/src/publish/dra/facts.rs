@@ -1,5 +1,5 @@
-//! [`DraFacts`]: the facts from which the devices of a node are made; [`ServerVersion`]: the release of the API server
-//! that gets them, and its abilities.
+//! [`DraFacts`]: the facts from which the devices of a node are made. [`ServerVersion`]: the release of the API server,
+//! which decides about the features that slices may use.
 
 use crate::prelude::*;
 use alloc::collections::BTreeSet;
@@ -16,7 +16,7 @@ pub struct DraFacts<'a> {
     pub topology: &'a NodeTopology,
     /// The driver's versions.
     pub versions: &'a DriverVersions,
-    /// Order and groups of the GPUs that are offered through DRA.
+    /// The order and the groups of the GPUs that are offered through DRA.
     pub layout: &'a GpuLayout,
     /// The GPUs and MIG devices that are offered through DRA, in any order.
     pub devices: Vec<DraDevice<'a>>,
@@ -24,7 +24,7 @@ pub struct DraFacts<'a> {
     pub held: BTreeSet<String>,
     /// The GPUs in MIG mode that are offered through DRA, without their MIG devices.
     pub mig_gpus: Vec<DraDevice<'a>>,
-    /// The names of the MIG devices that are made for claims, or were.
+    /// The names of the MIG devices that linkwise makes or made for claims.
     pub made: BTreeSet<String>,
     /// The settings.
     pub settings: DraSettings,
@@ -33,33 +33,33 @@ pub struct DraFacts<'a> {
 /// A GPU or MIG device that is offered through DRA.
 #[derive(Clone, Debug)]
 pub struct DraDevice<'a> {
-    /// Its name; `None` if nothing distinguishes it from another device.
+    /// Its name; `None` if another device has this name already.
     pub name: Option<String>,
     /// The GPU.
     pub gpu: &'a Gpu,
     /// The GPU's place in the topology; `None` for one that is gone.
     pub place: Option<usize>,
-    /// The MIG device, where it is not the whole GPU.
+    /// The MIG device; `None` for the whole GPU.
     pub mig: Option<&'a MigDevice>,
-    /// Its sharing by several claims.
+    /// Its sharing among claims, now and in the plan.
     pub sharing: GpuSharing,
     /// The reasons why it must not be allocated, in the order in which they began.
     pub reasons: Vec<UnhealthyReason>,
 }
 
-/// The settings that decide about devices, besides the plan.
+/// The settings of devices that are not in the plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DraSettings {
     /// True if the API server keeps taints.
     pub taints_survive: bool,
     /// True if pods are evicted from a GPU that is lost (`NoExecute`).
     pub evict_from_lost: bool,
-    /// Whether the MIG devices that a GPU in MIG mode could have are devices, made when a claim has one.
+    /// True if the MIG devices that a GPU in MIG mode could have are published, and made when a claim gets them.
     pub dynamic_mig: bool,
 }
 
 impl Default for DraSettings {
-    /// Taints are kept, and evict no pod. No MIG device that is not there is a device.
+    /// Taints are kept, and evict no pod. Only MIG devices that exist are published.
     fn default() -> Self {
         Self { taints_survive: true, evict_from_lost: false, dynamic_mig: false }
     }
@@ -83,7 +83,7 @@ impl<'a> DraFacts<'a> {
         let devices = state.offers().through_dra().iter().filter_map(|device| {
             let place = topology.position(&device.gpu.uuid);
             let mig = device.mig.as_ref();
-            // Under another name: the scheduler would give the GPU out a second time.
+            // A claim has the GPU under another name. Under this name the scheduler would allocate it a second time.
             if mig.is_none() && state.ledger().is_in_set(topology, &device.gpu.uuid) {
                 return None;
             }
@@ -91,7 +91,7 @@ impl<'a> DraFacts<'a> {
                 (Some(place), None) => names.get(&(place, None)).cloned(),
                 // A MIG device that is gone from its GPU is of no use to a claim.
                 (Some(place), Some(mig)) => names.get(&(place, Some(place_of(mig)?))).cloned(),
-                // Another GPU may have its minor number by now.
+                // Another GPU may have the minor number now, and with it this name.
                 (None, _) => gone_name(device).filter(|name| hardware_of(topology, name).is_none()),
             };
             let concerns = |reason: &UnhealthyReason| reason.concerns(device.instance());
@@ -137,7 +137,7 @@ fn gone_name(device: &Device) -> Option<String> {
     names.filter(|(_, (_, mig))| mig.is_some() == device.mig.is_some()).map(|(name, _)| name).next()
 }
 
-/// The reasons that concern what is offered of a GPU: the standing ones, and the one that its health has.
+/// The reasons of a GPU that `concerns` selects: the standing ones, then that of `health`, then a cordon, each once.
 fn reasons(
     state: &NodeState,
     gpu: &Gpu,
@@ -160,11 +160,11 @@ fn reasons(
 /// The release of an API server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ServerVersion {
-    /// 1.
+    /// The first number: 1.
     pub major: u32,
-    /// Such as 36.
+    /// The second number, such as 36.
     pub minor: u32,
-    /// Such as 2.
+    /// The third number, such as 2.
     pub patch: u32,
 }
 
@@ -181,7 +181,7 @@ impl ServerVersion {
         numbers.next().is_none().then_some(version)
     }
 
-    /// Returns true if its API server keeps taints, and it and its scheduler have counters.
+    /// Returns true if the API server of this release keeps taints and counters, and its scheduler uses counters.
     pub fn has_taints_and_counters(self) -> bool {
         self >= TAINTS_AND_COUNTERS
     }

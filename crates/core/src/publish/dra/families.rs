@@ -1,7 +1,7 @@
 //! Tiered groups: attributes by which a claim finds the best sets of the node for jobs of 2, 4 and 8 GPUs
 //! ([`GroupSize`]).
 //!
-//! All sets of a size are sorted, best first; equally good sets are a tier. A *group* is a number of GPUs of which any
+//! All sets of a size are sorted, best first; equally good sets are a tier. A *group* consists of GPUs of which any
 //! `size` are a set of this tier or of a better one: two GPUs of a bridge, or all GPUs of a package whose GPUs are
 //! alike. Groups overlap, but a GPU has one value for an attribute. So a tier is split into *families*, each of
 //! disjoint groups. A family is an attribute (`quad1a`: of 4 GPUs, the first tier, its first family), and its value on
@@ -14,21 +14,21 @@ use core::cmp::Reverse;
 use crate::allocation::{AllocationTables, GpuSet, Values, subsets};
 use crate::topology::PciAddress;
 
-/// The most families of a node, of all sizes: the 32 attributes and capacities of a device, less those that a GPU has
-/// anyway.
+/// The most families of a node, of all sizes: the 32 attributes and capacities that a device may have, less the others
+/// of a GPU.
 const MAX_FAMILIES: usize = 10;
 
 /// The most sets that are valued for one size. A size with more (eights of 17 GPUs) has no family.
 const MAX_SETS: usize = 1 << 14;
 
-/// The most steps of the search for one family, each as often as there are sets to be found: far more than 16 GPUs
-/// need. After that the best family so far is taken.
+/// The most steps of the search for one family, times the number of sets that it looks for: far more than 16 GPUs need.
+/// After them the search takes the best family found so far.
 const MAX_STEPS: usize = 1 << 20;
 
 /// The most states of a node by which families are compared: all states of up to 12 GPUs.
 const MAX_STATES: usize = 1 << 12;
 
-/// The limit for rare families: one that claims take in fewer than one of so many states is not worth an attribute.
+/// The limit for rare families: a family that claims take in at most one of so many states gets no attribute.
 const RARE: usize = 32;
 
 /// Disjoint groups of one tier.
@@ -36,7 +36,7 @@ const RARE: usize = 32;
 pub struct Family {
     /// The attribute's name, such as `quad1a`.
     pub name: String,
-    /// The number of GPUs in one of the sets that the family is for.
+    /// The number of GPUs of the claims that the family is for.
     pub size: usize,
     /// The groups, by their first members.
     pub groups: Vec<Group>,
@@ -54,9 +54,11 @@ pub struct Group {
 /// A family, with the facts that decide whether it gets an attribute.
 struct Candidate {
     family: Family,
-    /// True for the first family of its size. Without one, a claim for groups only would find none on this node.
+    /// True for the first family of its size, which is always published: otherwise a claim for groups only would find
+    /// none on this node.
     is_first: bool,
-    /// The number of states of the node in which a claim takes it, weighted by the number of worse tiers.
+    /// The rank of the family: the number of states in which a claim takes it, times the number of worse tiers, or 1 if
+    /// there is none.
     adds: usize,
 }
 
@@ -64,7 +66,7 @@ struct Candidate {
 pub fn families(tables: &AllocationTables) -> Vec<Family> {
     let candidates = GroupSize::ALL.into_iter().flat_map(|size| of_size(tables, size));
     let mut candidates: Vec<(usize, Candidate)> = candidates.enumerate().collect();
-    // Of equal families the first counts.
+    // The sort is stable: of equal families the first is kept.
     candidates.sort_by_key(|(_, candidate)| Reverse((candidate.is_first, candidate.adds)));
     candidates.truncate(MAX_FAMILIES);
     candidates.sort_by_key(|(at, _)| *at);
@@ -78,16 +80,16 @@ fn of_size(tables: &AllocationTables, size: GroupSize) -> Vec<Candidate> {
     let mut unserved: Vec<GpuSet> = states(gpus).filter(|free| free.len() >= size.gpus()).collect();
     let worth_an_attribute = unserved.len() / RARE;
     let (mut candidates, mut good) = (Vec::new(), BTreeSet::new());
-    for ((tier, sets), most) in (0..).zip(tiers).zip(size.tiers()) {
-        // Any GPUs are as good as those of the last tier.
+    for ((tier, sets), max_families) in (0..).zip(tiers).zip(size.tiers()) {
+        // Any GPUs are as good as the sets of the last tier.
         if tier == worst && tier > 0 {
             break;
         }
         good.extend(sets.iter().copied());
         let mut left = sets;
-        for at in 0..most {
+        for at in 0..max_families {
             left.retain(|set| !candidates.iter().any(|known: &Candidate| known.family.has(*set)));
-            let groups = most_sets(&left, &good, size.gpus(), gpus);
+            let groups = disjoint_groups(&left, &good, size.gpus(), gpus);
             if groups.is_empty() {
                 break;
             }
@@ -151,9 +153,9 @@ fn tiers(tables: &AllocationTables, size: usize) -> Vec<Vec<GpuSet>> {
     by_tier.into_values().rev().collect()
 }
 
-/// Finds the disjoint groups with the most of the sets that no family has yet, which `left` lists, the best first. Of
-/// several with equally many sets it takes the ones with the first groups.
-fn most_sets(left: &[GpuSet], good: &BTreeSet<GpuSet>, size: usize, gpus: usize) -> Vec<GpuSet> {
+/// Finds the disjoint groups that contain the most sets of `left`, the sets that no family has yet, the best first. Of
+/// several families with equally many sets it takes the one with the first groups.
+fn disjoint_groups(left: &[GpuSet], good: &BTreeSet<GpuSet>, size: usize, gpus: usize) -> Vec<GpuSet> {
     // Groups, grown from the best set on; they may overlap.
     let mut groups: Vec<GpuSet> = Vec::new();
     for set in left {
@@ -161,17 +163,17 @@ fn most_sets(left: &[GpuSet], good: &BTreeSet<GpuSet>, size: usize, gpus: usize)
             groups.push(grown(*set, good, size, gpus));
         }
     }
-    let (mut best, mut most): (Vec<GpuSet>, usize) = (Vec::new(), 0);
+    let (mut best, mut best_has): (Vec<GpuSet>, usize) = (Vec::new(), 0);
     let steps = MAX_STEPS / left.len().max(1);
     // A family, its members, the number of its sets, and the first group that may still join it.
     let mut open = vec![(Vec::new(), GpuSet::default(), 0, 0)];
     for _ in 0..steps {
         let Some((family, members, has, from)) = open.pop() else { break };
-        if has > most {
+        if has > best_has {
             best.clone_from(&family);
-            most = has;
+            best_has = has;
         }
-        if most == left.len() {
+        if best_has == left.len() {
             break;
         }
         // A part of a group beside the members is a group too.
@@ -223,9 +225,9 @@ impl GroupSize {
         self.0
     }
 
-    /// The most attributes of each tier. A claim that lists all has an alternative for each, and one for any GPUs; it may have 8
-    /// (`resource.k8s.io/v1`, `FirstAvailableDeviceRequestMaxSize`). A mesh has pairs by two kinds of link. For four
-    /// GPUs the best tier is rare and the third is frequent.
+    /// The most attributes of each tier, seven together. A claim that lists all attributes has an alternative for each,
+    /// and one for any GPUs; it may have 8 (`resource.k8s.io/v1`, `FirstAvailableDeviceRequestMaxSize`). A mesh has
+    /// pairs by two kinds of link. For four GPUs the best tier is rare and the third is frequent.
     pub(super) fn tiers(self) -> [usize; 3] {
         if self.0 == 2 { [3, 2, 2] } else { [1, 2, 4] }
     }
@@ -236,14 +238,14 @@ impl GroupSize {
         self.named(self.tiers())
     }
 
-    /// The attributes that a claim for any machine lists. Each alternative costs the scheduler as much as the whole of a
-    /// claim without any, wherever too few GPUs of its groups are free (docs/scale.md): these are the best tiers, without
-    /// those that no built-in machine has or that gain little in a cluster.
+    /// The attributes that a claim for any machine lists. On a node where too few GPUs of its groups are free, each
+    /// alternative costs the scheduler as much as a whole claim without alternatives (docs/scale.md). So the list has
+    /// the best tiers only, without those that no built-in machine has or that gain little in a cluster.
     pub fn usual_names(self) -> impl Iterator<Item = String> {
         self.named(if self.0 == 2 { [2, 1] } else { [1, 1] })
     }
 
-    /// The attributes of so many families of each tier.
+    /// The attributes of this many families of each tier.
     fn named<const TIERS: usize>(self, families: [usize; TIERS]) -> impl Iterator<Item = String> {
         (0..).zip(families).flat_map(move |(tier, families)| (0..families).map(move |at| self.name(tier, at)))
     }

@@ -1,9 +1,9 @@
 //! [`GpuLayout`]: the order and the groups of the published GPUs, computed once for a topology.
 //!
-//! The scheduler takes the first GPUs that fit. The best sets are adjacent, the best first. A claim without constraints
-//! for k GPUs gets the first k that are free; over all that may be free, it does at least as well as with the order of
-//! PCI addresses. The order does not depend on what is free now: one that follows allocations is stale when it is read,
-//! which is worse than none.
+//! The scheduler takes the first GPUs that fit, so the best sets are adjacent, the best first. A claim without
+//! constraints for k GPUs gets the first k that are free. On average over all states of the node it gets at least as
+//! much as with the order of PCI addresses. The order does not depend on the GPUs that are free now: an order that
+//! follows allocations is stale when the scheduler reads it, which is worse than none.
 
 use crate::prelude::*;
 use alloc::sync::Arc;
@@ -19,12 +19,12 @@ pub struct GpuLayout {
     pub order: Vec<usize>,
     /// The tiered groups.
     pub families: Vec<Family>,
-    /// GPUs that NVLink connects, over any number of hops; two at least.
+    /// The sets of at least two GPUs that NVLink connects, over any number of hops.
     pub nvlink_domains: Vec<GpuSet>,
 }
 
 impl GpuLayout {
-    /// The layout of some of the GPUs of `tables`; those in MIG mode are left out. It costs some hundred choices: see
+    /// Computes the layout of some GPUs of `tables`, without those in MIG mode. It costs some hundred choices, so use a
     /// [`LayoutCache`].
     pub fn of(tables: &AllocationTables, gpus: GpuSet) -> Self {
         let topology = tables.topology();
@@ -44,7 +44,7 @@ impl GpuLayout {
         }
     }
 
-    /// GPUs by their places in the topology, from their places in the published order.
+    /// Turns places in the published order into places in the topology.
     pub(super) fn places(&self, published: GpuSet) -> GpuSet {
         published.places().filter_map(|place| self.order.get(place).copied()).collect()
     }
@@ -54,22 +54,22 @@ impl GpuLayout {
 #[derive(Clone, Debug, Default)]
 pub struct LayoutCache {
     /// The layout as computed.
-    computed: Option<Known>,
-    /// The layout for the GPUs last asked for, which are fewer if some were lost since.
-    shown: Option<Known>,
+    computed: Option<CachedLayout>,
+    /// The layout that was returned last. It has fewer GPUs than `computed` if some were lost since.
+    shown: Option<CachedLayout>,
 }
 
 /// A layout with its inputs.
 #[derive(Clone, Debug)]
-struct Known {
+struct CachedLayout {
     tables: Arc<AllocationTables>,
     gpus: GpuSet,
     layout: Arc<GpuLayout>,
 }
 
 impl LayoutCache {
-    /// As [`GpuLayout::of`], computed where tables or GPUs are others than before. Where nothing happened but that
-    /// GPUs were lost, the others keep their order and their groups.
+    /// Returns [`GpuLayout::of`], and computes it only if the tables or the GPUs changed. If the only change is that
+    /// GPUs were lost, the other GPUs keep their order and their groups.
     pub fn layout(&mut self, tables: &Arc<AllocationTables>, gpus: GpuSet) -> Arc<GpuLayout> {
         if let Some(known) = &self.shown
             && Arc::ptr_eq(&known.tables, tables)
@@ -77,7 +77,7 @@ impl LayoutCache {
         {
             return Arc::clone(&known.layout);
         }
-        let known = |layout| Known { tables: Arc::clone(tables), gpus, layout };
+        let known = |layout| CachedLayout { tables: Arc::clone(tables), gpus, layout };
         let kept = self.computed.as_ref().and_then(|known| known.kept(tables, gpus));
         let layout = kept.map(Arc::new).unwrap_or_else(|| {
             let layout = Arc::new(GpuLayout::of(tables, gpus));
@@ -89,8 +89,8 @@ impl LayoutCache {
     }
 }
 
-impl Known {
-    /// The layout without the GPUs that `tables` lack; `None` where that is not all that changed, but for MIG devices.
+impl CachedLayout {
+    /// The layout without the GPUs that `tables` lack; `None` if anything else changed, apart from MIG devices.
     fn kept(&self, tables: &AllocationTables, gpus: GpuSet) -> Option<GpuLayout> {
         let (before, now) = (self.tables.topology(), tables.topology());
         let left: Vec<usize> = now.gpus().iter().map(|gpu| before.position(&gpu.uuid)).collect::<Option<_>>()?;
@@ -109,18 +109,18 @@ impl Known {
         Some(GpuLayout {
             order: self.layout.order.iter().filter_map(|place| place_now(*place)).collect(),
             families: families.filter(|family| !family.groups.is_empty()).collect(),
-            // GPUs may have been connected through the lost one.
+            // Computed again, because GPUs may have been connected through the lost one.
             nvlink_domains: nvlink_domains(now, whole),
         })
     }
 }
 
-/// Those of some GPUs that are not in MIG mode.
+/// The GPUs of a set that are not in MIG mode.
 fn whole(topology: &NodeTopology, gpus: GpuSet) -> GpuSet {
     gpus.places().filter(|place| topology.gpus().get(*place).is_some_and(|gpu| !gpu.mig_enabled)).collect()
 }
 
-/// Those of some GPUs that NVLink connects, over any number of hops; two at least.
+/// The subsets of at least two GPUs that NVLink connects, over any number of hops.
 fn nvlink_domains(topology: &NodeTopology, gpus: GpuSet) -> Vec<GpuSet> {
     let linked = |a: usize, b: usize| gpus.contains(a) && gpus.contains(b) && topology.nvlink(a, b) > 0;
     let mut domains = components(topology.gpus().len(), linked);
@@ -131,16 +131,17 @@ fn nvlink_domains(topology: &NodeTopology, gpus: GpuSet) -> Vec<GpuSet> {
 /// The sizes of the best sets, the largest first.
 const SIZES: [usize; 4] = [8, 4, 2, 1];
 
-/// The sizes that an order is rated for: what jobs ask for.
+/// The sizes for which an order is rated: those that jobs request.
 const RATED: [usize; 3] = [2, 4, 8];
 
-/// The most GPUs of which an order is rated: of more, all sets of eight are too many.
+/// The most GPUs whose order is rated: more GPUs have too many sets of eight.
 const MAX_RATED_GPUS: usize = AllocationTables::EXACT_GPUS;
 
-/// The rate of a perfect order for one size, before which no set is worse than the machine's best.
+/// The rate of a perfect order, in which every claim gets a set as good as the machine's best.
 const PERFECT: u64 = 1_000_000;
 
-/// Rounds of exchanges: each makes the order better, and a machine has few kinds of sets.
+/// The most rounds of exchanges. Each round makes the order better, and few are needed, because a machine has few kinds
+/// of sets.
 const MAX_ROUNDS: usize = 16;
 
 /// The GPUs of the machine in the order in which they are published.
@@ -153,35 +154,42 @@ pub fn order(tables: &AllocationTables) -> Vec<usize> {
     }
     let rating = Rating::new(tables, &by_address);
     let mut best = Rated::new(&rating, nested);
-    // The halves of a part may change places: groups stay together.
-    best.improve(&rating, |order| parts.iter().map(|part| turned(order, *part)).collect());
+    // Exchanging the two halves of a part keeps groups together, so this is tried first.
+    best.improve(&rating, |order| parts.iter().map(|part| with_halves_exchanged(order, part)).collect());
     if best.lacks > 0 {
         best.improve(&rating, exchanges);
     }
     if best.lacks > 0 { by_address } else { best.order }
 }
 
-/// The best sets one behind the other, and inside of each its own best sets. Each part of the order has two halves,
-/// which `parts` lists.
-fn nest(tables: &AllocationTables, gpus: GpuSet, parts: &mut Vec<(GpuSet, GpuSet)>) -> Vec<usize> {
+/// A part of an order, in two halves.
+struct Part {
+    best: GpuSet,
+    rest: GpuSet,
+}
+
+/// Orders GPUs so that the best sets are adjacent, and within each set its own best sets. Adds the parts of the order
+/// to `parts`.
+fn nest(tables: &AllocationTables, gpus: GpuSet, parts: &mut Vec<Part>) -> Vec<usize> {
     let size = SIZES.into_iter().find(|size| *size < gpus.len());
     let best = size.map(|size| tables.best_of(gpus, size)).unwrap_or_default();
     if best.is_empty() {
         return gpus.places().collect();
     }
     let rest = gpus.without(best);
-    parts.push((best, rest));
+    parts.push(Part { best, rest });
     let mut order = nest(tables, best, parts);
     order.extend(nest(tables, rest, parts));
     order
 }
 
 /// The order in which the two halves of a part have changed places.
-fn turned(order: &[usize], (one, other): (GpuSet, GpuSet)) -> Vec<usize> {
+fn with_halves_exchanged(order: &[usize], part: &Part) -> Vec<usize> {
     let of = |half: GpuSet| order.iter().copied().filter(move |gpu| half.contains(*gpu));
-    let is_part = |gpu: &usize| one.contains(*gpu) || other.contains(*gpu);
+    let Part { best, rest } = *part;
+    let is_part = |gpu: &usize| best.contains(*gpu) || rest.contains(*gpu);
     let begins = order.iter().copied().find(is_part);
-    let (first, second) = if begins.is_some_and(|gpu| one.contains(gpu)) { (one, other) } else { (other, one) };
+    let (first, second) = if begins.is_some_and(|gpu| best.contains(gpu)) { (best, rest) } else { (rest, best) };
     let mut exchanged = of(second).chain(of(first));
     order.iter().map(|gpu| if is_part(gpu) { exchanged.next().unwrap_or(*gpu) } else { *gpu }).collect()
 }
@@ -197,12 +205,19 @@ fn exchanges(order: &[usize]) -> Vec<Vec<usize>> {
     pairs.map(exchanged).collect()
 }
 
-/// What orders are rated by.
+/// The values by which orders are rated.
 struct Rating {
-    /// For each size that is rated: its sets with what they carry, and what a perfect order would come to.
-    sizes: Vec<(Vec<(GpuSet, u64)>, u64)>,
+    sizes: Vec<RatedSize>,
     /// The rates of the order by address.
     floor: Vec<u64>,
+}
+
+/// The sets of one size.
+struct RatedSize {
+    /// Each set with its collective, MB/s.
+    sets: Vec<(GpuSet, u64)>,
+    /// The sum of a perfect order; see [`Rating::rates`].
+    perfect: u64,
 }
 
 impl Rating {
@@ -210,9 +225,9 @@ impl Rating {
         let all: GpuSet = by_address.iter().copied().collect();
         let size = |size: usize| {
             let sets: Vec<_> = subsets(all, size).map(|set| (set, tables.worth(set).collective)).collect();
-            let top = sets.iter().map(|(_, carries)| *carries).max().unwrap_or(0);
-            let perfect = sets.iter().map(|(set, _)| top << times(by_address, *set)).sum();
-            (sets, perfect)
+            let top = sets.iter().map(|(_, collective)| *collective).max().unwrap_or(0);
+            let perfect = sets.iter().map(|(set, _)| top << gpus_behind(by_address, *set)).sum();
+            RatedSize { sets, perfect }
         };
         // All GPUs are one set, whatever the order.
         let sizes = RATED.into_iter().filter(|size| *size < all.len()).map(size).collect();
@@ -221,21 +236,24 @@ impl Rating {
         rating
     }
 
-    /// For each size the mean of what its claims get, over all that may be free, in [`PERFECT`]s of the machine's best.
+    /// The rate of an order for each size: `PERFECT * sum / perfect`, rounded down. `sum` is the sum over all sets of
+    /// `collective * 2^n`, where 2^n is the number of states in which a claim gets the set ([`gpus_behind`]). `perfect`
+    /// is the same sum with the machine's best collective for every set.
     fn rates(&self, order: &[usize]) -> Vec<u64> {
         let place = |gpu: usize| order.iter().position(|other| *other == gpu).unwrap_or(0);
         let places: Vec<usize> = (0..order.len()).map(place).collect();
-        let rate = |(sets, perfect): &(Vec<(GpuSet, u64)>, u64)| {
-            let sum: u64 = sets.iter().map(|(set, carries)| carries << times(&places, *set)).sum();
+        let rate = |RatedSize { sets, perfect }: &RatedSize| {
+            let sum: u64 = sets.iter().map(|(set, collective)| collective << gpus_behind(&places, *set)).sum();
             u64::try_from(u128::from(sum) * u128::from(PERFECT) / u128::from((*perfect).max(1))).unwrap_or(u64::MAX)
         };
         self.sizes.iter().map(rate).collect()
     }
 }
 
-/// A set is taken while its members are free and no other GPU before its last one is: how many GPUs come after that,
-/// each of them free or not, so that the set is taken two to the power of it times.
-fn times(places: &[usize], set: GpuSet) -> usize {
+/// The number n of GPUs behind a set's last member in an order. A claim gets the set if its members are free and no
+/// other GPU before the last member is free. The n GPUs behind may be free or not, so the claim gets the set in 2^n
+/// states.
+fn gpus_behind(places: &[usize], set: GpuSet) -> usize {
     let last = set.places().filter_map(|gpu| places.get(gpu)).max().copied().unwrap_or(0);
     places.len().saturating_sub(last + 1)
 }
@@ -243,8 +261,9 @@ fn times(places: &[usize], set: GpuSet) -> usize {
 /// An order and its rates.
 struct Rated {
     order: Vec<usize>,
-    /// By how much it is worse than the order by address, over the sizes.
+    /// How much it is worse than the order by address: over the sizes, the sum of `max(floor - rate, 0)`.
     lacks: u64,
+    /// The sum of its rates.
     total: u64,
 }
 
@@ -255,16 +274,16 @@ impl Rated {
         Self { order, lacks, total: rates.iter().sum() }
     }
 
-    /// Of two orders the better one has the lower key.
+    /// The sort key: the better of two orders has the lower key.
     fn key(&self) -> (u64, u64) {
         (self.lacks, u64::MAX - self.total)
     }
 
-    /// Takes the best of the orders near this one, as long as one is better.
+    /// Takes the best of the orders that `near` makes of this one, again and again while it is better.
     fn improve(&mut self, rating: &Rating, near: impl Fn(&[usize]) -> Vec<Vec<usize>>) {
         for _ in 0..MAX_ROUNDS {
             let found = near(&self.order).into_iter().map(|order| Self::new(rating, order));
-            // Of equals the first.
+            // `min_by_key` takes the first of equals.
             match found.min_by_key(Self::key) {
                 Some(best) if best.key() < self.key() => *self = best,
                 _ => return,

@@ -32,12 +32,13 @@ pub use slice::{
     TaintEffect, ValidRange,
 };
 
-/// The devices that a node publishes, in the order in which the scheduler is to try them, and what is odd about them.
+/// Makes the devices that a node publishes, in the order in which the scheduler is to try them, and reports problems.
 ///
-/// Whole GPUs, the best sets first; then those that several claims may have; then MIG devices, GPU by GPU; then GPUs
-/// that are gone and that a claim may have; then MIG devices that are made when a claim has them, where the settings have
-/// it. A GPU in MIG mode is published by its MIG devices only, as NVIDIA's DRA driver does, whatever the plan's MIG
-/// strategy is. Where taints do not survive, a sick device is left out, unless a claim holds it.
+/// The order: whole GPUs for one claim, the best sets first; GPUs that several claims may have; MIG devices, GPU by
+/// GPU; GPUs that are gone and that a claim may still have; with the setting `dynamic_mig`, MIG devices that are made
+/// when a claim gets them. A GPU in MIG mode is published by its MIG devices only, as NVIDIA's DRA driver does,
+/// whatever the plan's MIG strategy is. If the API server drops taints, an unhealthy device is left out unless a claim
+/// holds it.
 pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
     let (mut devices, mut problems) = (Vec::new(), Vec::new());
     let settings = facts.settings;
@@ -56,7 +57,7 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
             problems.push(DraProblem::NoName(hardware));
             continue;
         };
-        // One that was made for a claim stays the device that it was before.
+        // A MIG device that was made for a claim stays the possible device that it was; `dynamic_mig::add` adds it.
         if settings.dynamic_mig && device.place.is_some() && facts.made.contains(&name) {
             continue;
         }
@@ -66,9 +67,9 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
         }
         let mut taints = attributes::taints(&device.reasons, settings.evict_from_lost);
         let is_held = facts.held.contains(&name);
-        // A claim that has a GPU that is gone may end at any time; a new one cannot have it.
+        // A GPU that is gone is published only for the claim that may still have it.
         let is_left_out = if settings.taints_survive { device.place.is_none() } else { !taints.is_empty() };
-        // Other claims could get the shares that are left, and with no taint nothing else says that they must not.
+        // Without a taint, other claims could get the free shares of an unhealthy GPU.
         let stays_for_holder = is_held && (settings.taints_survive || device.sharing.now.is_none());
         if is_left_out && !stays_for_holder {
             continue;

@@ -1,5 +1,5 @@
-//! [`SliceDevice`]: a device of a resource slice as the API server has it; [`Pool`]: packs devices into resource
-//! slices, within the limits of `resource.k8s.io/v1`.
+//! [`SliceDevice`]: a device of a resource slice in the API's form. [`Pool`] packs devices into resource slices, within
+//! the limits of `resource.k8s.io/v1`.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -71,19 +71,19 @@ impl Pool {
         Self { name: format!("{node}/gpu"), node, counters: Vec::new(), devices }
     }
 
-    /// The slices of one generation, in the order in which the scheduler is to read them: those with counters first.
-    /// There is at least one slice with devices, because an empty slice shows that the driver works. If the devices fit
-    /// there is only one, because Kubernetes up to 1.35 reads several in any order.
+    /// The slices of one generation, in the order in which the scheduler is to read them: slices with counters first.
+    /// There is at least one slice for devices, because an empty slice shows that the driver works. If the devices fit
+    /// into one slice there is only one, because Kubernetes up to 1.35 reads several slices in any order.
     ///
     /// If they do not fit, each slice has [`MAX_DEVICES_WITH_TAINTS`] devices even without taints, so that a taint
     /// moves no device to another slice.
     pub fn slices(&self, generation: u64) -> Vec<SliceSpec> {
         let is_limited = |device: &SliceDevice| !device.taints.is_empty() || !device.consumes_counters.is_empty();
         let fits_one = self.devices.len() <= MAX_DEVICES && !self.devices.iter().any(is_limited);
-        let most = if fits_one { MAX_DEVICES } else { MAX_DEVICES_WITH_TAINTS };
+        let max_devices = if fits_one { MAX_DEVICES } else { MAX_DEVICES_WITH_TAINTS };
         let counters = self.counters.chunks(MAX_COUNTER_SETS).map(|counters| (counters.to_vec(), None));
         let mut parts: Vec<(Vec<CounterSet>, Option<Vec<SliceDevice>>)> = counters.collect();
-        parts.extend(self.devices.chunks(most).map(|devices| (Vec::new(), Some(devices.to_vec()))));
+        parts.extend(self.devices.chunks(max_devices).map(|devices| (Vec::new(), Some(devices.to_vec()))));
         if self.devices.is_empty() {
             parts.push((Vec::new(), Some(Vec::new())));
         }
@@ -106,15 +106,15 @@ pub struct SliceDevice {
     /// Capacities by name, like the attributes.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub capacity: BTreeMap<String, Capacity>,
-    /// The amounts that it takes of its pool's counters while it is allocated: devices over one counter exclude each
-    /// other.
+    /// The amounts that it takes of its pool's counters while it is allocated. The scheduler allocates no further
+    /// device for which a counter has too little left.
     #[serde(rename = "consumesCounters", skip_serializing_if = "Vec::is_empty")]
     pub consumes_counters: Vec<CounterConsumption>,
     /// The taints that keep it from being allocated.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub taints: Vec<Taint>,
-    /// True if several claims may have it at once, each a part of its capacity. It is never true together with
-    /// counters, which kube-scheduler up to 1.37 then miscounts.
+    /// True if several claims may have it at once, each a part of its capacity. It is never true for a device that
+    /// consumes counters, because kube-scheduler up to 1.37 then miscounts them.
     #[serde(rename = "allowMultipleAllocations", skip_serializing_if = "core::ops::Not::not")]
     pub allow_multiple_allocations: bool,
 }
@@ -158,15 +158,15 @@ pub struct RequestPolicy {
     pub valid_range: ValidRange,
 }
 
-/// Amounts from `min` to `max`, in steps. Without `max`, up to the whole.
+/// Amounts from `min` to `max`, in steps. Without `max`, up to the whole capacity.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ValidRange {
-    /// The least.
+    /// The least amount.
     pub min: String,
-    /// The most.
+    /// The largest amount.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max: Option<String>,
-    /// The step; amounts between are rounded up to the next one.
+    /// The step; an amount between two steps is rounded up.
     pub step: String,
 }
 
@@ -189,7 +189,7 @@ pub struct CounterConsumption {
     pub counters: BTreeMap<String, Counter>,
 }
 
-/// The amount of a counter, or that a device takes of it: a canonical quantity.
+/// The amount of a counter, or the amount that a device takes of it: a canonical quantity.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Counter {
     /// The quantity, such as `1`.
@@ -213,16 +213,16 @@ pub struct Taint {
 pub enum TaintEffect {
     /// No new claim gets the device.
     NoSchedule,
-    /// Pods that have it are evicted too.
+    /// No new claim gets the device, and pods that have it are evicted.
     NoExecute,
 }
 
-/// An oddity of the devices of a node.
+/// A problem with the devices of a node.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub enum DraProblem {
     /// The API server would refuse a value.
     #[error(
-        "attribute {attribute} of {device} left out: {} is no version, or longer than 64 characters",
+        "attribute {attribute} of {device} left out: {} is not a version, or is longer than 64 characters",
         quoted(value)
     )]
     Dropped {
@@ -233,9 +233,9 @@ pub enum DraProblem {
         /// The value.
         value: String,
     },
-    /// A GPU is not shared as the plan has it, because a claim may have it as it is.
+    /// A GPU is not shared as in the plan yet, because a claim may have it with its present sharing.
     #[error(
-        "{device} stays {} until no claim has it, and takes no new one; then it is {}",
+        "{device} accepts no new claim until its claims end: it is {} now, and will be {}",
         shared(*.now),
         shared(*.next)
     )]
@@ -247,11 +247,11 @@ pub enum DraProblem {
         /// Its sharing in the plan.
         next: Option<GpuShares>,
     },
-    /// Nothing distinguishes a device from another one.
+    /// Another device has the only names that a device could have.
     #[error("{0} is not offered through DRA: another device has its name")]
     NoName(String),
 }
 
 fn shared(shares: Option<GpuShares>) -> String {
-    shares.map_or_else(|| "one claim's".to_owned(), |shares| shares.to_string())
+    shares.map_or_else(|| "exclusive to one claim".to_owned(), |shares| shares.to_string())
 }

@@ -1,4 +1,4 @@
-//! Devices of small machines. tests/dra has those of real machines, and the API's limits.
+//! Devices of small machines. tests/dra has the devices of real machines, and the API's limits.
 
 use super::*;
 use crate::allocation::{AllocationTables, GpuSet};
