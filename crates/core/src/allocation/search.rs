@@ -232,9 +232,7 @@ fn ways(classes: &[GpuSet], need: usize) -> u64 {
 fn compose(classes: &[GpuSet], need: usize, taken: GpuSet, sets: &mut Vec<GpuSet>) {
     let left = classes.iter().map(|class| class.len()).sum::<usize>();
     let Some((class, rest)) = classes.split_first().filter(|_| need > 0) else {
-        if need == 0 {
-            sets.push(taken);
-        }
+        sets.extend((need == 0).then_some(taken));
         return;
     };
     if left < need {

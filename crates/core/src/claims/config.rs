@@ -249,8 +249,7 @@ fn parse(parameters: &str) -> Result<(Kind, RequestedMps), ConfigError> {
     };
     let interval = sharing.time_slicing_config.as_ref().map(|config| config.interval.as_deref().unwrap_or("Default"));
     if let Some(unknown) = interval.filter(|interval| !INTERVALS.contains(interval)) {
-        let known = INTERVALS.join(", ");
-        return Err(field(format!("unknown interval {}, expected one of {known}", quoted(unknown))));
+        return Err(field(format!("unknown interval {}, expected one of {}", quoted(unknown), INTERVALS.join(", "))));
     }
     let mps = match (sharing.strategy, interval) {
         (Strategy::Mps, Some(_)) => return Err(field("timeSlicingConfig is given with the strategy MPS".to_owned())),

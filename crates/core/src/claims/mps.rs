@@ -50,10 +50,7 @@ pub enum MpsRefusal {
     )]
     OtherThreads(u32, u32),
     /// The limit is above the claim's part of the GPU.
-    #[error(
-        "mpsConfig: {limit} {what} exceed the {max} of {}",
-        if *is_share { "the claim's share" } else { "the GPU" }
-    )]
+    #[error("mpsConfig: {limit} {what} exceed the {max} of the {}", if *is_share { "claim's share" } else { "GPU" })]
     TooMuch {
         /// The unit: MiB of memory, or percent of the threads.
         what: &'static str,
@@ -97,6 +94,34 @@ pub(super) struct MpsDevice<'a> {
 impl MpsDevice<'_> {
     fn refused(&self, why: MpsRefusal) -> ClaimError {
         ClaimError::of_device(&self.name, &self.gpu.uuid, DeviceRefusal::Mps(why))
+    }
+
+    /// The memory limit from its configuration, in MiB. `devices` are all devices of the claim. `max` is the memory of
+    /// the claim's share if `is_share`, otherwise of the GPU.
+    fn memory(&self, devices: &[Self], max: Option<u64>, is_share: bool) -> Result<Option<u64>, ClaimError> {
+        let (number, config) = self.config;
+        let of_config = devices.iter().filter(|other| other.config.0 == number);
+        let mut of_config: Vec<&GpuUuid> = of_config.map(|other| &other.gpu.uuid).collect();
+        // A GPU is there more than once only if the devices are shares of one GPU.
+        of_config.dedup();
+        let place = |name: &str| {
+            let by_uuid = of_config.iter().position(|gpu| gpu.as_str() == name);
+            by_uuid.or_else(|| name.parse().ok().filter(|place: &usize| *place < of_config.len()))
+        };
+        let mut limit = config.mib;
+        for (name, mib) in &config.mib_by_device {
+            let unknown = || self.refused(MpsRefusal::UnknownDevice(name.clone(), of_config.len()));
+            let named = place(name).ok_or_else(unknown)?;
+            if of_config.get(named).is_some_and(|gpu| **gpu == self.gpu.uuid) {
+                limit = Some(*mib);
+            }
+        }
+        match limit.zip(max) {
+            Some((limit, max)) if limit > max => {
+                Err(self.refused(MpsRefusal::TooMuch { what: "MiB of memory", limit, max, is_share }))
+            }
+            _ => Ok(limit),
+        }
     }
 }
 
@@ -146,7 +171,7 @@ fn whole(devices: &[MpsDevice<'_>], first: &MpsDevice<'_>) -> Result<ClaimMps, C
         if threads(device) != threads(first) {
             return Err(device.refused(MpsRefusal::OtherThreads(threads(device), threads(first))));
         }
-        let mib = memory(device, devices, device.gpu.facts.memory_mib, false)?;
+        let mib = device.memory(devices, device.gpu.facts.memory_mib, false)?;
         gpus.push(MpsOrderGpu { gpu: device.gpu.uuid.clone(), mib });
         clients.insert(device.request.clone(), ClientLimits::default());
     }
@@ -176,43 +201,10 @@ fn shared(devices: &[MpsDevice<'_>], first: &MpsDevice<'_>, sharing: GpuShares) 
             return Err(device.refused(MpsRefusal::TooMuch { what, limit, max, is_share: true }));
         }
         let part_mib = (bytes >= MIB).then_some(bytes / MIB);
-        let mib = memory(device, devices, part_mib.or(device.gpu.facts.memory_mib), part_mib.is_some())?.or(part_mib);
+        let mib = device.memory(devices, part_mib.or(device.gpu.facts.memory_mib), part_mib.is_some())?.or(part_mib);
         let thread_percentage = (threads != daemon_threads).then_some(threads);
         clients.insert(device.request.clone(), ClientLimits { thread_percentage, mib });
     }
     let gpus = Vec::from([MpsOrderGpu { gpu: first.gpu.uuid.clone(), mib: None }]);
     Ok(ClaimMps { order: MpsOrder { gpus, thread_percentage: daemon_threads.max(1), exclusive: false }, clients })
-}
-
-/// The memory limit of a device from its configuration, in MiB. `max` is the memory of the claim's share if `is_share`,
-/// otherwise of the GPU.
-fn memory(
-    device: &MpsDevice<'_>,
-    devices: &[MpsDevice<'_>],
-    max: Option<u64>,
-    is_share: bool,
-) -> Result<Option<u64>, ClaimError> {
-    let (number, config) = device.config;
-    let of_config = devices.iter().filter(|other| other.config.0 == number);
-    let mut of_config: Vec<&GpuUuid> = of_config.map(|other| &other.gpu.uuid).collect();
-    // A GPU is there more than once only if the devices are shares of one GPU.
-    of_config.dedup();
-    let place = |name: &str| {
-        let by_uuid = of_config.iter().position(|gpu| gpu.as_str() == name);
-        by_uuid.or_else(|| name.parse().ok().filter(|place: &usize| *place < of_config.len()))
-    };
-    let mut limit = config.mib;
-    for (name, mib) in &config.mib_by_device {
-        let unknown = || device.refused(MpsRefusal::UnknownDevice(name.clone(), of_config.len()));
-        let named = place(name).ok_or_else(unknown)?;
-        if of_config.get(named).is_some_and(|gpu| **gpu == device.gpu.uuid) {
-            limit = Some(*mib);
-        }
-    }
-    match limit.zip(max) {
-        Some((limit, max)) if limit > max => {
-            Err(device.refused(MpsRefusal::TooMuch { what: "MiB of memory", limit, max, is_share }))
-        }
-        _ => Ok(limit),
-    }
 }

@@ -38,7 +38,7 @@ pub enum ShareError {
         holders: Vec<ClaimName>,
     },
     /// The amount is above what the GPU has, or what a claim may take.
-    #[error("{amount} {capacity} are allocated to the claim, which may have at most {max}")]
+    #[error("{amount} {capacity} are allocated to the claim, which may have {max}")]
     TooMuch {
         /// The capacity, and its unit.
         capacity: &'static str,

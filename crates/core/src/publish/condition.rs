@@ -38,7 +38,7 @@ impl Condition {
         let sick: Vec<&str> = view.gpus.iter().filter(is_sick).map(|gpu| gpu.pci.as_str()).collect();
         let healthy = view.gpus.len() - sick.len();
         let too_few = expected.map_or(!sick.is_empty(), |expected| healthy < expected);
-        let (status, reason, message) = if !view.shortfalls.is_empty() {
+        let (status, reason, mut message) = if !view.shortfalls.is_empty() {
             let lacks = view.shortfalls.iter().map(|lack| lack.what.as_str()).collect::<Vec<_>>().join("; ");
             ("False", "HardwareLacking", lacks)
         } else if !view.unready.is_empty() {
@@ -56,7 +56,6 @@ impl Condition {
         } else {
             ("True", "GPUsServed", format!("{} healthy", count(healthy, "GPU")))
         };
-        let mut message = message;
         let end = (0..=MAX_MESSAGE.min(message.len())).rev().find(|end| message.is_char_boundary(*end));
         message.truncate(end.unwrap_or_default());
         let resources = view.resources.iter().map(|(name, resource)| (name.clone(), resource.healthy));

@@ -30,9 +30,8 @@ pub(super) fn add(facts: &DraFacts<'_>, devices: &mut Vec<SliceDevice>, problems
             let mut taints = own.unwrap_or_else(|| gpu_taints.clone());
             let is_blocked = static_devices(facts, gpu).any(|mig| possible.is_blocked_by(mig));
             // If an administrator's device has the same name, `held` is about that device, and `is_blocked` is true.
-            let may_be_published =
-                facts.settings.taints_survive || taints.is_empty() || facts.held.contains(&possible.name);
-            if !is_made && (is_blocked || !may_be_published) {
+            let may_publish = facts.settings.taints_survive || taints.is_empty() || facts.held.contains(&possible.name);
+            if !is_made && (is_blocked || !may_publish) {
                 continue;
             }
             if !facts.settings.taints_survive {

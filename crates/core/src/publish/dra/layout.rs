@@ -184,13 +184,12 @@ fn nest(tables: &AllocationTables, gpus: GpuSet, parts: &mut Vec<Part>) -> Vec<u
 }
 
 /// The order in which the two halves of a part have changed places.
-fn with_halves_exchanged(order: &[usize], part: &Part) -> Vec<usize> {
+fn with_halves_exchanged(order: &[usize], Part { best, rest }: &Part) -> Vec<usize> {
     let of = |half: GpuSet| order.iter().copied().filter(move |gpu| half.contains(*gpu));
-    let Part { best, rest } = *part;
     let is_part = |gpu: &usize| best.contains(*gpu) || rest.contains(*gpu);
     let begins = order.iter().copied().find(is_part);
     let (first, second) = if begins.is_some_and(|gpu| best.contains(gpu)) { (best, rest) } else { (rest, best) };
-    let mut exchanged = of(second).chain(of(first));
+    let mut exchanged = of(*second).chain(of(*first));
     order.iter().map(|gpu| if is_part(gpu) { exchanged.next().unwrap_or(*gpu) } else { *gpu }).collect()
 }
 
