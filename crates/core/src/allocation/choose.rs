@@ -33,7 +33,7 @@ pub fn preferred_allocation(
 #[derive(Clone, Copy)]
 pub(super) struct Question {
     pub must: GpuSet,
-    /// The GPUs that may be taken beside `must`.
+    /// The GPUs that may be taken in addition to `must`.
     pub free: GpuSet,
     pub available: GpuSet,
     pub size: usize,
@@ -89,7 +89,7 @@ impl Question {
         self.must.union(self.free)
     }
 
-    /// The number of GPUs to take beside `must`.
+    /// The number of GPUs to take in addition to `must`.
     pub fn need(&self) -> usize {
         self.size.saturating_sub(self.must.len())
     }

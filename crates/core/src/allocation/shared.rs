@@ -99,8 +99,8 @@ fn slot_key(id: &DeviceId) -> (&str, u64) {
 /// - `best-effort`: the same, but ignores how much the GPUs are used.
 /// - `packed`: fills the most used GPU, then the next; units taken for this request count as used. Among equally used
 ///   GPUs it prefers those that have a unit of this request, then those with more free units, then those that the
-///   choice of whole GPUs takes beside the GPUs that have units already. The last of these by PCI address may stay
-///   partly free.
+///   choice of whole GPUs takes in addition to the GPUs that have units already. The last of the taken GPUs by PCI
+///   address may stay partly free.
 ///
 /// Within a GPU that has several devices (shared MIG devices), `distributed` and `best-effort` go from device to device
 /// in the same way: first those with the fewest units of this request, then the less used ones. `packed` fills the most

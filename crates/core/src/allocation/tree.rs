@@ -272,7 +272,7 @@ fn grown(topology: &NodeTopology, first: usize, size: usize) -> GpuSet {
     set
 }
 
-/// The collective of one set of at most eight or so GPUs, from tables of these GPUs alone.
+/// The collective of one set of few GPUs (10 at most), from tables of these GPUs alone.
 pub(super) fn collective_of(topology: &NodeTopology, set: GpuSet) -> u32 {
     let places: Vec<usize> = set.places().collect();
     collective::table(&topology.restricted(&places)).last().copied().unwrap_or(0)

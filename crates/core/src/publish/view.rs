@@ -195,7 +195,7 @@ pub struct ChoiceView {
     pub at: u64,
     /// The resource.
     pub resource: String,
-    /// The number of GPUs that the kubelet asked for.
+    /// The number of GPUs that the kubelet requested.
     pub size: usize,
     /// The number of GPUs that could have been chosen.
     pub candidates: usize,

@@ -176,7 +176,7 @@ fn disjoint_groups(left: &[GpuSet], good: &BTreeSet<GpuSet>, size: usize, gpus: 
         if best_has == left.len() {
             break;
         }
-        // A part of a group beside the members is a group too.
+        // The part of a group without the family's members is a group too.
         let mut rest = (from..).zip(groups.iter().skip(from));
         let joining = rest.find_map(|(at, group)| {
             let group = group.without(members);

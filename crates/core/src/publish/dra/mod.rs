@@ -2,7 +2,7 @@
 //! resource slices, with attributes by which the scheduler finds GPUs that belong together.
 //!
 //! Pure: the same snapshot gives the same devices. [`devices`] makes them from [`DraFacts`]. [`GpuLayout`] has the
-//! order and the groups of the GPUs, `attributes` describes a device; its taints keep a sick device from being
+//! order and the groups of the GPUs, `attributes` describes a device; its taints keep an unhealthy device from being
 //! allocated. [`mod@slice`] packs devices into slices within the API's limits. The writer of slices (`crates/cluster`)
 //! owns pool generations and object names.
 

@@ -151,12 +151,12 @@ fn shares_never_exceed_the_gpu() {
     for _ in 0..200 {
         let shares = u32::try_from(2 + below(4)).unwrap();
         let wants: Vec<(u64, u64, bool)> = (0..8).map(|_| (below(4), below(60), below(8) == 0)).collect();
-        let asked = wants.iter().enumerate().map(|(at, (shares, memory, whole))| {
+        let claims = wants.iter().enumerate().map(|(at, (shares, memory, whole))| {
             let uid = format!("u{at}");
             let part = || share(&uid, &format!("s{at}"), &shares.to_string(), &format!("{memory}Gi"));
             if *whole { claim(&uid, &[("a", "gpu-0")]) } else { part() }
         });
-        let outcomes = in_turn(&shared(shares, false), &asked.collect::<Vec<_>>());
+        let outcomes = in_turn(&shared(shares, false), &claims.collect::<Vec<_>>());
         let (mut left, mut memory_left, mut any) = (u64::from(shares), 80, false);
         for (outcome, (wants, memory, whole)) in outcomes.into_iter().zip(wants) {
             let fits = if whole { !any } else { wants > 0 && memory > 0 && wants <= left && memory <= memory_left };
