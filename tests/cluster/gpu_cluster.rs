@@ -42,7 +42,7 @@ fn holders(node: &Node) -> Vec<String> {
 
 /// The health of a service, as the kubelet's probe asks for it.
 async fn health(driver: &Process, service: &str) -> Result<i32, tonic::Code> {
-    let line = driver.logged(|line| line["message"] == "gRPC health service").await;
+    let line = driver.logged(|line| line["message"] == "serving gRPC health checks").await;
     let (_, port) = line["address"].as_str().unwrap().rsplit_once(':').unwrap();
     let channel = Endpoint::from_shared(format!("http://127.0.0.1:{port}")).unwrap();
     let mut client = HealthClient::new(channel.connect().await.unwrap());

@@ -27,9 +27,9 @@ use tower::ServiceExt;
 
 /// The most connections that may wait to be accepted, as tokio sets it.
 const BACKLOG: i32 = 1024;
-/// The most connections at once. A further one closes the oldest that has asked nothing; if all have asked, the oldest,
-/// which has had the most time to get its answer. A connection of HTTP/2 stays after its answer: there it is the oldest
-/// in any case, so that nobody who has just come is closed.
+/// The most connections at once. One more closes the oldest connection without a request; if all have sent a request,
+/// the oldest, which has had the most time to get its answer. A connection of HTTP/2 stays open after its answer: there
+/// the oldest is closed in any case, so that no new connection is.
 const MAX_CONNECTIONS: usize = 64;
 /// The buffers of a connection for request and answer, in bytes; of HTTP/2, those of each request.
 const MAX_BUFFER: u32 = 16 << 10;
@@ -62,7 +62,7 @@ fn bind(address: SocketAddr) -> io::Result<Socket> {
     if address.is_ipv6() && address.ip().is_unspecified() {
         socket.set_only_v6(false)?;
     }
-    // A restart does not wait until the last process's connections are forgotten.
+    // A restart does not wait for connections of the previous process in TIME_WAIT.
     socket.set_reuse_address(true)?;
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;
@@ -70,7 +70,7 @@ fn bind(address: SocketAddr) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// What the clients of a listener speak.
+/// The protocol of a listener's clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Protocol {
     /// HTTP/1.
@@ -79,11 +79,12 @@ pub(super) enum Protocol {
     Http2,
 }
 
-struct Open {
+/// A connection that is being served.
+struct OpenConnection {
     /// Ends the connection.
     end: AbortHandle,
-    /// Set once the head of its request has come.
-    has_asked: Arc<AtomicBool>,
+    /// True once the head of a request has arrived.
+    has_request: Arc<AtomicBool>,
 }
 
 /// Serves the connections that `accept` gives, each with its routes, for ever. `deadline` is for a whole connection:
@@ -102,27 +103,27 @@ where
     http_2.initial_connection_window_size(MAX_STREAMS * MAX_BUFFER);
     let mut connections = FuturesUnordered::new();
     // The connections, oldest first.
-    let mut open = BTreeMap::<u64, Open>::new();
+    let mut open = BTreeMap::<u64, OpenConnection>::new();
     let mut next: u64 = 0;
     loop {
         tokio::select! {
-            // A request that has come is read before one more connection may close its own.
+            // Requests that have arrived are read first, so that a new connection does not close theirs.
             biased;
             Some(number) = connections.next() => drop(open.remove(&number)),
             accepted = accept() => match accepted {
                 Ok((stream, routes)) => {
                     if open.len() >= MAX_CONNECTIONS {
-                        let is_silent = |one: &Open| !one.has_asked.load(Ordering::Relaxed);
-                        let silent = open.iter().find(|(_, one)| protocol == Protocol::Http1 && is_silent(one));
+                        let is_silent = |client: &OpenConnection| !client.has_request.load(Ordering::Relaxed);
+                        let silent = open.iter().find(|(_, client)| protocol == Protocol::Http1 && is_silent(client));
                         let first = silent.or_else(|| open.first_key_value()).map(|(number, _)| *number);
-                        first.and_then(|number| open.remove(&number)).iter().for_each(|one| one.end.abort());
+                        first.and_then(|number| open.remove(&number)).iter().for_each(|client| client.end.abort());
                     }
                     let number = next;
                     next = next.wrapping_add(1);
-                    let has_asked = Arc::new(AtomicBool::new(false));
-                    let asked = Arc::clone(&has_asked);
+                    let has_request = Arc::new(AtomicBool::new(false));
+                    let is_read = Arc::clone(&has_request);
                     let routes = routes.map_request(move |request: Request<Incoming>| {
-                        asked.store(true, Ordering::Relaxed);
+                        is_read.store(true, Ordering::Relaxed);
                         request
                     });
                     let (stream, routes) = (TokioIo::new(stream), TowerToHyperService::new(routes));
@@ -132,7 +133,7 @@ where
                     };
                     // A client's protocol errors concern only that client.
                     let (connection, end) = abortable(timeout(deadline, connection));
-                    open.insert(number, Open { end, has_asked });
+                    open.insert(number, OpenConnection { end, has_request });
                     connections.push(connection.map(move |_| number));
                 }
                 Err(_) => sleep(ACCEPT_PAUSE).await,

@@ -1,7 +1,7 @@
-//! gRPC's health service (`grpc.health.v1.Health`) on a port of its own, for the kubelet's gRPC probes: the GPU
-//! Operator has them for a DRA driver, by the service `liveness`.
+//! gRPC's health service (`grpc.health.v1.Health`) on a port of its own, for the kubelet's gRPC probes. The GPU
+//! Operator probes a DRA driver by the service `liveness`.
 //!
-//! It serves while the process answers on its own sockets, and takes no orders.
+//! It reports SERVING while the process answers on its own sockets, and takes no orders.
 
 use std::io::ErrorKind;
 use std::net::{Ipv6Addr, SocketAddr};
@@ -25,13 +25,13 @@ const LIVENESS: &str = "liveness";
 /// The longest request, in bytes: the name of a service.
 const MAX_REQUEST: usize = 4 << 10;
 
-/// Asks whether the process answers on its own sockets; it is asked anew for each probe.
+/// Returns true if the process answers on its own sockets. Called for each probe.
 pub type Alive = Arc<dyn Fn() -> BoxFuture<'static, bool> + Send + Sync>;
 
-struct Probed(Alive);
+struct LivenessService(Alive);
 
 #[tonic::async_trait]
-impl Health for Probed {
+impl Health for LivenessService {
     type WatchStream = Empty<Result<HealthCheckResponse, Status>>;
 
     async fn check(&self, request: Request<HealthCheckRequest>) -> Result<Response<HealthCheckResponse>, Status> {
@@ -43,7 +43,7 @@ impl Health for Probed {
     }
 
     async fn watch(&self, _: Request<HealthCheckRequest>) -> Result<Response<Self::WatchStream>, Status> {
-        Err(Status::unimplemented("probes check"))
+        Err(Status::unimplemented("only Check is served"))
     }
 }
 
@@ -52,11 +52,11 @@ pub fn address(port: u16) -> SocketAddr {
     (Ipv6Addr::UNSPECIFIED, port).into()
 }
 
-/// Serves for ever, from the moment at which the port is free.
+/// Waits until the port is free, then serves for ever.
 pub async fn serve(address: SocketAddr, alive: Alive) -> anyhow::Result<()> {
     let listener = free_port(address).await?;
-    tracing::info!(address = %listener.local_addr()?, "gRPC health service");
-    let service = HealthServer::new(Probed(alive));
+    tracing::info!(address = %listener.local_addr()?, "serving gRPC health checks");
+    let service = HealthServer::new(LivenessService(alive));
     let routes = Routes::new(service.max_decoding_message_size(MAX_REQUEST)).into_axum_router();
     let accept = || async { Ok((listener.accept().await?.0, routes.clone())) };
     connections::serve(Protocol::Http2, DEADLINE, accept).await;
@@ -91,10 +91,10 @@ mod tests {
     use tonic::transport::Endpoint;
     use tonic_health::pb::health_client::HealthClient;
 
-    /// Strangers who hold connections open, beyond the most that are served at once.
+    /// The number of clients that hold connections open: more than are served at once.
     const STRANGERS: usize = 200;
 
-    /// What a probe of a service gets on a connection of its own, as each of the kubelet's has one.
+    /// The answer to a probe of a service. Each probe has a connection of its own, as the kubelet's probes have.
     async fn probe(address: SocketAddr, service: &str) -> Result<i32, Code> {
         let channel = Endpoint::from_shared(format!("http://{address}")).unwrap();
         let mut client = HealthClient::new(channel.connect().await.unwrap());
@@ -109,12 +109,12 @@ mod tests {
 
     #[tokio::test]
     async fn probes_are_answered_among_strangers_and_from_a_port_that_was_taken() {
-        // An address of its own: a port of 127.0.0.1 that is given up goes to the next who asks for any.
+        // This test has its own address, because another test may get a port of 127.0.0.1 as soon as it is free.
         let other = connections::listen(([127, 1, 2, 3], 0).into()).unwrap();
         let address = other.local_addr().unwrap();
         let answers = Arc::new(AtomicBool::new(true));
-        let asked = Arc::clone(&answers);
-        let alive: Alive = Arc::new(move || std::future::ready(asked.load(Ordering::Relaxed)).boxed());
+        let shared = Arc::clone(&answers);
+        let alive: Alive = Arc::new(move || std::future::ready(shared.load(Ordering::Relaxed)).boxed());
         let mut serves = pin!(serve(address, alive));
         assert!(poll!(&mut serves).is_pending(), "it waits for the port");
         drop(other);
@@ -130,7 +130,7 @@ mod tests {
             assert_eq!(probe(address, LIVENESS).await, Ok(ServingStatus::NotServing as i32));
             answers.store(true, Ordering::Relaxed);
             assert_eq!(probe(address, "readiness").await, Err(Code::NotFound));
-            // More than a name of a service is not read.
+            // A request longer than the name of a service is not read.
             assert_eq!(probe(address, &"x".repeat(MAX_REQUEST)).await, Err(Code::OutOfRange));
             let (mut strangers, mut speakers) = (Vec::new(), Vec::new());
             for at in 0..STRANGERS {

@@ -1,5 +1,5 @@
-//! The names by which the port may be called: by others it answers nothing, so that no page from elsewhere reads it
-//! through a browser whose DNS was turned to this node.
+//! The host names to which the metrics port answers. It answers to no other name, so that no web page from elsewhere
+//! reads it through a browser (DNS rebinding).
 
 use linkwise_system::lock;
 use std::collections::BTreeSet;
@@ -18,7 +18,7 @@ const CLUSTER_DOMAIN: &str = "cluster.local";
 #[derive(Clone, Debug, Default)]
 pub struct Hosts {
     names: Arc<Mutex<BTreeSet<String>>>,
-    /// The cluster's domain, as the resolver has it.
+    /// The cluster's domain, by the search list of the resolver.
     domain: Option<String>,
 }
 
@@ -41,7 +41,7 @@ impl Hosts {
         lock(&self.names).insert(name);
     }
 
-    /// Returns true for the value of a Host header by which this port may be called.
+    /// Returns true if the port answers to this value of a Host header.
     pub fn has(&self, host: &str) -> bool {
         let without_port = match host.rsplit_once(':') {
             Some((name, port)) if !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit()) => name,
@@ -57,8 +57,8 @@ impl Hosts {
             || lock(&self.names).contains(&name)
     }
 
-    /// A Service is called by names of the cluster's DNS alone: NAME.NAMESPACE could be anybody's in the world, where a
-    /// namespace is called as a top-level domain is.
+    /// Returns true for a Service's name that ends in `svc` or in the cluster's domain. The short form NAME.NAMESPACE
+    /// is not known: if a namespace has the name of a top-level domain, anybody on the Internet may own such a name.
     fn is_service(&self, name: &str) -> bool {
         let domain = self.domain.as_deref().unwrap_or(CLUSTER_DOMAIN);
         let mut parts = name.splitn(4, '.');

@@ -1,5 +1,5 @@
-//! An operator's orders over a Unix socket on this host: read the state, release the driver, resume, clear a GPU, cordon it,
-//! accept the hardware.
+//! An operator's orders over a Unix socket on this host: read the state, release the driver, resume, clear a GPU,
+//! cordon it, accept the hardware.
 //!
 //! Owns the socket and the routes; the node passes in the functions that carry the orders out, and owns the task.
 //! The metrics port never serves these routes.
@@ -38,7 +38,7 @@ pub enum Outcome {
     Done(String),
     /// The GPU does not exist (404).
     Unknown(String),
-    /// The order is not carried out yet; the text says if the order stands (503).
+    /// The order is not carried out yet; the text says whether it still stands (503).
     NotYet(String),
 }
 
@@ -63,9 +63,9 @@ pub enum Order {
     Resume,
     /// End the reasons for which a GPU is unhealthy.
     Clear(GpuUuid),
-    /// Give a GPU no new work; or work again, with `None`.
+    /// Give a GPU to no new pod; with `None`, give it to pods again.
     Cordon(GpuUuid, Option<Cordon>),
-    /// The hardware is right as it is.
+    /// Accept the hardware as it is.
     Accept,
 }
 
@@ -88,7 +88,8 @@ pub struct Local {
 
 impl Local {
     /// Binds the socket for these callers; makes its folder if it is missing. A socket whose process has ended is
-    /// replaced; a live one never is. Another process may bind at the same moment. Must be called within a tokio runtime.
+    /// replaced, a socket that is served never. Another process may bind at the same moment. Must be called within a
+    /// tokio runtime.
     pub fn bind(path: &Path, callers: Callers) -> Result<Self, LocalError> {
         let failed = |source| LocalError::Bind(path.to_owned(), source);
         if uds::is_dead(path) {
@@ -118,7 +119,7 @@ impl Local {
 }
 
 fn routes(orders: Orders) -> Router {
-    let order = |order| post(move |StateOf(orders): StateOf<Orders>| carried_out(orders, order));
+    let order = |order| post(move |StateOf(orders): StateOf<Orders>| carry_out(orders, order));
     Router::new()
         .route("/state", get(state))
         .route("/driver/release", order(Order::Release))
@@ -140,7 +141,7 @@ fn refusal(uid: u32) -> Router {
 async fn state(StateOf(orders): StateOf<Orders>) -> Response {
     match serde_json::to_string_pretty(&(orders.state)()) {
         Ok(text) => ([(header::CONTENT_TYPE, "application/json")], text + "\n").into_response(),
-        Err(_) => (StatusCode::INTERNAL_SERVER_ERROR, "the state could not be encoded\n").into_response(),
+        Err(_) => (StatusCode::INTERNAL_SERVER_ERROR, "cannot encode the state\n").into_response(),
     }
 }
 
@@ -154,7 +155,7 @@ async fn cordon(orders: StateOf<Orders>, uuid: PathOf<String>, body: Bytes) -> R
         Ok(cordon) if !is_short(&cordon) => refused(format!("name and reason: at most {} bytes", Cordon::MAX_TEXT)),
         Ok(cordon) if cordon.why.trim().is_empty() => refused("a cordon needs a reason"),
         Ok(cordon) => for_gpu(orders, &uuid, |gpu| Order::Cordon(gpu, Some(cordon))).await,
-        Err(error) => refused(format!("no cordon: {error}")),
+        Err(error) => refused(format!("cannot read the cordon: {error}")),
     }
 }
 
@@ -164,7 +165,7 @@ async fn uncordon(orders: StateOf<Orders>, uuid: PathOf<String>) -> Response {
 
 async fn for_gpu(StateOf(orders): StateOf<Orders>, uuid: &str, order: impl FnOnce(GpuUuid) -> Order) -> Response {
     match uuid.parse::<GpuUuid>() {
-        Ok(uuid) => carried_out(orders, order(uuid)).await,
+        Ok(uuid) => carry_out(orders, order(uuid)).await,
         Err(error) => refused(error),
     }
 }
@@ -173,7 +174,7 @@ fn refused(why: impl std::fmt::Display) -> Response {
     (StatusCode::BAD_REQUEST, format!("{why}\n")).into_response()
 }
 
-async fn carried_out(orders: Orders, order: Order) -> Response {
+async fn carry_out(orders: Orders, order: Order) -> Response {
     let (status, words) = match (orders.carry_out)(order).await {
         Outcome::Done(words) => (StatusCode::OK, words),
         Outcome::Unknown(words) => (StatusCode::NOT_FOUND, words),
@@ -224,7 +225,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn of_two_that_bind_at_once_one_is_told_that_it_is_taken() {
+    async fn one_of_two_simultaneous_binds_gets_taken() {
         let folder = tempfile::tempdir().unwrap();
         for round in 0..200 {
             let (path, barrier) = (folder.path().join(format!("{round}/admin.sock")), Arc::new(Barrier::new(2)));
@@ -235,9 +236,9 @@ mod tests {
                     Local::bind(&path, Callers::default())
                 })
             };
-            let (one, other) = tokio::join!(bind(), bind());
-            let (one, other) = (one.unwrap(), other.unwrap());
-            let bound = [&one, &other].map(|bound| match bound {
+            let (first, second) = tokio::join!(bind(), bind());
+            let (first, second) = (first.unwrap(), second.unwrap());
+            let bound = [&first, &second].map(|bound| match bound {
                 Ok(_) => true,
                 Err(LocalError::Taken(_)) => false,
                 Err(error) => panic!("{error:?}"),

@@ -40,7 +40,8 @@ const DEADLINE: Duration = Duration::from_secs(10);
 /// The sources of the endpoints' answers.
 #[derive(Clone)]
 pub struct Answers {
-    /// The metrics as OpenMetrics text; `None` if they could not be encoded. Called on threads of its own, one at a time.
+    /// The metrics as OpenMetrics text; `None` if they could not be encoded. Called on threads of its own, one at a
+    /// time.
     pub metrics: Arc<dyn Fn() -> Option<String> + Send + Sync>,
     /// `Ok` with a short text while the node serves, or has no GPU to serve; otherwise the unready parts, one line
     /// each.
@@ -78,26 +79,27 @@ impl Admin {
             .route("/metrics", get(metrics))
             .route("/livez", get(|| async { "alive\n" }))
             .route("/readyz", get(ready))
-            .layer(from_fn_with_state(answers.hosts.clone(), called_by_name))
+            .layer(from_fn_with_state(answers.hosts.clone(), check_host))
             .with_state(Served { answers, encoding: Arc::default() });
         let accept = || async { Ok((self.listener.accept().await?.0, routes.clone())) };
         connections::serve(Protocol::Http1, DEADLINE, accept).await;
     }
 }
 
-/// Answers only requests to a known host. A request without one is no browser's.
-async fn called_by_name(StateOf(hosts): StateOf<Hosts>, request: Request, next: Next) -> Response {
+/// Answers only requests with a known name in the Host header. A request without that header does not come from a
+/// browser, and is answered.
+async fn check_host(StateOf(hosts): StateOf<Hosts>, request: Request, next: Next) -> Response {
     let host = request.headers().get(header::HOST).map(|host| host.to_str().unwrap_or_default());
     match host.filter(|host| !hosts.has(host)) {
         None => next.run(request).await,
         Some(host) => {
-            let what = format!("this port is not called {}; --metrics-hosts gives it names\n", quoted(host));
+            let what = format!("this port does not answer to the name {}; add it with --metrics-hosts\n", quoted(host));
             (StatusCode::MISDIRECTED_REQUEST, what).into_response()
         }
     }
 }
 
-/// The answers, and the turn of a scrape.
+/// The answers, and the lock by which one scrape is encoded at a time.
 #[derive(Clone)]
 struct Served {
     answers: Answers,
@@ -105,15 +107,15 @@ struct Served {
 }
 
 async fn metrics(StateOf(Served { answers, encoding }): StateOf<Served>) -> Response {
-    let turn = encoding.lock_owned().await;
-    // The turn moves along: a client who leaves makes no room for another encoding.
+    let guard = encoding.lock_owned().await;
+    // The lock moves into the task, so that no second encoding begins when the client of this one leaves.
     let encoded = tokio::task::spawn_blocking(move || {
-        let _turn = turn;
+        let _guard = guard;
         (answers.metrics)()
     });
     match encoded.await.ok().flatten() {
         Some(text) => ([(header::CONTENT_TYPE, CONTENT_TYPE)], text).into_response(),
-        None => (StatusCode::INTERNAL_SERVER_ERROR, "the metrics could not be encoded\n").into_response(),
+        None => (StatusCode::INTERNAL_SERVER_ERROR, "cannot encode the metrics\n").into_response(),
     }
 }
 
@@ -123,7 +125,7 @@ async fn page(StateOf(Served { answers, .. }): StateOf<Served>, request: HeaderM
     };
     match views.page().await {
         Some(page) => page.answer(&request),
-        None => (StatusCode::INTERNAL_SERVER_ERROR, "the page could not be rendered\n").into_response(),
+        None => (StatusCode::INTERNAL_SERVER_ERROR, "cannot render the page\n").into_response(),
     }
 }
 
@@ -145,7 +147,7 @@ mod tests {
     /// Clients that hold connections open, of each kind.
     const STRANGERS: usize = 200;
 
-    /// Serves these metrics while it is asked.
+    /// Serves these metrics while `asking` runs.
     async fn serve(
         metrics: impl Fn() -> Option<String> + Send + Sync + 'static,
         hosts: Hosts,
@@ -209,7 +211,7 @@ mod tests {
         let released = std::sync::Mutex::new(released);
         let encode = move || {
             begun.try_send(()).unwrap();
-            // Without a release the thread goes on in the end, and the probe came too late.
+            // Without a release the thread goes on after the deadline, and the scrape fails: the probe came too late.
             released.lock().unwrap().recv_timeout(DEADLINE).ok().map(|()| "x".to_owned())
         };
         let asking = async |address: SocketAddr| {
