@@ -13,7 +13,7 @@ use sha2::{Digest, Sha256};
 use tokio::sync::{Mutex as AsyncMutex, watch};
 use tokio::time::Instant;
 
-use super::page::{Page, Slots};
+use super::page::{Page, PodNumbers};
 use super::readiness::{Part, Readiness};
 use linkwise_core::publish::placement::{Allocation, Placements};
 use linkwise_core::publish::view::{ChoiceView, NodeView, PartState, Sums, view};
@@ -22,16 +22,16 @@ use linkwise_core::topology::NodeObservation;
 use linkwise_system::lock;
 
 /// The age up to which a page is reused: it limits the cost of any number of readers.
-const FRESH: Duration = Duration::from_millis(250);
-/// The number of choices that are remembered.
-const CHOICES: usize = 6;
+const MAX_PAGE_AGE: Duration = Duration::from_millis(250);
+/// The most choices that are kept.
+const MAX_CHOICES: usize = 6;
 
 /// The sources of the node's views. Clones share them.
 #[derive(Clone, Debug)]
 pub struct Views {
     snapshot: watch::Receiver<Arc<NodeState>>,
     readiness: Readiness,
-    told: Arc<Told>,
+    facts: Arc<NodeFacts>,
     last: Arc<Mutex<Computed>>,
     rendered: Arc<AsyncMutex<Rendered>>,
 }
@@ -44,9 +44,9 @@ struct Computed {
     placements: Arc<Placements>,
 }
 
-/// The facts that the node reports.
+/// The facts that the node's parts report to the views.
 #[derive(Debug, Default)]
-struct Told {
+struct NodeFacts {
     choices: Mutex<VecDeque<ChoiceView>>,
     observed: Mutex<Arc<NodeObservation>>,
     name: OnceLock<String>,
@@ -55,61 +55,62 @@ struct Told {
     stands_by: AtomicBool,
 }
 
-/// The last page, and the letters of pods on it.
+/// The last page, and the letters of the pods on it.
 #[derive(Debug, Default)]
 struct Rendered {
-    slots: Slots,
+    numbers: PodNumbers,
     last: Option<(Instant, Arc<Page>)>,
 }
 
 impl Views {
     /// Views of a node with this state and this readiness.
     pub fn new(snapshot: watch::Receiver<Arc<NodeState>>, readiness: Readiness) -> Self {
-        let (told, last, rendered) = Default::default();
-        Self { snapshot, readiness, told, last, rendered }
+        let (facts, last, rendered) = Default::default();
+        Self { snapshot, readiness, facts, last, rendered }
     }
 
     /// Records a choice; the oldest is forgotten.
     pub fn chosen(&self, choice: ChoiceView) {
-        let mut choices = lock(&self.told.choices);
-        choices.truncate(CHOICES - 1);
+        let mut choices = lock(&self.facts.choices);
+        choices.truncate(MAX_CHOICES - 1);
         choices.push_front(choice);
     }
 
     /// Records a scan of the machine.
     pub fn observed(&self, observed: &NodeObservation) {
-        *lock(&self.told.observed) = Arc::new(observed.clone());
+        *lock(&self.facts.observed) = Arc::new(observed.clone());
     }
 
     /// Records the node's name; the first one stays.
     pub fn named(&self, name: String) {
-        let _ = self.told.name.set(name);
+        let _ = self.facts.name.set(name);
     }
 
     /// Follows the operator's order to release the driver; only the first channel is followed.
     pub fn follow_release(&self, is_released: watch::Receiver<bool>) {
-        let _ = self.told.is_released.set(is_released);
+        let _ = self.facts.is_released.set(is_released);
     }
 
     /// Hides the names of pods on the metrics port from now on.
     pub fn hide_pods(&self) {
-        self.told.hides_pods.store(true, Ordering::Relaxed);
+        self.facts.hides_pods.store(true, Ordering::Relaxed);
     }
 
-    /// Sets whether another linkwise serves this node and has the series of pods: two would count each pod twice.
+    /// Sets whether another linkwise serves this node. A standby exports no series of pods: with the owner's, each pod
+    /// would count twice.
     pub fn stand_by(&self, stands_by: bool) {
-        self.told.stands_by.store(stands_by, Ordering::Relaxed);
+        self.facts.stands_by.store(stands_by, Ordering::Relaxed);
     }
 
     /// The view for an operator of the node.
     pub fn for_operator(&self) -> NodeView {
-        self.now(false).1
+        self.snapshot_and_view(false).1
     }
 
     /// The view for the metrics.
     pub(crate) fn for_metrics(&self) -> NodeView {
-        let (_, mut view) = self.now(true);
-        if self.told.stands_by.load(Ordering::Relaxed) {
+        let (_, mut view) = self.snapshot_and_view(true);
+        if self.facts.stands_by.load(Ordering::Relaxed) {
             (view.allocations, view.outlook) = (None, None);
             let Sums { devices, doors, .. } = view.sums;
             view.sums = Sums { devices, doors, ..Sums::default() };
@@ -122,27 +123,27 @@ impl Views {
     pub async fn page(&self) -> Option<Arc<Page>> {
         let (views, mut rendered) = (self.clone(), Arc::clone(&self.rendered).lock_owned().await);
         if let Some((at, page)) = &rendered.last
-            && at.elapsed() < FRESH
+            && at.elapsed() < MAX_PAGE_AGE
         {
             return Some(Arc::clone(page));
         }
-        // The lock moves into the task: a reader who leaves makes no room for another rendering.
+        // The lock moves into the task, so that no second rendering begins when the reader of this one leaves.
         let rendering = tokio::task::spawn_blocking(move || {
-            let (snapshot, view) = views.now(true);
-            let observed = Arc::clone(&lock(&views.told.observed));
-            let page = Arc::new(Page::render(&view, (&observed, snapshot.topology()), &mut rendered.slots));
+            let (snapshot, view) = views.snapshot_and_view(true);
+            let observed = Arc::clone(&lock(&views.facts.observed));
+            let page = Arc::new(Page::render(&view, (&observed, snapshot.topology()), &mut rendered.numbers));
             rendered.last = Some((Instant::now(), Arc::clone(&page)));
             page
         });
         rendering.await.ok()
     }
 
-    /// The current snapshot with its view. Any client may read the port: for it, the names of pods can be hidden.
-    fn now(&self, port: bool) -> (Arc<NodeState>, NodeView) {
+    /// The current snapshot with its view. On the port, which any client may read, the names of pods can be hidden.
+    fn snapshot_and_view(&self, is_for_port: bool) -> (Arc<NodeState>, NodeView) {
         let snapshot = Arc::clone(&self.snapshot.borrow());
         let (plugins, process) = self.process();
         let mut view = view(&snapshot, &self.placements(&snapshot), plugins, process);
-        if port && self.told.hides_pods.load(Ordering::Relaxed) {
+        if is_for_port && self.facts.hides_pods.load(Ordering::Relaxed) {
             for held in view.allocations.iter_mut().flatten() {
                 held.pod = hidden_name(held);
             }
@@ -158,7 +159,7 @@ impl Views {
         Arc::clone(&last.placements)
     }
 
-    /// The device plugins, and what else the state does not have.
+    /// The device plugins' states, and a view that has only the fields that the node's state does not have.
     fn process(&self) -> (BTreeMap<ResourceName, PartState>, NodeView) {
         let (mut plugins, mut parts) = (BTreeMap::new(), BTreeMap::new());
         for (part, state) in self.readiness.all() {
@@ -167,23 +168,22 @@ impl Views {
                 part => drop(parts.insert(part.to_string(), state)),
             }
         }
-        let idle = self.readiness.offers_nothing();
         let process = NodeView {
             version: env!("CARGO_PKG_VERSION").into(),
-            node: self.told.name.get().cloned(),
+            node: self.facts.name.get().cloned(),
             unready: self.readiness.summary().err().unwrap_or_default(),
-            driver_released: self.told.is_released.get().is_some_and(|released| *released.borrow()),
-            idle: idle.or_else(|| Some(self.readiness.idle().borrow().reason().to_owned())),
+            driver_released: self.facts.is_released.get().is_some_and(|released| *released.borrow()),
+            idle: self.readiness.offers_nothing().or_else(|| Some(self.readiness.idle().borrow().reason().to_owned())),
             parts,
-            choices: lock(&self.told.choices).iter().cloned().collect(),
+            choices: lock(&self.facts.choices).iter().cloned().collect(),
             ..NodeView::default()
         };
         (plugins, process)
     }
 }
 
-/// Another name for a pod, so that its series stay apart and can be joined: `pod-` and 12 hexadecimal digits, the same
-/// for a pod in every process and on every node.
+/// The pseudonym of a pod, by which its series stay apart and can be joined: `pod-` and 12 hexadecimal digits, the same
+/// in every process and on every node.
 fn hidden_name(held: &Allocation) -> String {
     let hash = Sha256::digest(format!("{}/{}", held.namespace, held.pod));
     let digits: String = hash.iter().take(6).map(|byte| format!("{byte:02x}")).collect();

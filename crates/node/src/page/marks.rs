@@ -1,5 +1,5 @@
-//! The pods of the page: letters and colours, which a pod keeps while others come and go, and the marks of their GPUs in
-//! the picture.
+//! The pods of the page: letters and colours, which a pod keeps while others come and go, and the marks of their GPUs
+//! in the picture.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,16 +10,16 @@ use linkwise_host::picture::{COLOURS, Holder, Mark};
 
 /// The letters and colours of pods: each pod has a number as long as it holds GPUs, the lowest that was free.
 #[derive(Clone, Debug, Default)]
-pub struct Slots(BTreeMap<PodName, usize>);
+pub struct PodNumbers(BTreeMap<PodName, usize>);
 
-/// Namespace and name.
+/// A pod's namespace and name.
 pub(super) type PodName = (String, String);
 
 fn pod_of(allocation: &Allocation) -> PodName {
     (allocation.namespace.clone(), allocation.pod.clone())
 }
 
-impl Slots {
+impl PodNumbers {
     /// Gives new pods their numbers and takes back those of pods that have ended.
     pub(super) fn follow(&mut self, allocations: &[Allocation]) {
         let pods: BTreeSet<PodName> = allocations.iter().map(pod_of).collect();
@@ -31,17 +31,17 @@ impl Slots {
         }
     }
 
-    /// The mark of a pod; a pod that holds nothing gets the first mark.
-    fn of(&self, pod: &PodName) -> Slot {
-        Slot(self.0.get(pod).copied().unwrap_or_default())
+    /// The number of a pod; the first number for a pod that holds no GPU.
+    fn of(&self, pod: &PodName) -> PodNumber {
+        PodNumber(self.0.get(pod).copied().unwrap_or_default())
     }
 }
 
-/// A pod's number.
+/// A pod's number, which gives the pod its letters and its colour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Slot(usize);
+pub(super) struct PodNumber(usize);
 
-impl Slot {
+impl PodNumber {
     /// `A` to `Z`, then `AA`, as spreadsheets count columns.
     pub fn letters(self) -> String {
         let mut letters = Vec::new();
@@ -59,37 +59,37 @@ impl Slot {
     }
 }
 
-/// The pods of a view.
+/// The pods of a view, with their numbers and GPUs.
 pub(super) struct Holders<'a> {
-    slots: &'a Slots,
+    numbers: &'a PodNumbers,
     /// The pods that hold each GPU, by its UUID.
     by_gpu: BTreeMap<&'a str, BTreeSet<PodName>>,
 }
 
 impl<'a> Holders<'a> {
-    pub fn of(view: &'a NodeView, slots: &'a Slots) -> Self {
+    pub fn of(view: &'a NodeView, numbers: &'a PodNumbers) -> Self {
         let mut by_gpu: BTreeMap<&str, BTreeSet<PodName>> = BTreeMap::new();
         for held in view.held() {
             for uuid in held.all_gpus() {
                 by_gpu.entry(uuid).or_default().insert(pod_of(held));
             }
         }
-        Self { slots, by_gpu }
+        Self { numbers, by_gpu }
     }
 
     /// The number of pods that hold GPUs.
     pub fn pods(&self) -> usize {
-        self.slots.0.len()
+        self.numbers.0.len()
     }
 
-    pub fn slot(&self, held: &Allocation) -> Slot {
-        self.slots.of(&pod_of(held))
+    pub fn number(&self, held: &Allocation) -> PodNumber {
+        self.numbers.of(&pod_of(held))
     }
 
-    /// The pods of a GPU, by their letters.
-    pub fn of_gpu(&self, uuid: &str) -> Vec<(Slot, &PodName)> {
+    /// The pods that hold a GPU, in the order of their numbers.
+    pub fn of_gpu(&self, uuid: &str) -> Vec<(PodNumber, &PodName)> {
         let pods = self.by_gpu.get(uuid).into_iter().flatten();
-        let mut pods: Vec<_> = pods.map(|pod| (self.slots.of(pod), pod)).collect();
+        let mut pods: Vec<_> = pods.map(|pod| (self.numbers.of(pod), pod)).collect();
         pods.sort();
         pods
     }
@@ -107,9 +107,9 @@ impl<'a> Holders<'a> {
                 // The page shows the reason below.
                 Some(Availability::Free | Availability::Unhealthy) => (Holder::Nobody, "free".to_owned()),
             },
-            [(slot, (_, pod))] => (Holder::One(slot.colour()), format!("{} {pod}", slot.letters())),
+            [(number, (_, pod))] => (Holder::One(number.colour()), format!("{} {pod}", number.letters())),
             several => {
-                let letters: Vec<String> = several.iter().map(|(slot, _)| slot.letters()).collect();
+                let letters: Vec<String> = several.iter().map(|(number, _)| number.letters()).collect();
                 (Holder::Several, format!("{} pods: {}", several.len(), letters.join(" ")))
             }
         };
@@ -128,12 +128,12 @@ mod tests {
 
     #[test]
     fn pods_keep_letters_as_others_come_and_go() {
-        let mut slots = Slots::default();
+        let mut numbers = PodNumbers::default();
         let mut letters = |pods: &[&str]| {
             let named = |pod: &&str| Allocation { pod: (*pod).to_owned(), ..Allocation::default() };
             let allocations: Vec<_> = pods.iter().map(named).collect();
-            slots.follow(&allocations);
-            allocations.iter().map(|held| slots.of(&pod_of(held)).letters()).collect::<Vec<_>>().join(" ")
+            numbers.follow(&allocations);
+            allocations.iter().map(|held| numbers.of(&pod_of(held)).letters()).collect::<Vec<_>>().join(" ")
         };
         assert_eq!(letters(&["b", "c"]), "A B");
         assert_eq!(letters(&["a", "b", "c"]), "C A B");
@@ -143,7 +143,7 @@ mod tests {
 
     #[test]
     fn letters_go_on_after_z() {
-        let all: Vec<String> = [0, 25, 26, 51, 52, 701, 702].map(|number| Slot(number).letters()).into();
+        let all: Vec<String> = [0, 25, 26, 51, 52, 701, 702].map(|number| PodNumber(number).letters()).into();
         assert_eq!(all, ["A", "Z", "AA", "AZ", "BA", "ZZ", "AAA"]);
     }
 }

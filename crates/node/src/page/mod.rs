@@ -1,7 +1,7 @@
 //! The node's page, `GET /` on the metrics port: `page.html` filled with a [`NodeView`] and the picture of the machine.
 //!
-//! A function of its arguments: the same view gives the same page. `views` makes the views, and renders pages apart from
-//! admissions. The page is one document without parts from elsewhere: it contains its one style sheet and its one
+//! A function of its arguments: the same view gives the same page. `views` makes the views, and renders pages apart
+//! from admissions. The page is one document without parts from elsewhere: it contains its one style sheet and its one
 //! script, and with the header `security_policy` a browser loads nothing else. The template engine passes each value
 //! through `Escaper`.
 
@@ -28,15 +28,15 @@ use linkwise_core::state::Availability;
 use linkwise_core::topology::{Gpu, NodeObservation, NodeTopology};
 use linkwise_core::words::{self, gigabytes};
 use linkwise_host::picture::{self, Picture, harmless};
-use marks::{Holders, PodName, Slot};
+use marks::{Holders, PodName, PodNumber};
 
-pub use marks::Slots;
+pub use marks::PodNumbers;
 
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
 
-/// A share of the best below which a bar is drawn as a warning, in hundredths.
-const LOW: u64 = 75;
+/// The share of the best, in percent, below which a bar is drawn as a warning.
+const LOW_PERCENT: u64 = 75;
 
 /// A page that is ready to be sent.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,11 +47,11 @@ pub struct Page {
 }
 
 impl Page {
-    /// Renders a view, with the machine of the last scan; `slots` gives pods their letters and colours, and keeps those
-    /// of pods that stay.
-    pub fn render(view: &NodeView, machine: (&NodeObservation, &NodeTopology), slots: &mut Slots) -> Self {
-        slots.follow(view.held());
-        let html = Bytes::from(Document::new(view, machine, slots).render().unwrap_or_default());
+    /// Renders a view, with the machine of the last scan; `numbers` gives pods their letters and colours, and keeps
+    /// those of pods that stay.
+    pub fn render(view: &NodeView, machine: (&NodeObservation, &NodeTopology), numbers: &mut PodNumbers) -> Self {
+        numbers.follow(view.held());
+        let html = Bytes::from(Document::new(view, machine, numbers).render().unwrap_or_default());
         let hash: String = Sha256::digest(&html).iter().take(12).map(|byte| format!("{byte:02x}")).collect();
         // Hexadecimal digits are valid in a header.
         let tag = HeaderValue::from_str(&format!("\"{hash}\"")).unwrap_or(HeaderValue::from_static("\"\""));
@@ -106,22 +106,22 @@ impl askama::filters::Escaper for Escaper {
     }
 }
 
-/// The template, and the words that it needs.
+/// The template, and the values that it needs.
 #[derive(Template)]
 #[template(path = "page.html")]
 struct Document<'a> {
     view: &'a NodeView,
     /// The models of the GPUs: `8 × NVIDIA H100 80GB HBM3`.
     models: String,
-    /// The picture as SVG, which escapes; empty without a GPU.
+    /// The picture as SVG, with its text escaped; empty without a GPU.
     picture: String,
     holders: Holders<'a>,
 }
 
 impl<'a> Document<'a> {
-    fn new(view: &'a NodeView, machine: (&NodeObservation, &NodeTopology), slots: &'a Slots) -> Self {
+    fn new(view: &'a NodeView, machine: (&NodeObservation, &NodeTopology), numbers: &'a PodNumbers) -> Self {
         let (observed, topology) = machine;
-        let (models, holders) = (models(topology.gpus()), Holders::of(view, slots));
+        let (models, holders) = (models(topology.gpus()), Holders::of(view, numbers));
         let picture = match topology.gpus() {
             [] => String::new(),
             gpus => {
@@ -137,7 +137,7 @@ impl<'a> Document<'a> {
         self.view.node.as_deref().unwrap_or("linkwise")
     }
 
-    /// The node's state in two words, and the style in which they are drawn.
+    /// The node's state in one or two words, and its CSS class.
     fn verdict(&self) -> (&'static str, &'static str) {
         match (self.view.unready.is_empty(), self.view.gpus.is_empty()) {
             (false, _) => ("Not ready", "bad"),
@@ -150,7 +150,7 @@ impl<'a> Document<'a> {
         self.view.gpus.iter().filter(|gpu| gpu.availability == availability).count()
     }
 
-    fn known(&self, availability: Availability) -> String {
+    fn count_or_unknown(&self, availability: Availability) -> String {
         match self.view.allocations {
             Some(_) => self.count(availability).to_string(),
             None => "unknown".to_owned(),
@@ -191,22 +191,22 @@ impl<'a> Document<'a> {
 
     /// The text that a screen reader speaks when it changes.
     fn spoken(&self) -> String {
-        let mut said = format!("{}. {}: ", self.verdict().0, words::count(self.view.gpus.len(), "GPU"));
+        let mut text = format!("{}. {}: ", self.verdict().0, words::count(self.view.gpus.len(), "GPU"));
         if self.view.allocations.is_some() {
             let holders = self.holders_in_words();
             let space = if holders.is_empty() { "" } else { " " };
             let [held, free] = [Availability::Held, Availability::Free].map(|one| self.count(one));
-            said += &format!("{held} held{space}{holders}, {free} free");
+            text += &format!("{held} held{space}{holders}, {free} free");
         } else {
-            said += "holders unknown";
+            text += "holders unknown";
         }
         if self.count(Availability::Mig) > 0 {
-            said += &format!(", {} free in MIG mode", self.count(Availability::Mig));
+            text += &format!(", {} free in MIG mode", self.count(Availability::Mig));
         }
         if self.count(Availability::Cordoned) > 0 {
-            said += &format!(", {} cordoned", self.count(Availability::Cordoned));
+            text += &format!(", {} cordoned", self.count(Availability::Cordoned));
         }
-        said + &format!(", {} unhealthy.", self.unhealthy())
+        text + &format!(", {} unhealthy.", self.unhealthy())
     }
 
     fn is_anything_wrong(&self) -> bool {
@@ -215,33 +215,33 @@ impl<'a> Document<'a> {
         !(is_silent && self.sick().is_empty() && self.gone().is_empty())
     }
 
-    /// The GPUs with reasons; those of a healthy GPU do not count.
+    /// The GPUs that are unhealthy, or have a reason that does not make them unhealthy.
     fn sick(&self) -> Vec<&GpuView> {
         self.view.gpus.iter().filter(|gpu| !gpu.healthy || !gpu.reasons.is_empty()).collect()
     }
 
-    /// The pods that hold a GPU that nothing shows any more, with its UUID.
+    /// The pods that hold a GPU which this machine does not show any more, each with the GPU's UUID.
     fn gone(&self) -> Vec<(&str, &str)> {
         let held = |held: &'a Allocation| held.all_gpus().map(|uuid| (held.pod.as_str(), uuid));
         self.view.held().iter().flat_map(held).filter(|(_, uuid)| self.view.gpu(uuid).is_none()).collect()
     }
 
     /// The pods of the legend.
-    fn pods(&self) -> Vec<(Slot, &PodName)> {
+    fn pods(&self) -> Vec<(PodNumber, &PodName)> {
         let mut pods: Vec<_> = self.view.gpus.iter().flat_map(|gpu| self.holders.of_gpu(&gpu.uuid)).collect();
         pods.sort();
         pods.dedup();
         pods
     }
 
-    /// The allocations, by the letters of their pods.
-    fn rows(&self) -> Vec<(Slot, &Allocation)> {
-        let mut rows: Vec<_> = self.view.held().iter().map(|held| (self.holders.slot(held), held)).collect();
-        rows.sort_by_key(|(slot, _)| *slot);
+    /// The allocations, in the order of their pods' numbers.
+    fn rows(&self) -> Vec<(PodNumber, &Allocation)> {
+        let mut rows: Vec<_> = self.view.held().iter().map(|held| (self.holders.number(held), held)).collect();
+        rows.sort_by_key(|(number, _)| *number);
         rows
     }
 
-    /// GPUs with their names, NVML's indices, and whether they are healthy.
+    /// The UUID and the name (NVML's index) of each GPU, and true if it is healthy.
     fn cells<'b, T: AsRef<str> + ?Sized + 'b>(
         &self,
         uuids: impl Iterator<Item = &'b T>,
@@ -255,7 +255,7 @@ impl<'a> Document<'a> {
 
     fn nobody_holds(&self) -> &'static str {
         match (&self.view.allocations, self.unlisted()) {
-            (None, _) => "The kubelet has not said.",
+            (None, _) => "The kubelet has not reported holders yet.",
             (Some(_), 0) => "No pod holds a GPU.",
             (Some(_), _) => "The kubelet lists no pod with a GPU, or has not answered for 5 minutes.",
         }
@@ -278,7 +278,7 @@ impl<'a> Document<'a> {
     }
 }
 
-/// The words that need no view.
+/// The values that need no view.
 impl Document<'_> {
     fn percent(value: &Option<u64>, best: &Option<u64>) -> Option<u64> {
         percent(*value, *best)
@@ -289,7 +289,7 @@ impl Document<'_> {
     }
 
     fn is_low(percent: &u64) -> bool {
-        *percent < LOW
+        *percent < LOW_PERCENT
     }
 
     fn devices(resource: &ResourceView) -> String {
@@ -298,7 +298,7 @@ impl Document<'_> {
         format!("{phase}, {} healthy{not}", words::count(*healthy, "device"))
     }
 
-    /// Seconds since 1970 as HTML's `datetime`; a number that is no time stays one.
+    /// Seconds since 1970 as HTML's `datetime`; a number that is not a valid time stays a number.
     fn datetime(seconds: &u64) -> String {
         let time = i64::try_from(*seconds).ok().and_then(|seconds| Timestamp::from_second(seconds).ok());
         time.map_or_else(|| seconds.to_string(), |time| time.to_string())

@@ -1,9 +1,9 @@
-// Keeps the page as the node is: asks for it again, and replaces the parts that changed. Nothing here makes markup.
+// Keeps the page current: asks for it again, and replaces the parts that changed. Nothing here makes markup.
 (() => {
   const PAUSE = 2000, PATIENCE = 8000;
-  const fresh = document.getElementById("fresh"), said = document.getElementById("said");
+  const fresh = document.getElementById("fresh"), spoken = document.getElementById("spoken");
   const parts = (root) => [...root.querySelectorAll("[data-part]")];
-  // Each part as it was served: what is shown has times in words and open details.
+  // Each part as it was served. A shown part differs: its times are words, and its details may be open.
   const served = new Map(parts(document).map((part) => [part.id, part.outerHTML]));
   let tag = "", timer = 0, asking = false;
 
@@ -16,7 +16,7 @@
     }
     return seconds < 10 ? "just now" : "less than a minute ago";
   };
-  const tellTimes = () => {
+  const showTimes = () => {
     for (const time of document.querySelectorAll("time[data-at]")) {
       time.title ||= time.textContent;
       const words = ago(Number(time.dataset.at));
@@ -40,9 +40,9 @@
       replace(document.adoptNode(part));
     }
     document.title = page.title;
-    const words = page.getElementById("said").textContent;
-    // Read aloud only where it says something else.
-    if (said.textContent !== words) said.textContent = words;
+    const words = page.getElementById("spoken").textContent;
+    // A screen reader reads the text aloud whenever it is set.
+    if (spoken.textContent !== words) spoken.textContent = words;
   };
   const state = (kind, words) => {
     document.documentElement.classList.toggle("lost-page", kind === "lost");
@@ -67,7 +67,7 @@
     } catch {
       state("lost", "linkwise does not answer; what you see is old");
     }
-    tellTimes();
+    showTimes();
     asking = false;
     timer = setTimeout(ask, PAUSE);
   };

@@ -1,4 +1,4 @@
-//! The page of a DGX-1, as a string: its escapes, a browser's rights, and the conditions for sending it again.
+//! The page of a DGX-1, as a string: what it escapes, a browser's rights, and when it is sent again.
 
 use super::*;
 use linkwise_core::publish::placement::Outlook;
@@ -20,7 +20,7 @@ struct Shown {
     view: NodeView,
 }
 
-/// A DGX-1 on which two pods with these names hold GPUs 0 to 3, and GPU 5 is unhealthy for this reason.
+/// A DGX-1 on which two pods with these names hold GPUs 0 to 3, and on which GPU 5 is unhealthy for this reason.
 fn shown(pods: [&str; 2], reason: &str) -> Shown {
     let mut observed = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
     observed.gpus[2].model = Some(reason.to_owned());
@@ -79,12 +79,12 @@ fn shown(pods: [&str; 2], reason: &str) -> Shown {
     Shown { observed, topology, view }
 }
 
-fn page(shown: &Shown, slots: &mut Slots) -> Page {
-    Page::render(&shown.view, (&shown.observed, &shown.topology), slots)
+fn page(shown: &Shown, numbers: &mut PodNumbers) -> Page {
+    Page::render(&shown.view, (&shown.observed, &shown.topology), numbers)
 }
 
 fn text(shown: &Shown) -> String {
-    String::from_utf8(page(shown, &mut Slots::default()).html.to_vec()).unwrap()
+    String::from_utf8(page(shown, &mut PodNumbers::default()).html.to_vec()).unwrap()
 }
 
 #[test]
@@ -150,15 +150,15 @@ fn gpu_that_is_gone_stays_with_its_pod() {
 
 #[tokio::test]
 async fn unchanged_page_is_not_sent_again() {
-    let mut slots = Slots::default();
-    let first = page(&shown(["a", "b"], "XID 79"), &mut slots);
-    assert_eq!(first, page(&shown(["a", "b"], "XID 79"), &mut slots), "it depends on nothing else");
+    let mut numbers = PodNumbers::default();
+    let first = page(&shown(["a", "b"], "XID 79"), &mut numbers);
+    assert_eq!(first, page(&shown(["a", "b"], "XID 79"), &mut numbers), "it depends on nothing else");
     let mut request = HeaderMap::new();
     let answer = first.answer(&request);
     assert_eq!(answer.status(), StatusCode::OK);
     request.insert(header::IF_NONE_MATCH, answer.headers()[header::ETAG].clone());
     assert_eq!(first.answer(&request).status(), StatusCode::NOT_MODIFIED);
-    let changed = page(&shown(["a", "c"], "XID 79"), &mut slots);
+    let changed = page(&shown(["a", "c"], "XID 79"), &mut numbers);
     assert_eq!(changed.answer(&request).status(), StatusCode::OK);
 }
 
