@@ -31,9 +31,9 @@ const FOLDER: &str = "linkwise";
 const MAX_RECORD: u64 = 1 << 20;
 /// The longest time that a start waits for the disk to give the record.
 const READ_TIMEOUT: Duration = Duration::from_secs(2);
-/// The time after which a failed write is tried again: a disk is full for a while, and the next change of health may be
-/// days away.
-const RETRY: Duration = Duration::from_secs(10);
+/// The pause before a failed write is tried again: a full disk has room after a while, and the next change of health
+/// may be days away.
+const RETRY_DELAY: Duration = Duration::from_secs(10);
 
 /// The settings for deciding about health and recording it.
 #[derive(Clone, Debug, Default)]
@@ -44,24 +44,25 @@ pub struct HealthSettings {
     pub hold: Option<Duration>,
     /// The hardware that is expected of the node.
     pub expected: Expectation,
-    /// Set if GPUs are polled, so that the first device list waits for the first poll.
+    /// True if GPUs are polled, so that the first device list waits for the first poll.
     pub await_first_poll: bool,
-    /// Set if the prepared claims come as an event, so that the first device list waits for them.
+    /// True if the prepared claims come as an event, so that the first device list waits for them.
     pub await_claims: bool,
     /// The record's folder; without one, nothing is kept.
     pub state_dir: Option<PathBuf>,
 }
 
-/// Reads and writes the record.
+/// Reads and writes the health record, for the node and the takeover.
 #[derive(Clone, Debug)]
 pub struct Keeper {
     folder: Option<PathBuf>,
     retry: Duration,
-    failed: bool,
+    /// True if the last write failed.
+    has_failed: bool,
 }
 
-/// The record's default folder: linkwise's own, beside the kubelet's socket.
-pub fn beside(kubelet_socket: &Path) -> Option<PathBuf> {
+/// The record's default folder: `linkwise` in the folder of the kubelet's socket.
+pub fn default_folder(kubelet_socket: &Path) -> Option<PathBuf> {
     Some(kubelet_socket.parent()?.join(FOLDER))
 }
 
@@ -69,10 +70,10 @@ pub fn beside(kubelet_socket: &Path) -> Option<PathBuf> {
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
     /// The file cannot be read.
-    #[error("cannot read it")]
+    #[error("cannot read the file")]
     Io(#[from] io::Error),
-    /// The file has another content.
-    #[error("it is not a health record")]
+    /// The file has other content.
+    #[error("the file is not a health record")]
     Invalid(#[from] serde_json::Error),
 }
 
@@ -85,10 +86,10 @@ struct Version {
 impl Keeper {
     /// A keeper of the record in a folder; without one, nothing is kept.
     pub fn of(folder: Option<PathBuf>) -> Self {
-        Self { folder, retry: RETRY, failed: false }
+        Self { folder, retry: RETRY_DELAY, has_failed: false }
     }
 
-    /// The record of the previous process. A broken file is renamed, and the log names both.
+    /// Reads the record of the previous process. A broken file is renamed, and the log names both files.
     pub async fn read(&self) -> Option<HealthRecord> {
         let file = self.folder.as_ref()?.join(FILE);
         let reading = spawn_blocking(move || read(&file).map_err(|error| (error, set_aside(&file), file)));
@@ -105,8 +106,8 @@ impl Keeper {
         None
     }
 
-    /// Writes each new record while it has the right to write files, and the last one even after the shutdown began. A failed write is
-    /// logged once, and tried again until one succeeds.
+    /// Writes each new record while this process has the right to write files, and the last record even after the
+    /// shutdown began. A failed write is logged once, and tried again until a write succeeds.
     pub async fn follow(
         mut self,
         mut records: watch::Receiver<Option<HealthRecord>>,
@@ -119,18 +120,17 @@ impl Keeper {
                 () = shutdown.cancelled() => break,
                 () = or_never(records.changed()) => {}
                 () = or_never(files.changed()) => {}
-                // The failed write is due again.
-                () = sleep(self.retry), if self.failed => {}
+                () = sleep(self.retry), if self.has_failed => {}
             }
             let right = files.borrow_and_update().clone();
             self.write(&mut records, right).await;
         }
-        let right = files.borrow().clone().filter(|_| self.failed || records.has_changed().unwrap_or(false));
+        let right = files.borrow().clone().filter(|_| self.has_failed || records.has_changed().unwrap_or(false));
         self.write(&mut records, right).await;
     }
 
-    /// Writes the current record, if this process has the right. Otherwise another process owns the file: the current
-    /// record follows when the file is ours again. Logs if the result differs from the last one.
+    /// Writes the current record, if this process has the right to. Otherwise another process owns the file, and this
+    /// process writes the record when it gets the right. Logs the first failure, and the success that ends it.
     async fn write(&mut self, records: &mut watch::Receiver<Option<HealthRecord>>, right: Option<Right>) {
         let Some(right) = right else { return };
         let record = records.borrow_and_update().clone();
@@ -140,17 +140,16 @@ impl Keeper {
             let _right = right;
             write(&folder, &record)
         });
-        let written = written.await;
-        let written = written.context("the writing task failed").flatten();
+        let written = written.await.context("the writing task failed").flatten();
         match &written {
-            Ok(()) if self.failed => tracing::info!("health record written again"),
-            Err(error) if !self.failed => {
+            Ok(()) if self.has_failed => tracing::info!("health record written again"),
+            Err(error) if !self.has_failed => {
                 let (file, error) = (file.display(), format!("{error:#}"));
                 tracing::warn!(%file, error, "cannot write the health record: a restart now would lose it");
             }
             Ok(()) | Err(_) => {}
         }
-        self.failed = written.is_err();
+        self.has_failed = written.is_err();
     }
 }
 
@@ -165,10 +164,10 @@ pub struct Kept {
     pub identity: NodeIdentity,
 }
 
-/// Reads the record in `folder`, or without one in the folder where `run` keeps it: beside the kubelet's socket. The
-/// call may block. An error names the file, and the reason why it is not used.
+/// Reads the record in `folder`, or else in [`default_folder`], where `run` keeps it. The call may block. An error
+/// names the file, and the reason why it is not used.
 pub fn kept(folder: Option<&Path>, kubelet_socket: &Path, sysfs: &Path) -> Result<Kept, (PathBuf, ReadError)> {
-    let folder = folder.map(Path::to_owned).or_else(|| beside(kubelet_socket)).unwrap_or_default();
+    let folder = folder.map(Path::to_owned).or_else(|| default_folder(kubelet_socket)).unwrap_or_default();
     let file = folder.join(FILE);
     match read(&file) {
         Ok(record) => Ok(Kept { file, record, identity: identity(sysfs) }),
@@ -220,7 +219,7 @@ mod tests {
         HealthRecord { version, gpus, ..HealthRecord::default() }
     }
 
-    /// Waits until the file on the disk is this record.
+    /// Waits until the file on the disk has this record.
     async fn kept(keeper: &Keeper, wanted: &HealthRecord) {
         let reads = async {
             while keeper.read().await.as_ref() != Some(wanted) {
@@ -239,13 +238,13 @@ mod tests {
         let (records, shutdown) = (watch::Sender::new(Some(record(1))), CancellationToken::new());
         let mut followed = records.subscribe();
         keeper.write(&mut followed, Some(Right::default())).await;
-        assert!(!keeper.failed);
+        assert!(!keeper.has_failed);
         // There is a file in the folder's place: nothing can be written, not even by root.
         fs::rename(&dir, &aside).unwrap();
         fs::write(&dir, "a file").unwrap();
         records.send_replace(Some(record(2)));
         keeper.write(&mut followed, Some(Right::default())).await;
-        assert!(keeper.failed);
+        assert!(keeper.has_failed);
         // There is room again, and no further change.
         fs::remove_file(&dir).unwrap();
         fs::rename(&aside, &dir).unwrap();

@@ -120,7 +120,7 @@ async fn health_record_counts_on_same_boot() {
     reports(&look(setup, &[]).await, &uuid(1, 2), "ok", "Tesla V100", "");
     // An invalid file is left as it is.
     for (text, status, words) in [
-        ("{", "warning", "linkwise_health.json: it is not a health record"),
+        ("{", "warning", "linkwise_health.json: the file is not a health record"),
         ("{\"version\": 7}", "skipped", "of version 7"),
     ] {
         fs::write(&file, text).unwrap();
