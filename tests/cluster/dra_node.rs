@@ -288,7 +288,7 @@ async fn cordon_taints_a_claims_gpu_until_uncordon() {
     let state: Value = serde_json::from_str(&order("before", &["state"]).await).unwrap();
     let gpu = state["gpus"][3]["uuid"].as_str().unwrap().to_owned();
     let said = order("before", &["cordon", &gpu, "--reason", "a hot cable", "--evict"]).await;
-    assert!(said.ends_with("its taint evicts the pods with claims of it\n"), "{said}");
+    assert!(said.ends_with("its taint evicts the pods whose claims have it\n"), "{said}");
     let evicted = || {
         let taint = |device: &Value| {
             let [taint] = device["taints"].as_array()?.as_slice() else { return None };

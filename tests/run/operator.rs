@@ -330,7 +330,7 @@ async fn node_that_boots_with_fewer_gpus_says_so_until_they_are_back_or_accepted
     let node = node.end().await.start().await;
     registered(&kubelet, 3, 7).await;
     assert_eq!(lacks(&node).await, Vec::<Value>::new());
-    assert_eq!(ordered(&node, &["accept"]).await, "this node lacks nothing\n");
+    assert_eq!(ordered(&node, &["accept"]).await, "this node lacks no hardware\n");
 }
 
 #[tokio::test]

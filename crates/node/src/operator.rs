@@ -1,7 +1,8 @@
-//! An operator's orders while the node runs: release the driver, resume, clear or cordon a GPU. They come over the admin
-//! socket, and the first two also by SIGUSR1 and SIGUSR2.
+//! An operator's orders while the node runs: release the driver, resume, clear or cordon a GPU, accept the hardware.
+//! They come over the admin socket, and the first two also by SIGUSR1 and SIGUSR2.
 //!
-//! Owns the order and its result. `driver` carries it out; this module starts and ends no agent.
+//! Owns the orders and their answers. The supervisor of the NVML agents follows [`Release`]; nothing here starts or
+//! ends an agent.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,8 +18,8 @@ use linkwise_core::state::{Cordon, Door, Event, NodeState, Shortfall};
 use linkwise_core::topology::GpuUuid;
 use linkwise_nvml::supervisor::Release;
 
-/// The time that an order to release waits for the agents' end, before it answers that the end is still to come.
-const LETTING_GO: Duration = Duration::from_secs(10);
+/// The longest time that an order to release waits for the agents to end. Its answer then names those that run.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The functions of the admin socket on this node.
 pub fn orders(node: &Node, release: &Release) -> Orders {
@@ -31,12 +32,12 @@ pub fn orders(node: &Node, release: &Release) -> Orders {
             let is_owner = files.borrow().is_some();
             Box::pin(async move {
                 match order {
-                    // The owner's record counts.
+                    // A takeover makes a standby's state again, from the owner's record.
                     Order::Clear(_) | Order::Cordon(..) | Order::Accept if !is_owner => {
                         Outcome::NotYet("another linkwise serves this node: give it the order".to_owned())
                     }
-                    Order::Release => release_driver(&release, true, LETTING_GO).await,
-                    Order::Resume => release_driver(&release, false, LETTING_GO).await,
+                    Order::Release => release_driver(&release, true, RELEASE_TIMEOUT).await,
+                    Order::Resume => release_driver(&release, false, RELEASE_TIMEOUT).await,
                     Order::Clear(gpu) => clear(&snapshot, &events, gpu),
                     Order::Cordon(gpu, cordon) => set_cordon(&snapshot, &events, gpu, cordon),
                     Order::Accept => accept(&snapshot, &events),
@@ -46,24 +47,25 @@ pub fn orders(node: &Node, release: &Release) -> Orders {
     }
 }
 
-async fn release_driver(release: &Release, wish: bool, patience: Duration) -> Outcome {
-    let others = release.order(wish).await.err().map(|error| {
-        let order = if wish { "released" } else { "taken back" };
-        format!("only this process has {order} the driver, the node's others do not learn of it: {error}")
+async fn release_driver(release: &Release, is_release: bool, patience: Duration) -> Outcome {
+    let others = release.order(is_release).await.err().map(|error| {
+        let order = if is_release { "releases" } else { "uses" };
+        format!("only this process {order} the driver: cannot pass the order to the node's others: {error}")
     });
-    let holders = if wish { release.holders_after(patience).await } else { Vec::new() };
+    let holders = if is_release { release.holders_after(patience).await } else { Vec::new() };
     match others {
         _ if !holders.is_empty() => Outcome::NotYet(format!(
-            "still hold the driver after {patience:?}: {} (a process may hang in the kernel); the order stands",
+            "processes still hold the driver after {patience:?}: {}; one may hang in the kernel; the order stands",
             holders.join(", ")
         )),
         Some(words) => Outcome::NotYet(words),
-        None if wish => Outcome::Done("no process of linkwise on this node holds the driver".to_owned()),
-        None => Outcome::Done("the driver is taken up again".to_owned()),
+        None if is_release => Outcome::Done("no process of linkwise on this node holds the driver".to_owned()),
+        None => Outcome::Done("linkwise uses the driver again".to_owned()),
     }
 }
 
-/// Shows in /readyz and in the state that the driver is released, and tells the takeover that it is away, for ever.
+/// Follows the driver for ever: shows in /readyz and in the view that it is released, and reports to the takeover that
+/// it is away.
 pub async fn show_driver(
     mut released: watch::Receiver<bool>,
     mut away: watch::Receiver<bool>,
@@ -72,8 +74,7 @@ pub async fn show_driver(
     loop {
         readiness.set_driver_away(*away.borrow_and_update());
         if *released.borrow_and_update() {
-            let until = "an operator released it; `linkwise admin resume` takes it back".to_owned();
-            readiness.note(Part::Driver, "released", until);
+            readiness.note(Part::Driver, "released", "an operator released it; run `linkwise admin resume`".to_owned());
         } else {
             readiness.remove(&Part::Driver);
         }
@@ -85,33 +86,33 @@ pub async fn show_driver(
 }
 
 fn clear(snapshot: &NodeState, events: &mpsc::Sender<Event>, gpu: GpuUuid) -> Outcome {
-    tell(snapshot, events, &gpu, Event::Cleared(gpu.clone()), || {
+    send_for_gpu(snapshot, events, &gpu, Event::Cleared(gpu.clone()), || {
         tracing::warn!(%gpu, "an operator declared the GPU healthy");
-        format!("what was held against {gpu} is forgotten")
+        format!("the reasons against {gpu} are cleared")
     })
 }
 
 fn set_cordon(snapshot: &NodeState, events: &mpsc::Sender<Event>, gpu: GpuUuid, cordon: Option<Cordon>) -> Outcome {
-    tell(snapshot, events, &gpu, Event::Cordoned(gpu.clone(), cordon.clone()), || {
+    send_for_gpu(snapshot, events, &gpu, Event::Cordoned(gpu.clone(), cordon.clone()), || {
         let Some(Cordon { by, why, evict }) = cordon else {
             tracing::warn!(%gpu, "an operator uncordoned the GPU");
             return format!("{gpu} may be given to pods again");
         };
         tracing::warn!(%gpu, by, why, evict, "an operator cordoned the GPU");
         let holders = match (evict, snapshot.door(&gpu)) {
-            (true, Some(Door::Dra)) => "its taint evicts the pods with claims of it",
-            (true, _) => "pods keep it until they end: only a taint of DRA evicts",
+            (true, Some(Door::Dra)) => "its taint evicts the pods whose claims have it",
+            (true, _) => "pods keep it until they end: only a DRA taint evicts pods",
             (false, _) => "pods keep it until they end",
         };
         format!("{gpu} is given to no new pod; {holders}")
     })
 }
 
-/// Accepts what the node lacks.
+/// Accepts the hardware as it is: what the node lacks now is not expected of it any more.
 fn accept(snapshot: &NodeState, events: &mpsc::Sender<Event>) -> Outcome {
     let shortfalls: Vec<Shortfall> = snapshot.hardware().shortfalls().cloned().collect();
     if shortfalls.is_empty() {
-        return Outcome::Done("this node lacks nothing".to_owned());
+        return Outcome::Done("this node lacks no hardware".to_owned());
     }
     let accepted = shortfalls.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
     send(events, Event::HardwareAccepted(shortfalls), || {
@@ -120,28 +121,28 @@ fn accept(snapshot: &NodeState, events: &mpsc::Sender<Event>) -> Outcome {
     })
 }
 
-/// Gives the state an event about a GPU of this node; says what was done.
-fn tell(
+/// Sends the state an event about a GPU of this node. Answers with `report` if the event is queued.
+fn send_for_gpu(
     snapshot: &NodeState,
     events: &mpsc::Sender<Event>,
     gpu: &GpuUuid,
     event: Event,
-    done: impl FnOnce() -> String,
+    report: impl FnOnce() -> String,
 ) -> Outcome {
     let is_known = || snapshot.gpus().iter().any(|status| status.gpu.uuid == *gpu);
-    // One that is gone may leave its cordon.
+    // A cordon of a GPU that is gone can be ended.
     let ends_cordon = || matches!(event, Event::Cordoned(_, None)) && snapshot.hardware().cordon(gpu).is_some();
     if !is_known() && !ends_cordon() {
         return Outcome::Unknown(format!("no GPU {gpu} on this node"));
     }
-    send(events, event, done)
+    send(events, event, report)
 }
 
-/// Gives the state an event; says what was done.
-fn send(events: &mpsc::Sender<Event>, event: Event, done: impl FnOnce() -> String) -> Outcome {
+/// Sends the state an event. Answers with `report` if the event is queued.
+fn send(events: &mpsc::Sender<Event>, event: Event, report: impl FnOnce() -> String) -> Outcome {
     match events.try_send(event) {
-        Ok(()) => Outcome::Done(done()),
-        Err(TrySendError::Full(_)) => Outcome::NotYet("too much happens just now; try again".to_owned()),
+        Ok(()) => Outcome::Done(report()),
+        Err(TrySendError::Full(_)) => Outcome::NotYet("the queue of events is full; try again".to_owned()),
         Err(TrySendError::Closed(_)) => Outcome::NotYet("linkwise is ending".to_owned()),
     }
 }
@@ -234,16 +235,16 @@ mod tests {
         let (orders, events) = (orders(&node, &release), node.events());
         assert_eq!(
             (orders.carry_out)(Order::Clear(gpu.clone())).await,
-            Outcome::Done(format!("what was held against {gpu} is forgotten"))
+            Outcome::Done(format!("the reasons against {gpu} are cleared"))
         );
-        // A standby's state is made anew from the owner's record.
+        // A standby's state is made again from the owner's record.
         let right = node.files.send_replace(None);
         let elsewhere = Outcome::NotYet("another linkwise serves this node: give it the order".to_owned());
         assert_eq!((orders.carry_out)(Order::Cordon(gpu.clone(), None)).await, elsewhere);
         node.files.send_replace(right);
         // No task takes events here: in the end there is no room for one more.
         while events.try_send(Event::Tick).is_ok() {}
-        let later = Outcome::NotYet("too much happens just now; try again".to_owned());
+        let later = Outcome::NotYet("the queue of events is full; try again".to_owned());
         assert_eq!((orders.carry_out)(Order::Clear(gpu.clone())).await, later);
         drop(node);
         assert_eq!((orders.carry_out)(Order::Clear(gpu)).await, Outcome::NotYet("linkwise is ending".to_owned()));
@@ -258,7 +259,7 @@ mod tests {
         assert!(release.is_ordered());
         release.set_held(false);
         assert_eq!(
-            release_driver(&release, true, LETTING_GO).await,
+            release_driver(&release, true, RELEASE_TIMEOUT).await,
             Outcome::Done("no process of linkwise on this node holds the driver".to_owned())
         );
     }

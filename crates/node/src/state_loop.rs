@@ -8,17 +8,17 @@ use tokio::sync::{mpsc, watch};
 use linkwise_core::state::{Effect, Event, NodeState};
 use linkwise_system::clock::{Clock, at};
 
-/// The state and its followers.
+/// The state, and the channel on which others follow it. The node's loop owns it, or [`keep_state`].
 pub struct StateWriter {
     /// The state, published or about to be.
     pub current: NodeState,
-    /// The clock of its moments.
+    /// The clock by which the state has its times.
     pub clock: Clock,
     snapshots: watch::Sender<Arc<NodeState>>,
 }
 
 impl StateWriter {
-    /// Starts with a state, which the followers see.
+    /// Starts with a state, and publishes it.
     pub fn new(state: NodeState) -> Self {
         Self { snapshots: watch::Sender::new(Arc::new(state.clone())), current: state, clock: Clock::start() }
     }
@@ -37,7 +37,8 @@ impl StateWriter {
         }
     }
 
-    /// Applies an event, publishes and logs; returns the effects, of which those on the node are left to do.
+    /// Applies an event, publishes the new state, and logs. Returns all effects; the caller carries out those on the
+    /// node.
     pub fn apply(&mut self, event: Event) -> Vec<Effect> {
         let (state, effects) = std::mem::take(&mut self.current).apply(event, self.clock.now());
         self.current = state;
@@ -48,7 +49,7 @@ impl StateWriter {
                 Effect::PlanProblem(problem) => tracing::warn!("{problem}"),
                 Effect::Shortfall(shortfall, true) => tracing::warn!(%shortfall, "the node lacks hardware"),
                 Effect::Shortfall(shortfall, false) => {
-                    tracing::info!(%shortfall, "the node lacks this hardware no longer")
+                    tracing::info!(%shortfall, "the node no longer lacks this hardware")
                 }
                 _ => {}
             }
@@ -56,7 +57,7 @@ impl StateWriter {
         effects
     }
 
-    /// Shows the state to its followers.
+    /// Publishes the current state.
     pub fn publish(&self) {
         self.snapshots.send_replace(Arc::new(self.current.clone()));
     }
