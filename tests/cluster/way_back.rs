@@ -301,7 +301,7 @@ async fn claims_that_are_left_are_said() {
     node.serves().await;
     node.admits(true).await;
     node.switch(PLUGIN, Change::Reinstalled).await;
-    let said = |words: &str| words.contains("the holders' ends; GPUs: 1, of the claim default/claim-1");
+    let said = |words: &str| words.contains("the holders to end; GPUs: 1, held by the claim default/claim-1");
     readyz(node.running(), |answer| answer.status == 200 && said(&answer.body)).await;
     node.running().said("GPUs are held through the other door").await;
     node.running().said("without DRA's folders").await;

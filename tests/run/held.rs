@@ -24,7 +24,7 @@ async fn held_gpu_lost_during_restart_stays_listed_until_pod_ends() {
     // No list, not the first either, lacked what the kubelet looks up.
     assert_eq!(kubelet.violations(), []);
     node.ready(200, "").await;
-    let line = node.process.said("pods hold devices that are not offered here").await;
+    let line = node.process.said("pods hold devices that this node does not offer").await;
     assert_eq!(line["devices"], format!("{removed}, {lost}"));
     node.metric("linkwise_devices{resource=\"nvidia.com/gpu\",health=\"unhealthy\"}", 2).await;
     node.metric("linkwise_gpus", 6).await;

@@ -110,7 +110,7 @@ async fn renamed_shared_resource_gets_its_own_plugin() {
     let used = held.devices[0].split("::").next().unwrap();
     assert!(sees(&new).len() == 7 && !sees(&new).contains(&used), "{new:?} {held:?}");
     assert!(kubelet.remove_pod("pod"));
-    node.process.said("withdrawn: nothing of it is left on this node").await;
+    node.process.said("resource withdrawn: this node has no device of it any more").await;
     assert_eq!(kubelet.violations(), []);
 }
 

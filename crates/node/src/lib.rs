@@ -1,8 +1,10 @@
-//! The node: the one loop that writes the state, its duties, and what shows the state to people and scrapers.
+//! The node: the loop that alone writes the state, the takeover, and the views of the state for people and scrapers.
 //!
-//! `node` has the loop and the plugins; `takeover` decides which of several linkwise serves a node; `readiness` gathers
-//! what is ready; `state_loop` is for programs without a kubelet; `views` makes what people see of the node, which
-//! `page` and `metrics` print; `admin` answers over the port and the operators' socket. Nothing here reads options.
+//! `node` has the loop and starts the device plugins. `takeover` decides which of several linkwise processes serves a
+//! node. `state_loop` has the state's writer, also for programs without a kubelet; `keeper` stores the health record.
+//! `views` makes the view of the node, which `page` and `metrics` print. `admin` answers on the metrics port and on the
+//! operators' socket; `operator` carries out the orders. `readiness` lists the parts that are ready. Nothing here reads
+//! options.
 
 pub mod admin;
 pub mod keeper;

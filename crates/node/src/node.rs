@@ -1,10 +1,10 @@
 //! One node: the loop that applies events to the state and publishes it, a plugin for each resource, the HTTP
 //! endpoints.
 //!
-//! `run` feeds it from the driver, `demo` from a script. It owns every task of the node; one that ends unexpectedly
+//! `run` feeds it from the driver, `demo` from a script. It owns every task of the node; a task that ends unexpectedly
 //! ends the node.
 
-pub(crate) mod succession;
+pub(crate) mod standby;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,7 +20,7 @@ use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
-use self::succession::{Memory, Order, Running};
+use self::standby::{Order, PluginStatus, ReplayLog};
 use super::keeper::{HealthSettings, Keeper};
 use super::observe::{self, GpuFailures};
 use super::readiness::{Part, Readiness};
@@ -40,10 +40,11 @@ use linkwise_nvml::supervisor::{Idle, NOT_SEEN, Others};
 use linkwise_system::right::Right;
 
 /// The most events that may be queued: a storm of XIDs waits at its sender, not in memory.
-const EVENTS: usize = 256;
+const MAX_EVENTS: usize = 256;
 /// The most orders that may be queued; the takeover waits for room.
-const ORDERS: usize = 8;
-/// The longest time for the tasks to end; the whole process has a second, and the plugins half of one.
+const MAX_ORDERS: usize = 8;
+/// The longest time that the shutdown waits for the tasks. The whole process has a second to end, and the plugins half
+/// a second.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_millis(750);
 
 /// A node's settings.
@@ -67,48 +68,52 @@ impl NodeSettings {
     }
 }
 
-/// Both ends of a bounded queue.
-type Queue<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
-
 /// A node; it runs in [`Self::serve`].
 pub struct Node {
     pub(crate) kubelet: Arc<kubelet::Settings>,
     state: StateWriter,
-    /// A state without observations.
-    fresh: NodeState,
-    /// The events that came while another process served this node.
-    memory: Option<Memory>,
-    published: bool,
-    pub(crate) orders: Queue<Order>,
+    /// The state before the first event; the state of a new owner begins with it.
+    initial_state: NodeState,
+    /// The events from which this process makes its state again when it becomes the owner. `None` if it was the owner
+    /// from its start.
+    replay_log: Option<ReplayLog>,
+    /// True once the current state has been published; a state that is made again has not.
+    is_published: bool,
+    orders: mpsc::Receiver<Order>,
+    pub(crate) order_sender: mpsc::Sender<Order>,
     /// The right to write the node's files, while this process has it.
     pub(crate) files: watch::Sender<Option<Right>>,
     /// The right to touch the node's claims, while this process has it.
     pub(crate) claims: watch::Sender<Option<Right>>,
-    /// True while this process's DRA plugin has its sockets.
+    /// True while the DRA plugin of this process has its sockets.
     pub(crate) offers_dra: watch::Sender<bool>,
     /// The last scan of the node.
     pub(crate) observed: watch::Sender<Option<Arc<NodeObservation>>>,
-    /// The part of other processes of linkwise on the node; the takeover says so.
+    /// The part that other linkwise processes of the node play for this one's driver; the takeover sets it.
     pub others: watch::Sender<Others>,
-    /// The number of times that plugins were told to register again.
+    /// The number of times that the plugins had to register again.
     renew: watch::Sender<u64>,
-    pub(crate) running: watch::Sender<Running>,
+    pub(crate) plugin_status: watch::Sender<PluginStatus>,
     pub(crate) records: watch::Sender<Option<HealthRecord>>,
-    events: Queue<Event>,
-    /// The claims that are to be entered into the state's ledger.
-    book: (Book, mpsc::Receiver<BookEntry>),
-    /// Those that wait.
-    entries: Vec<BookEntry>,
-    /// The tokens that end the running plugins; those that are ending are included.
+    events: mpsc::Receiver<Event>,
+    event_sender: mpsc::Sender<Event>,
+    book: Book,
+    /// The entries of claims into the state's ledger, as the DRA plugin sends them.
+    book_entries: mpsc::Receiver<BookEntry>,
+    /// The received entries that wait until the state is open.
+    waiting_entries: Vec<BookEntry>,
+    /// The tokens that end the plugins, also of plugins that are ending.
     plugins: BTreeMap<ResourceName, CancellationToken>,
     holders: watch::Sender<Holders>,
     follows_holders: bool,
     checkpoint_trouble: Reported<String>,
     /// The holders through the other door that were logged.
     held_reported: Reported<String>,
-    /// Set while the state waits for an answer about holders.
+    /// True while the state waits for a list of holders: the kubelet is asked often then. Each message, also a repeated
+    /// one, makes the pauses short again.
     asks_often: watch::Sender<bool>,
-    begun_anew: Arc<Notify>,
+    /// Has the kubelet asked for the holders at once.
+    ask_now: Arc<Notify>,
     /// The readiness of the node's parts.
     pub readiness: Readiness,
     last_report: watch::Sender<Option<Arc<AllocationReport>>>,
@@ -121,12 +126,12 @@ pub struct Node {
     gpu_failures: GpuFailures,
     metrics_address: SocketAddr,
     /// The condition for starting plugins, and their phase until then; without one, they start at once.
-    gate: Option<(watch::Receiver<bool>, &'static str)>,
+    start_condition: Option<(watch::Receiver<bool>, &'static str)>,
     tasks: JoinSet<(String, Result<()>)>,
     shutdown: CancellationToken,
 }
 
-/// Waits until the port for metrics and probes is free, and takes it. Pods are served meanwhile.
+/// Waits until the port for metrics and probes is free, and binds it. The plugins serve pods meanwhile.
 async fn free_port(address: SocketAddr, readiness: &Readiness) -> Admin {
     tracing::error!(%address, "metrics port taken, trying again: no metrics and no probes until it is free");
     readiness.add(Part::Endpoints, "waiting for the metrics port");
@@ -155,7 +160,7 @@ fn plugin_task(resource: &ResourceName) -> String {
     format!("plugin of {resource}")
 }
 
-/// The state before the first event, by what can be known of the node.
+/// The state before the first event, as the settings define it.
 fn first_state(settings: &NodeSettings) -> NodeState {
     let (health, has_lists) = (&settings.health, settings.kubelet.pod_resources_socket.is_some());
     let mut state =
@@ -188,31 +193,37 @@ impl Node {
             bound => Some(bound.with_context(|| format!("cannot listen on {address} for metrics and probes"))?),
         };
         let metrics_address = admin.as_ref().map_or(address, Admin::address);
+        let (order_sender, orders) = mpsc::channel(MAX_ORDERS);
+        let (event_sender, events) = mpsc::channel(MAX_EVENTS);
+        let (book, book_entries) = Book::new();
         let mut node = Self {
             kubelet: Arc::new(settings.kubelet),
-            fresh: state.current.clone(),
+            initial_state: state.current.clone(),
             state,
-            memory: None,
-            published: false,
-            orders: mpsc::channel(ORDERS),
+            replay_log: None,
+            is_published: false,
+            orders,
+            order_sender,
             files: watch::Sender::new(Some(Right::default())),
             claims: watch::Sender::new(Some(Right::default())),
             offers_dra: watch::Sender::new(true),
             observed: watch::Sender::default(),
             others: watch::Sender::default(),
             renew: watch::Sender::default(),
-            running: watch::Sender::new(Running { wanted: true, plugins: 0 }),
+            plugin_status: watch::Sender::new(PluginStatus { is_wanted: true, running: 0 }),
             records: watch::Sender::new(None),
-            events: mpsc::channel(EVENTS),
-            book: Book::new(),
-            entries: Vec::new(),
+            events,
+            event_sender,
+            book,
+            book_entries,
+            waiting_entries: Vec::new(),
             plugins: BTreeMap::new(),
             holders: watch::Sender::default(),
             follows_holders: false,
             checkpoint_trouble: Reported::new(),
             held_reported: Reported::new(),
             asks_often: watch::Sender::default(),
-            begun_anew: Arc::default(),
+            ask_now: Arc::default(),
             readiness,
             last_report: watch::Sender::default(),
             views,
@@ -221,7 +232,7 @@ impl Node {
             gpu_failures: metrics.register(GpuFailures::register),
             metrics,
             metrics_address,
-            gate: None,
+            start_condition: None,
             tasks: JoinSet::new(),
             shutdown: CancellationToken::new(),
         };
@@ -244,12 +255,12 @@ impl Node {
 
     /// The queue of events.
     pub fn events(&self) -> mpsc::Sender<Event> {
-        self.events.0.clone()
+        self.event_sender.clone()
     }
 
-    /// The way to the ledger of claims.
+    /// The channel through which the DRA plugin enters claims into the ledger.
     pub fn book(&self) -> Book {
-        self.book.0.clone()
+        self.book.clone()
     }
 
     /// The metrics.
@@ -277,18 +288,19 @@ impl Node {
         self.shutdown.clone()
     }
 
-    /// Holds plugins back until `ready`, in this phase: a pod may be admitted as soon as a plugin has registered.
+    /// Starts no plugin until `ready` is true, and shows `phase` until then: the kubelet may admit a pod as soon as a
+    /// plugin has registered.
     pub fn hold_plugins_until(&mut self, ready: watch::Receiver<bool>, phase: &'static str) {
-        self.gate = Some((ready, phase));
+        self.start_condition = Some((ready, phase));
     }
 
-    /// Starts a task of this node, which the shutdown aborts. A task that ends before ends the node.
+    /// Starts a task of this node, which the shutdown aborts. A task that ends before the shutdown ends the node.
     pub fn spawn(&mut self, name: &str, task: impl Future<Output = Result<()>> + Send + 'static) {
         let shutdown = self.shutdown();
         self.spawn_until_done(name, async move { shutdown.run_until_cancelled(task).await.unwrap_or(Ok(())) });
     }
 
-    /// Starts a task that follows the shutdown itself.
+    /// Starts a task that watches the shutdown token itself, and is not aborted.
     pub fn spawn_until_done(&mut self, name: &str, task: impl Future<Output = Result<()>> + Send + 'static) {
         let name = name.to_owned();
         self.tasks.spawn(async move { (name, task.await) });
@@ -298,25 +310,26 @@ impl Node {
     pub async fn serve(mut self) -> Result<()> {
         let mut holders = self.holders.subscribe();
         let ended = loop {
-            self.enter();
+            self.enter_claims();
             tokio::select! {
                 () = self.shutdown.cancelled() => break Ok(()),
-                Some(event) = self.state.next(&mut self.events.1) => {
-                    // A state that was to be made anew before this event came would lose it.
-                    while let Ok(order) = self.orders.1.try_recv() {
+                Some(event) = self.state.next(&mut self.events) => {
+                    // Queued orders come first: an `Adopt` that came before this event replaces the state, and would
+                    // lose the event if it were carried out later.
+                    while let Ok(order) = self.orders.try_recv() {
                         self.perform(order);
                     }
                     self.apply(event);
                 }
-                Some(entry) = self.book.1.recv() => self.entries.push(entry),
-                Some(order) = self.orders.1.recv() => self.perform(order),
+                Some(entry) = self.book_entries.recv() => self.waiting_entries.push(entry),
+                Some(order) = self.orders.recv() => self.perform(order),
                 Ok(()) = holders.changed() => {
                     let now = holders.borrow_and_update().clone();
                     self.holders_changed(now);
                 }
                 Some(task) = self.tasks.join_next() => match task_end(task) {
                     Ok(_) if self.shutdown.is_cancelled() => break Ok(()),
-                    Ok(name) if self.withdrawn(&name) => {}
+                    Ok(name) if self.forget_withdrawn(&name) => {}
                     Ok(name) => break Err(anyhow!("the task '{name}' ended")),
                     Err(error) => break Err(error),
                 },
@@ -334,23 +347,24 @@ impl Node {
             self.views.observed(observed);
             self.observed.send_replace(Some(Arc::new((**observed).clone())));
         }
-        let is_given = matches!(event, Event::Allocated { .. } | Event::Prepared(_));
-        if let Some(memory) = &mut self.memory {
-            memory.remember(&event, Instant::now());
+        let is_handed_out = matches!(event, Event::Allocated { .. } | Event::Prepared(_));
+        if let Some(log) = &mut self.replay_log {
+            log.record(&event, Instant::now());
         }
         let effects = self.state.apply(event);
         let awaits = self.state.current.ledger().awaits_listing() || self.state.current.offers().awaits_holders();
-        // What was given or taken back just now is listed soon, even if other answers have been awaited for long.
-        let asks_anew = is_given && awaits;
-        self.asks_often.send_if_modified(|often| std::mem::replace(often, awaits) != awaits || asks_anew);
+        // The kubelet lists a new or ended holder soon, even if the pauses have grown while the state waited for
+        // another.
+        let asks_again = is_handed_out && awaits;
+        self.asks_often.send_if_modified(|often| std::mem::replace(often, awaits) != awaits || asks_again);
         if !self.state.current.topology().gpus().is_empty() {
             self.follow_holders();
         }
         let mut doors: BTreeMap<bool, Vec<GpuUuid>> = BTreeMap::new();
         for effect in effects {
             match effect {
-                Effect::Publish => self.published(),
-                // The state's writer has logged them.
+                Effect::Publish => self.follow_published(),
+                // `StateWriter` has logged these.
                 Effect::Warn(_) | Effect::PlanProblem(_) | Effect::Shortfall(..) => {}
                 Effect::HealthChanged { gpu, mig, health } => {
                     if let Some(reason) = health.reason() {
@@ -359,72 +373,67 @@ impl Node {
                     observe::health(&gpu, mig.as_ref(), &health);
                 }
                 Effect::UnknownRecoveryAction(gpu, action) => {
-                    let what = "the driver asks for something unknown to this version; the GPU stays as it is";
-                    tracing::warn!(%gpu, %action, "{what}");
+                    tracing::warn!(%gpu, %action, "unknown recovery action ignored");
                 }
                 Effect::NotCounted(gpu, reason) => {
                     tracing::warn!(%gpu, %reason, "health checks are disabled: the GPU stays healthy");
                 }
                 Effect::XidIgnored { gpu, code } => {
-                    tracing::info!(%gpu, xid = code, "an XID that is no fault of the GPU; it stays as it is");
+                    tracing::info!(%gpu, xid = code, "the XID is not a fault of the GPU, ignoring it");
                 }
                 Effect::Keep => drop(self.records.send_replace(Some(self.state.current.record()))),
                 Effect::RecordIgnored(version) => {
                     tracing::warn!(version, "health record not used: another version of linkwise wrote it");
                 }
                 Effect::HeldElsewhere { gpu, resource, reason } => {
-                    tracing::info!(%gpu, %resource, %reason, "not offered under this resource until the pod ends");
+                    tracing::info!(%gpu, %resource, %reason, "GPU not offered under this resource until its pod ends");
                 }
                 Effect::HeldUnoffered(resource, ids) => {
-                    let devices = observe::some(&ids);
-                    tracing::warn!(
-                        %resource,
-                        devices,
-                        "pods hold devices that are not offered here, or not any more: \
-                         listed as unhealthy until they have ended"
-                    );
+                    let what = "pods hold devices that this node does not offer: unhealthy until the pods end";
+                    tracing::warn!(%resource, devices = observe::ids_for_log(&ids), "{what}");
                 }
                 Effect::DoorChanged(gpu, is_with_dra) => doors.entry(is_with_dra).or_default().push(gpu),
             }
         }
         observe::plan(&self.state.current, &self.readiness);
         for (is_with_dra, gpus) in doors {
-            let what = if is_with_dra { "DRA has GPUs" } else { "DRA has GPUs no longer" };
-            tracing::info!(gpus = observe::some(&gpus), "{what}");
+            let what = if is_with_dra { "GPUs are with DRA" } else { "GPUs are no longer with DRA" };
+            tracing::info!(gpus = observe::ids_for_log(&gpus), "{what}");
         }
     }
 
-    /// Makes the entries into the ledger by the state as it is: plans, applies and answers. Those that give hardware wait
-    /// until the state is open.
-    fn enter(&mut self) {
-        for entry in std::mem::take(&mut self.entries) {
+    /// Enters claims into the ledger: plans each entry by the current state, applies the plan's event, and answers. An
+    /// entry that gives hardware waits until the state is open.
+    fn enter_claims(&mut self) {
+        for entry in std::mem::take(&mut self.waiting_entries) {
             if entry.answer.is_closed() {
-                // Nobody waits for it any more.
+                // Its caller no longer waits.
             } else if entry.gives && !self.state.current.is_open() {
-                self.entries.push(entry);
+                self.waiting_entries.push(entry);
             } else {
                 let planned = (entry.plan)(&self.state.current).map(|(event, prepared)| {
                     self.apply(event);
                     prepared
                 });
-                // One who gave up the wait just now asks again, or a sweep ends the claim.
+                // If the caller has just gone away, the kubelet asks again, or a sweep ends the claim.
                 let _ = entry.answer.send(planned);
             }
         }
     }
 
     /// Follows the published state. A new resource gets a plugin; the plugin of a removed resource ends.
-    fn published(&mut self) {
-        self.published = true;
+    fn follow_published(&mut self) {
+        self.is_published = true;
         self.match_plugins();
         observe::held(&self.state.current, &self.readiness, &mut self.held_reported);
     }
 
     /// Starts and ends plugins, so that each resource has one. A resource that comes back while its plugin is ending
-    /// gets the next one when that has ended: two of one name would take the kubelet's one endpoint from each other.
+    /// gets the next plugin once that one has ended: two plugins of one name would take the kubelet's one endpoint from
+    /// each other.
     fn match_plugins(&mut self) {
-        let wanted = self.running.borrow().wanted && self.published;
-        let offered = self.state.current.offers().resources().keys().filter(|_| wanted);
+        let are_wanted = self.plugin_status.borrow().is_wanted && self.is_published;
+        let offered = self.state.current.offers().resources().keys().filter(|_| are_wanted);
         let resources: Vec<ResourceName> = offered.cloned().collect();
         for (resource, end) in self.plugins.iter().filter(|(resource, _)| !resources.contains(resource)) {
             end.cancel();
@@ -435,11 +444,11 @@ impl Node {
                 self.start_plugin(resource);
             }
         }
-        if wanted {
+        if are_wanted {
             self.readiness.remove(&Part::Owner);
         }
         let plugins = self.plugins.len();
-        self.running.send_if_modified(|running| std::mem::replace(&mut running.plugins, plugins) != plugins);
+        self.plugin_status.send_if_modified(|status| std::mem::replace(&mut status.running, plugins) != plugins);
     }
 
     fn start_plugin(&mut self, resource: ResourceName) {
@@ -449,17 +458,17 @@ impl Node {
             metrics: self.plugin_metrics.clone(),
             readiness: self.readiness.clone(),
             events: self.events(),
-            chosen: self.chosen(),
+            chosen: self.choice_recorder(),
             renew: self.renew.subscribe(),
         };
         let plugin = Plugin::new(resource.clone(), Arc::clone(&self.kubelet), sources);
-        let (end, gate) = (self.shutdown.child_token(), self.gate.clone());
-        let waits = gate.as_ref().filter(|(ready, _)| !*ready.borrow());
+        let (end, condition) = (self.shutdown.child_token(), self.start_condition.clone());
+        let waits = condition.as_ref().filter(|(ready, _)| !*ready.borrow());
         let phase = waits.map_or(Phase::WaitingForKubelet.words(), |(_, phase)| phase);
         self.readiness.add(Part::Plugin(resource.clone()), phase);
         self.plugins.insert(resource.clone(), end.clone());
         self.spawn_until_done(&plugin_task(&resource), async move {
-            if let Some((mut ready, _)) = gate {
+            if let Some((mut ready, _)) = condition {
                 // An error means that the node is ending.
                 let _ = end.run_until_cancelled(ready.wait_for(|ready| *ready)).await;
             }
@@ -467,15 +476,16 @@ impl Node {
         });
     }
 
-    /// Starts to ask the kubelet for the devices of containers, once: the first device list depends on the answer.
+    /// Starts the task that asks the kubelet for the devices of containers, unless it runs. The first device list waits
+    /// for the answer.
     fn follow_holders(&mut self) {
         let Some(sources) = self.kubelet.holder_sources() else { return };
         if !self.follows_holders {
             self.follows_holders = true;
             let (holders, often, shutdown) = (self.holders.clone(), self.asks_often.subscribe(), self.shutdown());
-            let begun_anew = Arc::clone(&self.begun_anew);
+            let ask_now = Arc::clone(&self.ask_now);
             self.spawn_until_done("holders of devices", async move {
-                pod_resources::follow_holders(&sources, holders, often, begun_anew, shutdown).await;
+                pod_resources::follow_holders(&sources, holders, often, ask_now, shutdown).await;
                 Ok(())
             });
         }
@@ -483,30 +493,30 @@ impl Node {
 
     fn holders_changed(&mut self, holders: Holders) {
         for cause in self.checkpoint_trouble.replace(holders.without_init_containers) {
-            tracing::warn!(cause, "devices of init containers are unknown: the kubelet's checkpoint cannot be read");
+            tracing::warn!(cause, "cannot read the kubelet's checkpoint: devices of init containers are unknown");
         }
-        // A list from before the last one has ended may lack a pod to which that one gives a GPU.
+        // While the previous linkwise still serves, it may give a GPU to a pod that this list lacks.
         let is_early = self.readiness.all().contains_key(&Part::Predecessor);
         self.apply(Event::Holders(holders.held.map(|held| Holdings { is_early, ..held })));
     }
 
-    /// Returns true if the task that ended was a plugin of a withdrawn resource; then it is forgotten.
-    fn withdrawn(&mut self, task: &str) -> bool {
+    /// Forgets the plugin of a withdrawn resource. Returns true if the task that ended was one.
+    fn forget_withdrawn(&mut self, task: &str) -> bool {
         let ended = |(resource, end): (&ResourceName, &CancellationToken)| {
             (end.is_cancelled() && plugin_task(resource) == task).then(|| resource.clone())
         };
         let Some(resource) = self.plugins.iter().find_map(ended) else { return false };
         self.plugins.remove(&resource);
         self.plugin_metrics.withdrawn(&resource);
-        if self.running.borrow().wanted {
-            tracing::info!(%resource, "withdrawn: nothing of it is left on this node");
+        if self.plugin_status.borrow().is_wanted {
+            tracing::info!(%resource, "resource withdrawn: this node has no device of it any more");
         }
         self.match_plugins();
         true
     }
 
-    /// Shows each choice.
-    fn chosen(&self) -> kubelet::Chosen {
+    /// The function that publishes the report of each choice, and records it in the views.
+    fn choice_recorder(&self) -> kubelet::Chosen {
         let (last_report, views, clock) = (self.last_report.clone(), self.views.clone(), self.state.clock);
         Arc::new(move |resource, report, narrowed| {
             last_report.send_replace(Some(Arc::clone(report)));

@@ -20,7 +20,7 @@ pub struct GpuFailures(Family<[(&'static str, String); 2], Counter>);
 impl GpuFailures {
     /// Makes and registers the metric.
     pub fn register(registry: &mut Registry) -> Self {
-        Self(new(registry, "gpu_failures", "Times the GPU became unhealthy, or its first reason another"))
+        Self(new(registry, "gpu_failures", "Times the GPU became unhealthy, or its first reason changed"))
     }
 
     /// Counts a GPU that became unhealthy.
@@ -30,11 +30,11 @@ impl GpuFailures {
 }
 
 /// The most ids that one line of the log names; with more, the line has their number.
-const NAMED: usize = 8;
+const MAX_NAMED_IDS: usize = 8;
 
-/// The first of some ids, for a line of the log.
-pub fn some<T: ToString>(ids: &[T]) -> String {
-    few(ids, NAMED)
+/// The first ids of a list, for one line of the log.
+pub fn ids_for_log<T: ToString>(ids: &[T]) -> String {
+    few(ids, MAX_NAMED_IDS)
 }
 
 /// Shows the GPUs that are held through the other door than the node's, and logs each holder once.
@@ -52,17 +52,17 @@ pub fn held(state: &NodeState, readiness: &Readiness, reported: &mut Reported<St
     };
     let holders: BTreeSet<String> = held.values().filter_map(|reason| holder(reason)).collect();
     let (gpus, holders) = (held.len(), Vec::from_iter(holders));
-    let phase = if holders.is_empty() { "waiting for the kubelet's lists" } else { "waiting for the holders' ends" };
-    let of = if holders.is_empty() { String::new() } else { format!(", of {}", some(&holders)) };
-    readiness.note(Part::Held, phase, format!("GPUs: {gpus}{of}"));
+    let phase = if holders.is_empty() { "waiting for the kubelet's lists" } else { "waiting for the holders to end" };
+    let by = if holders.is_empty() { String::new() } else { format!(", held by {}", ids_for_log(&holders)) };
+    readiness.note(Part::Held, phase, format!("GPUs: {gpus}{by}"));
     let news = reported.replace(holders);
     if !news.is_empty() {
-        let (door, holders) = (state.offers().plan().door.label(), some(&news));
-        tracing::info!(gpus, door, holders, "GPUs are held through the other door, and offered when their holders end");
+        let (door, holders) = (state.offers().plan().door.label(), ids_for_log(&news));
+        tracing::info!(gpus, door, holders, "GPUs are held through the other door: offered when their holders end");
     }
 }
 
-/// Shows the parts of the configuration that this node cannot offer. While something else is offered the node is ready.
+/// Shows the parts of the configuration that this node cannot offer. The node is ready while it offers anything else.
 pub fn plan(state: &NodeState, readiness: &Readiness) {
     let problems: Vec<String> = state.offers().faults().map(ToString::to_string).collect();
     let has_gpus = !state.topology().gpus().is_empty();
@@ -70,7 +70,7 @@ pub fn plan(state: &NodeState, readiness: &Readiness) {
         _ if !has_gpus => readiness.remove(&Part::Plan),
         (true, true) => readiness.remove(&Part::Plan),
         (true, false) => readiness.note(Part::Plan, "offered in part", problems.join("; ")),
-        // What waits for an MPS daemon, or for rights to DRA, is told by these.
+        // The MPS daemons, and DRA without its rights, report their own trouble.
         _ if !state.mps_shares().is_empty() || state.offers().plan().door == Door::Dra => readiness.remove(&Part::Plan),
         (false, false) => readiness.refuse(Part::Plan, "nothing can be offered", problems.join("; ")),
         (false, true) => readiness.refuse(Part::Plan, "nothing is offered", "every GPU is left out".to_owned()),

@@ -17,7 +17,7 @@ use tokio::time::{sleep, timeout};
 use super::{KitArgs, LIMIT, Report};
 
 /// The log's words about an XID that an application caused (13 and 31 in docs/health.md).
-pub(super) const HARMLESS: &str = "an XID that is no fault of the GPU";
+pub(super) const HARMLESS: &str = "the XID is not a fault of the GPU";
 
 /// `linkwise run`. Dropping it kills it.
 pub(super) struct Linkwise {

@@ -20,7 +20,7 @@ impl Node {
     fn show(&mut self, state: NodeState) {
         self.state.current = state;
         self.state.publish();
-        self.published();
+        self.follow_published();
     }
 }
 
@@ -48,7 +48,7 @@ async fn withdraws(node: &mut Node) -> bool {
     let ended = timeout(Duration::from_secs(20), node.tasks.join_next()).await.unwrap();
     let (name, result) = ended.unwrap().unwrap();
     result.unwrap();
-    node.withdrawn(&name)
+    node.forget_withdrawn(&name)
 }
 
 #[tokio::test]
@@ -84,7 +84,7 @@ async fn no_plugin_before_the_holders_were_asked() {
     let observed = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
     let first = observed.gpus[0].uuid.clone();
     node.apply(Event::Observed(Box::new(observed)));
-    assert!(node.follows_holders, "it asks what it waits for");
+    assert!(node.follows_holders, "the kubelet is asked for the holders");
     node.apply(Event::Polled([(first, Default::default())].into()));
     assert!(node.plugins.is_empty());
     node.apply(Event::Holders(None));
@@ -102,20 +102,20 @@ async fn trouble_of_a_withdrawn_plugin_is_forgotten() {
 }
 
 #[tokio::test]
-async fn new_owner_keeps_claims_that_are_told_right_after_the_order_to_adopt() {
+async fn claims_entered_right_after_adopt_are_kept() {
     let folder = tempfile::tempdir().unwrap();
-    // The loop takes the one or the other by chance.
+    // The loop picks one of its channels at random.
     for _ in 0..20 {
         let mut node = Node::start(settings(folder.path())).await.unwrap();
         node.stand_by();
         node.apply(observed());
-        let (orders, book, snapshot) = (node.orders.0.clone(), node.book(), node.snapshot());
-        orders.send(Order::Adopt(None, None)).await.unwrap();
+        let (orders, book, snapshot) = (node.order_sender.clone(), node.book(), node.snapshot());
+        orders.send(Order::Adopt { record: None, owner_scan: None }).await.unwrap();
         let claim = ClaimName { uid: "1".to_owned(), ..ClaimName::default() };
         let prepared = PreparedClaim { claim, ..PreparedClaim::default() };
         let both_are_taken = async {
             book.change(|_| Event::Prepared(vec![prepared])).await;
-            while orders.capacity() < ORDERS {
+            while orders.capacity() < MAX_ORDERS {
                 tokio::task::yield_now().await;
             }
         };
@@ -128,7 +128,7 @@ async fn new_owner_keeps_claims_that_are_told_right_after_the_order_to_adopt() {
 }
 
 #[tokio::test]
-async fn kubelet_is_asked_soon_after_a_claim_ends_that_held_a_gpu_of_the_other_door() {
+async fn kubelet_is_asked_soon_after_foreign_claim_ends() {
     let folder = tempfile::tempdir().unwrap();
     let mut node = Node::start(settings(folder.path())).await.unwrap();
     node.apply(observed());
@@ -144,14 +144,14 @@ async fn kubelet_is_asked_soon_after_a_claim_ends_that_held_a_gpu_of_the_other_d
 
 /// The kubelet goes on listing a claim for a while after its Unprepare.
 #[tokio::test]
-async fn kubelet_is_asked_soon_after_a_claim_of_ours_ends_under_the_device_plugin() {
+async fn kubelet_is_asked_soon_after_own_claim_ends() {
     let folder = tempfile::tempdir().unwrap();
     let mut node = Node::start(settings(folder.path())).await.unwrap();
     let gpu = linkwise_host::machines::load("dgx1-v100").unwrap().observed.gpus[0].uuid.clone();
     let device = serde_json::json!({"request": "gpus", "pool": "n", "device": "gpu-0", "gpu": gpu, "cdi": []});
     let prepared = serde_json::from_value(serde_json::json!({"devices": [device]})).unwrap();
     let claim = ClaimName { namespace: "ml".to_owned(), name: "a".to_owned(), uid: "1".to_owned() };
-    // The process before offered it through DRA.
+    // The previous process offered the GPU through DRA.
     let record = HealthRecord { dra: [gpu.clone()].into(), ..node.state.current.record() };
     node.apply(Event::Restored(Box::new(record)));
     node.apply(Event::Prepared(vec![PreparedClaim { claim, prepared, ..PreparedClaim::default() }]));
@@ -173,12 +173,12 @@ async fn state_made_again_keeps_the_book_of_claims() {
     node.apply(observed());
     let claim = ClaimName { uid: "1".to_owned(), ..ClaimName::default() };
     node.apply(Event::Prepared(vec![PreparedClaim { claim, ..PreparedClaim::default() }]));
-    node.perform(Order::Adopt(None, None));
+    node.perform(Order::Adopt { record: None, owner_scan: None });
     let ledger = node.state.current.ledger();
     assert!(ledger.prepared("1").is_some() && ledger.has_all_claims());
-    // A process that has handed them over does not take them for its own.
+    // A process that has handed its claims over does not keep them.
     node.apply(Event::ClaimsHandedOver);
-    node.perform(Order::Adopt(None, None));
+    node.perform(Order::Adopt { record: None, owner_scan: None });
     assert!(!node.state.current.ledger().has_all_claims());
 }
 
@@ -193,7 +193,7 @@ async fn withdrawn_resource_gets_a_new_plugin_when_back() {
     ready(&node, serving).await;
     let connected = |node: &Node| node.metrics.encode().unwrap().contains("linkwise_kubelet_connected{");
     assert!(connected(&node));
-    // Nothing of the resource is left: the session closes and nothing else ends.
+    // No device of the resource is left: the session closes and nothing else ends.
     node.show(NodeState::default());
     ready(&node, |answer| answer.unwrap_err()[0].contains("not been discovered")).await;
     // The resource comes back before its plugin has ended: the next plugin waits for that.
@@ -214,7 +214,7 @@ async fn withdrawn_resource_gets_a_new_plugin_when_back() {
 }
 
 #[tokio::test]
-async fn one_of_two_claims_that_ask_together_gets_hardware_once_the_state_is_open() {
+async fn one_of_two_waiting_claims_gets_the_hardware() {
     let folder = tempfile::tempdir().unwrap();
     let health = HealthSettings { await_first_poll: true, ..HealthSettings::default() };
     let mut node = Node::start(NodeSettings { health, ..settings(folder.path()) }).await.unwrap();

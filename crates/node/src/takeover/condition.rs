@@ -7,7 +7,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
-use crate::node::succession::Running;
+use crate::node::standby::PluginStatus;
 use crate::readiness::Readiness;
 use crate::takeover::machine::{Input, Stage, TakeoverMachine};
 use linkwise_core::state::NodeState;
@@ -27,7 +27,7 @@ const HELD: Duration = Duration::from_millis(500);
 pub struct Facts {
     pub snapshot: watch::Receiver<Arc<NodeState>>,
     pub readiness: Readiness,
-    pub running: watch::Receiver<Running>,
+    pub running: watch::Receiver<PluginStatus>,
     pub calls: HeldCalls,
 }
 
@@ -77,7 +77,7 @@ impl Facts {
                 true
             }
             Stage::Ending => {
-                let ended = Running { wanted: false, plugins: 0 };
+                let ended = PluginStatus { is_wanted: false, running: 0 };
                 self.running.wait_for(|running| *running == ended).await.is_ok()
             }
             _ => false,

@@ -24,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::keeper::{self, Keeper};
 use crate::node::Node;
-use crate::node::succession::Order;
+use crate::node::standby::Order;
 use crate::readiness::Part;
 use crate::takeover::condition::Facts;
 use crate::takeover::lock::{Lock, Place};
@@ -98,7 +98,7 @@ impl Position {
             Self::Owner(place, lock) => {
                 if lock.is_none() {
                     // It may have to stand by yet.
-                    node.remember();
+                    node.log_events();
                 }
                 (place, lock, Some(false), TakeoverMachine::owner())
             }
@@ -112,7 +112,7 @@ impl Position {
             place,
             lock,
             takes_over,
-            orders: node.orders.0.clone(),
+            orders: node.order_sender.clone(),
             dra: node.offers_dra.clone(),
             claims: node.claims.clone(),
             claims_ends: Vec::new(),
@@ -121,7 +121,7 @@ impl Position {
             facts: Facts {
                 snapshot: node.snapshot(),
                 readiness: node.readiness.clone(),
-                running: node.running.subscribe(),
+                running: node.plugin_status.subscribe(),
                 calls: node.kubelet.calls.clone(),
             },
             records: node.records.subscribe(),
@@ -499,7 +499,7 @@ impl Takeover {
                 };
                 let seen = self.seen.as_ref().filter(|_| self.machine.takes_place()).map(|(seen, _)| seen.clone());
                 let inherits = seen.is_some();
-                self.order(Order::Adopt(record, seen)).await?;
+                self.order(Order::Adopt { record, owner_scan: seen }).await?;
                 if inherits {
                     // Claims that wait go on next, and find the GPUs in the snapshot.
                     let sees = self.facts.snapshot.wait_for(|state| !state.topology().gpus().is_empty());
