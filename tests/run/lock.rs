@@ -60,7 +60,7 @@ async fn owner_that_could_have_no_lock_takes_it_later() {
     let world = World::of(setup, KUBELETS[0]);
     let kubelet = &world.kubelet;
     let first = world.spawn("first");
-    first.said("no lock can be had").await;
+    first.said("cannot lock the state folder").await;
     registered(kubelet, 1, GPUS.len()).await;
     // Now it can, and another process has the lock.
     let other = folder.with_file_name("other");

@@ -15,25 +15,26 @@ use linkwise_kubelet::device_plugin::HeldCalls;
 use linkwise_nvml::supervisor::Idle;
 use linkwise_system::or_never;
 
-/// The time for which a new owner may register its plugins once more.
-const SETTLED: Duration = Duration::from_secs(3);
-/// The time for which a standby that serves waits for a call of the kubelet to hold, before it makes the owner end.
-const QUIET: Duration = Duration::from_millis(200);
-/// The longest time for which calls are held; the end of the owner's plugins takes some milliseconds.
-const HELD: Duration = Duration::from_millis(500);
+/// The longest time that a new owner waits until its plugins have registered again, before it hands over itself.
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(3);
+/// The longest time that a standby whose plugins serve waits for a call of the kubelet to hold, before the owner's
+/// plugins end.
+const CALL_TIMEOUT: Duration = Duration::from_millis(200);
+/// The longest time that calls are held. The end of the owner's plugins takes some milliseconds.
+const MAX_HOLD: Duration = Duration::from_millis(500);
 
-/// The facts on which the conditions of the stages depend.
+/// The sources of the facts on which the conditions of the stages depend.
 #[derive(Clone)]
 pub struct Facts {
     pub snapshot: watch::Receiver<Arc<NodeState>>,
     pub readiness: Readiness,
-    pub running: watch::Receiver<PluginStatus>,
+    pub plugin_status: watch::Receiver<PluginStatus>,
     pub calls: HeldCalls,
 }
 
 impl Facts {
-    /// Waits for the next input of the stage that is no word and no deadline. `is_empty_handed`: there is nothing to
-    /// register.
+    /// Waits until the condition of the machine's stage is met, and returns that as an input. Messages and deadlines
+    /// are the executor's. `is_empty_handed`: this process has nothing to register.
     pub async fn condition(
         mut self,
         machine: &TakeoverMachine,
@@ -42,15 +43,15 @@ impl Facts {
     ) -> Input {
         // If a sender is gone, the node is ending.
         let is_met = match machine.stage() {
-            Stage::StandingBy if machine.sees() != Some(true) => {
+            Stage::StandingBy if machine.sees_gpus() != Some(true) => {
                 let has_none = |readiness: &Readiness| matches!(*readiness.idle().borrow(), Idle::NoGpu(_));
-                let sees = tokio::select! {
+                let sees_gpus = tokio::select! {
                     biased;
                     Ok(_) = self.snapshot.wait_for(|state| state.offers_any()) => true,
                     () = until(&self.readiness, has_none) => true,
-                    () = until(&self.readiness, Readiness::sees_nothing), if machine.sees().is_none() => false,
+                    () = until(&self.readiness, Readiness::sees_nothing), if machine.sees_gpus().is_none() => false,
                 };
-                return Input::Sees(sees);
+                return Input::SeesGpus(sees_gpus);
             }
             Stage::Joining => {
                 until(&self.readiness, Readiness::is_dra_called).await;
@@ -66,8 +67,8 @@ impl Facts {
                 .await;
                 // While this process holds a call, the kubelet makes no other call, and so none to the plugin that is
                 // about to end.
-                self.calls.hold(HELD);
-                let _ = timeout(QUIET, self.calls.any()).await;
+                self.calls.hold(MAX_HOLD);
+                let _ = timeout(CALL_TIMEOUT, self.calls.any()).await;
                 true
             }
             Stage::Draining => {
@@ -78,27 +79,27 @@ impl Facts {
             }
             Stage::Ending => {
                 let ended = PluginStatus { is_wanted: false, running: 0 };
-                self.running.wait_for(|running| *running == ended).await.is_ok()
+                self.plugin_status.wait_for(|status| *status == ended).await.is_ok()
             }
             _ => false,
         };
         if is_met { Input::Met } else { std::future::pending().await }
     }
 
-    /// Waits until a new owner's plugins have no plugin before them. They register once more then: this must not come
-    /// after the registrations of the next owner, which it would displace.
+    /// Waits until a new owner's plugins have no plugin before them any more, and have registered again. Later, that
+    /// registration would displace those of the next owner.
     pub async fn settled(self, owning: Instant) {
         tokio::select! {
             () = until(&self.readiness, |readiness| readiness.has_plugins(true)) => {}
-            () = sleep_until(owning + SETTLED) => {}
+            () = sleep_until(owning + SETTLE_TIMEOUT) => {}
         }
     }
 }
 
-/// Waits until something is true of the readiness.
-async fn until(readiness: &Readiness, is_so: impl Fn(&Readiness) -> bool) {
+/// Waits until the predicate is true.
+async fn until(readiness: &Readiness, predicate: impl Fn(&Readiness) -> bool) {
     let (mut news, mut idle) = (readiness.news(), readiness.idle().subscribe());
-    while !is_so(readiness) {
+    while !predicate(readiness) {
         tokio::select! {
             () = or_never(news.changed()) => {}
             () = or_never(idle.changed()) => {}

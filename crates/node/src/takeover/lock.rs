@@ -1,7 +1,7 @@
 //! The lock of the state folder, and the owner that its file names.
 //!
-//! A lock belongs to the open file, and several processes may have that file. After one process has passed it to
-//! another, the lock is held until both have closed it. The lock ends by closing alone.
+//! A lock belongs to an open file, which several processes may have. After one process has passed the file to another,
+//! the lock is held until both have closed the file. Nothing else ends the lock.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
@@ -20,13 +20,13 @@ use linkwise_system::files;
 const FILE: &str = "owner.lock";
 /// The longest content that is read, in bytes.
 const MAX_CONTENT: u64 = 1 << 16;
-/// The number of pods that handed over and are remembered.
-const RETIRED: usize = 16;
-/// The longest time that a process waits for the disk to give the lock, before it does something else.
-const LIMIT: Duration = Duration::from_secs(2);
+/// The most pods that handed over and are kept in the file.
+const MAX_RETIRED: usize = 16;
+/// The longest time that one call waits for the disk to answer an attempt to take the lock.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The owner of the lock, and the pods that handed it over: a line for people, which keeps a pod from taking over
-/// twice.
+/// The content of the lock's file: the owner, and the pods that handed over. It keeps a pod from taking over twice, and
+/// people may read it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Owner {
@@ -38,7 +38,7 @@ pub struct Owner {
 }
 
 impl Owner {
-    /// Reads the owner in the file. A file that cannot be read, or was cut off, names none.
+    /// Reads the file. A file that cannot be read, or was cut off, names no owner.
     fn at(folder: &Path) -> Self {
         let mut text = String::new();
         let file = File::open(folder.join(FILE));
@@ -52,15 +52,14 @@ impl Owner {
         if self.pod != pod {
             self.retired.retain(|retired| *retired != self.pod && *retired != pod);
             self.retired.extend(Some(self.pod).filter(|pod| !pod.is_empty()));
-            let surplus = self.retired.len().saturating_sub(RETIRED);
+            let surplus = self.retired.len().saturating_sub(MAX_RETIRED);
             self.retired.drain(..surplus);
         }
         (self.pod, self.version) = (pod.to_owned(), version.to_owned());
         self
     }
 
-    /// Returns true if this pod has handed over: a process of it that starts again does not take over from a living
-    /// one.
+    /// Returns true if this pod has handed over. A new process of such a pod does not take over from a living owner.
     fn is_retired(&self, pod: &str) -> bool {
         !pod.is_empty() && self.retired.iter().any(|retired| retired == pod)
     }
@@ -71,8 +70,8 @@ impl Owner {
 pub struct Lock(File);
 
 impl Lock {
-    /// Takes the lock of a state folder; makes the folder where it is missing. `None`: another process holds it. Fails
-    /// with `NotFound` if the folder above is missing. It may block as long as the disk does.
+    /// Takes the lock of a state folder; makes the folder if it is missing. `None`: another process holds the lock.
+    /// Fails with `NotFound` if the folder above is missing. The call may block as long as the disk does.
     pub fn try_take(folder: &Path) -> io::Result<Option<Self>> {
         files::make_private(folder)?;
         let mut options = OpenOptions::new();
@@ -84,6 +83,7 @@ impl Lock {
         }
     }
 
+    /// The lock that the owner passed over the takeover socket.
     pub fn passed(file: OwnedFd) -> Self {
         Self(file.into())
     }
@@ -103,36 +103,36 @@ impl AsFd for Lock {
     }
 }
 
-/// The lock, if this process got it, and its owner otherwise.
+/// The lock if this process got it, and the content of the lock's file.
 type Attempt = io::Result<(Option<Lock>, Owner)>;
 
-/// The state folder, and the process that shares it with others.
+/// The state folder as this process uses it; the executor of the takeover owns it.
 #[derive(Debug)]
-pub struct Place {
-    pub folder: PathBuf,
+pub struct StateFolder {
+    pub path: PathBuf,
     /// The UID of this process's pod.
     pub pod: String,
-    /// The owner that the lock's file named last.
+    /// The content of the lock's file, as it was read last.
     owner: Owner,
-    limit: Duration,
-    /// The attempt that is under way: it keeps a thread for as long as the disk does not answer, so there is one.
+    timeout: Duration,
+    /// The attempt that is under way. There is one at a time, because it keeps a thread until the disk answers.
     attempt: Option<JoinHandle<Attempt>>,
 }
 
-impl Place {
-    pub fn new(folder: PathBuf, pod: &str) -> Self {
-        Self { folder, pod: pod.to_owned(), owner: Owner::default(), limit: LIMIT, attempt: None }
+impl StateFolder {
+    pub fn new(path: PathBuf, pod: &str) -> Self {
+        Self { path, pod: pod.to_owned(), owner: Owner::default(), timeout: LOCK_TIMEOUT, attempt: None }
     }
 
-    /// Tries to take the lock, or waits for the attempt that is under way. `None`: the disk has not answered in time; the
-    /// attempt goes on, and the next call has its result. `Ok(None)`: another process holds the lock. Cancel-safe.
+    /// Tries to take the lock, or waits for the attempt that is under way. `None`: the disk has not answered in time;
+    /// the attempt goes on, and the next call has its result. `Ok(None)`: another process holds the lock. Cancel-safe.
     pub async fn try_take(&mut self) -> Option<io::Result<Option<Lock>>> {
-        let folder = &self.folder;
+        let path = &self.path;
         let attempt = self.attempt.get_or_insert_with(|| {
-            let folder = folder.clone();
-            spawn_blocking(move || Ok((Lock::try_take(&folder)?, Owner::at(&folder))))
+            let path = path.clone();
+            spawn_blocking(move || Ok((Lock::try_take(&path)?, Owner::at(&path))))
         });
-        let ended = timeout(self.limit, attempt).await.ok()?;
+        let ended = timeout(self.timeout, attempt).await.ok()?;
         self.attempt = None;
         Some(ended.unwrap_or_else(|error| Err(io::Error::other(error))).map(|(lock, owner)| {
             self.owner = owner;
@@ -140,19 +140,20 @@ impl Place {
         }))
     }
 
-    /// Returns true if this process takes over from the owner: a pod that has handed over does not.
-    pub fn takes_over(&self) -> bool {
+    /// Returns true if this process can take over from the owner: its pod has not handed over before. Logs the owner.
+    pub fn can_take_over(&self) -> bool {
         let takes_over = !self.owner.is_retired(&self.pod);
         let Owner { pod, version, .. } = &self.owner;
         tracing::info!(pod, version, takes_over, "another linkwise serves this node: standing by");
         takes_over
     }
 
-    /// Writes this process beside the lock. Without that line, a pod that handed over may take over once more.
+    /// Writes this process into the lock's file, as the owner. If that fails, a pod that handed over may take over
+    /// again.
     pub fn write_owner(&mut self, lock: &mut Lock) {
         let owner = std::mem::take(&mut self.owner).succeeded_by(&self.pod, VERSION);
         if let Err(error) = lock.write(&owner) {
-            tracing::warn!(folder = %self.folder.display(), %error, "cannot write who serves this node");
+            tracing::warn!(folder = %self.path.display(), %error, "cannot write the owner into owner.lock");
         }
         self.owner = owner;
     }
@@ -190,11 +191,11 @@ mod tests {
         for pod in 0..100 {
             owner = owner.succeeded_by(&format!("pod {pod}"), "3");
         }
-        assert_eq!(owner.retired.len(), RETIRED);
+        assert_eq!(owner.retired.len(), MAX_RETIRED);
     }
 
     #[test]
-    fn broken_content_says_nothing() {
+    fn broken_content_names_no_owner() {
         let folder = tempfile::tempdir().unwrap();
         for text in ["", "{", "[]", "{\"pod\": 1}"] {
             std::fs::write(folder.path().join(FILE), text).unwrap();
@@ -205,25 +206,25 @@ mod tests {
 
     #[tokio::test]
     async fn hung_disk_has_one_attempt_whose_result_counts() {
-        let folder = tempfile::tempdir().unwrap();
-        let lock = Lock::try_take(folder.path()).unwrap();
-        let mut place = Place { limit: Duration::from_millis(5), ..Place::new(folder.path().to_owned(), "pod") };
+        let temporary = tempfile::tempdir().unwrap();
+        let path = temporary.path().to_owned();
+        let lock = Lock::try_take(&path).unwrap();
+        let mut folder = StateFolder { timeout: Duration::from_millis(5), ..StateFolder::new(path.clone(), "pod") };
         let (hung, disk) = std::sync::mpsc::channel::<()>();
-        let at = folder.path().to_owned();
         let attempt = spawn_blocking(move || {
             let _ = disk.recv();
-            Ok((Lock::try_take(&at)?, Owner::at(&at)))
+            Ok((Lock::try_take(&path)?, Owner::at(&path)))
         });
         let id = attempt.id();
-        place.attempt = Some(attempt);
+        folder.attempt = Some(attempt);
         for _ in 0..20 {
-            assert!(place.try_take().await.is_none());
-            assert_eq!(place.attempt.as_ref().unwrap().id(), id);
+            assert!(folder.try_take().await.is_none());
+            assert_eq!(folder.attempt.as_ref().unwrap().id(), id);
         }
         drop((lock, hung));
-        place.limit = LIMIT;
-        let taken = place.try_take().await.unwrap().unwrap();
-        assert!(taken.is_some() && place.attempt.is_none());
-        assert!(place.try_take().await.unwrap().unwrap().is_none(), "it is taken");
+        folder.timeout = LOCK_TIMEOUT;
+        let taken = folder.try_take().await.unwrap().unwrap();
+        assert!(taken.is_some() && folder.attempt.is_none());
+        assert!(folder.try_take().await.unwrap().unwrap().is_none(), "it is taken");
     }
 }

@@ -1,28 +1,28 @@
 //! The state machine of a takeover, for both sides: `step(input, now) -> actions`, and the duties of each stage. A
-//! process stands by, takes over, serves, and is taken over from.
+//! process stands by, takes over, serves, and hands over.
 //!
-//! Pure: no I/O, no clock. The executor is its one caller: it feeds inputs, performs actions, and does what the stage's
-//! duties are. The standby keeps the deadlines. The owner answers, and goes on when the connection ends, or when a
-//! standby that has the lock does not serve in time.
-//! docs/life-cycle.md has the picture; the tests beside this file let two machines speak over a wire that loses the
-//! end of everything.
+//! Pure: no I/O, no clock. The executor is its one caller: it feeds inputs, performs actions, and gives the node's
+//! tasks the duties of the stage. The standby keeps the deadlines. The owner answers, and goes on serving if the
+//! connection ends, or if a standby that has the lock does not serve in time. docs/life-cycle.md has the picture. The
+//! tests connect two machines, and end either of them at each step.
 
 use std::time::Duration;
 
-use super::wire::Word;
+use super::wire::Message;
 use linkwise_core::backoff::Backoff;
 
-/// The time for the kubelet to register our DRA plugin beside the owner's. After it the takeover goes on without.
+/// The longest time for the kubelet to register our DRA plugin beside the owner's. The takeover then goes on anyway.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
-/// The owner's time to finish the calls for claims that it has begun, longer than the kubelet waits for one.
+/// The longest time for the owner to finish its calls for claims, longer than the kubelet waits for a call.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(60);
-/// The time between the owner's record and the registration of our plugins.
+/// The longest time from the owner's record to the registration of our plugins.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
-/// The owner's patience after it handed over the record, longer than [`START_TIMEOUT`].
+/// The longest time that the owner waits for the standby's plugins after it handed over the record. It is longer than
+/// [`START_TIMEOUT`].
 const YIELD_TIMEOUT: Duration = Duration::from_secs(60);
 /// The pauses after takeovers that failed.
 const PAUSES: Backoff = Backoff::new(Duration::from_secs(10), Duration::from_secs(600));
-/// The pause after a refusal: the owner's driver may fail later.
+/// The pause after a refusal. The standby asks again, because the owner's driver may have failed by then.
 const REFUSED_DELAY: Duration = Duration::from_secs(5);
 
 /// A stage of a process, with the condition for [`Input::Met`].
@@ -35,15 +35,15 @@ pub enum Stage {
     Joining,
     /// The owner finishes the calls for claims that it has; new ones wait at our DRA plugin.
     Receiving,
-    /// The owner handed over record and lock, and its plugins serve still. Met when ours are registered and outlast the
-    /// end of the owner's.
+    /// The owner handed over record and lock, and its plugins still serve. Met when our plugins are registered, so that
+    /// the kubelet keeps them when the owner's plugins end.
     Starting,
     /// Our plugins serve, and the owner's are ending.
     Waiting,
     /// This process is the owner.
     Owning,
-    /// A standby's DRA plugin has the kubelet's new calls. Met when ours has none any more, and writes nothing for
-    /// claims.
+    /// A standby's DRA plugin gets the kubelet's new calls. Met when our DRA plugin has no call any more and writes
+    /// nothing for claims.
     Draining,
     /// A standby has record and lock; our plugins serve.
     Yielding,
@@ -71,16 +71,16 @@ pub struct Duties {
 pub enum Input {
     /// The lock was free, and this process has it.
     Free,
-    /// Another process has the lock, and this process learns it late: its disk hung, or could not have a lock. A
-    /// `successor` takes over.
-    Held { successor: bool },
+    /// Another process has the lock, and this process learns that late, because its disk hung or could not lock the
+    /// folder. If it `can_take_over`, it will.
+    Held { can_take_over: bool },
     /// This process knows the node's GPUs; false: it sees none, because the driver fails or is released.
-    Sees(bool),
-    /// The owner can be asked.
+    SeesGpus(bool),
+    /// A connection to the owner exists.
     Connected,
     /// The owner hands over, once our DRA plugin is registered.
     Agreed,
-    /// The owner has the driver and keeps its place, or takes back what it gave.
+    /// The owner has the driver and keeps its place, or takes the node back.
     Refused,
     /// The owner handed over its record and the lock.
     Record,
@@ -92,24 +92,24 @@ pub enum Input {
     TheyServe,
     /// The condition of the [`Stage`] is met.
     Met,
-    /// The connection to the other side is gone, or the other side sent something else than a word.
+    /// The connection to the other side is gone, or the other side sent an invalid message.
     Lost,
     /// The moment of [`TakeoverMachine::wake`] has come.
     Tick,
 }
 
-/// An order to the executor. Orders are carried out in sequence: after the duties that end, before those that begin.
+/// An order to the executor, which first ends duties, then carries the orders out in sequence, then begins duties.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Ask to take over; see [`TakeoverMachine::takes_place`].
     Ask,
-    /// Hand over the record with the lock, which is kept too.
+    /// Hand over the record and the lock; this process holds the lock, too, until it retires.
     HandOver,
-    /// Say one of the other words.
-    Say(Word),
-    /// Restore the node's state from the record that came, or else from the file.
+    /// Send one of the other messages.
+    Send(Message),
+    /// Restore the node's state from the record that the owner handed over, or else from the file.
     Adopt,
-    /// Have the plugins register again: another one may have registered over them.
+    /// Have the plugins register again, because another process may have registered over them.
     Renew,
     /// The takeover is over: hang up, and report it.
     End(Outcome),
@@ -130,22 +130,22 @@ pub enum Outcome {
     WentOn,
 }
 
-/// The state of one process.
+/// The state of one process in takeovers. Only [`Self::step`] changes it.
 #[derive(Clone, Debug, Default)]
 pub struct TakeoverMachine {
     stage: Stage,
-    /// True if the process takes over from a living owner.
-    successor: bool,
+    /// True if the process can take over from a living owner.
+    can_take_over: bool,
     /// True if this process knows the node's GPUs, false if it sees none; `None` while it looks.
-    sees: Option<bool>,
+    sees_gpus: Option<bool>,
     /// True if the process asked last for the place of an owner without a driver.
-    place: bool,
+    takes_place: bool,
     /// True if the owner refused, or a takeover failed.
-    refused: bool,
-    connected: bool,
-    /// True while the owner has to answer.
-    asked: bool,
-    until: Option<Duration>,
+    was_refused: bool,
+    is_connected: bool,
+    /// True while the owner has to answer a request.
+    awaits_answer: bool,
+    deadline: Option<Duration>,
     pauses: Backoff,
     /// The actions of the present step, in order.
     actions: Vec<Action>,
@@ -154,12 +154,12 @@ pub struct TakeoverMachine {
 impl TakeoverMachine {
     /// A process that serves from its start.
     pub fn owner() -> Self {
-        Self { stage: Stage::Owning, sees: Some(true), ..Self::standby(false) }
+        Self { stage: Stage::Owning, sees_gpus: Some(true), ..Self::standby(false) }
     }
 
-    /// A process that found the lock held; a `successor` asks the owner, once it could serve.
-    pub fn standby(successor: bool) -> Self {
-        Self { successor, pauses: PAUSES, ..Self::default() }
+    /// A process that found the lock held. If it `can_take_over`, it asks the owner as soon as it could serve.
+    pub fn standby(can_take_over: bool) -> Self {
+        Self { can_take_over, pauses: PAUSES, ..Self::default() }
     }
 
     /// The current stage.
@@ -187,63 +187,65 @@ impl TakeoverMachine {
     }
 
     /// Returns true if this process knows the node's GPUs, false if it sees none; `None` while it looks.
-    pub fn sees(&self) -> Option<bool> {
-        self.sees
+    pub fn sees_gpus(&self) -> Option<bool> {
+        self.sees_gpus
     }
 
     /// Returns true if this process sees no GPU, and asked for the place of an owner without a driver.
     pub fn takes_place(&self) -> bool {
-        self.place
+        self.takes_place
     }
 
-    /// Returns true if NVML that cannot be initialised may end this process. A successor asks for the owner's place
-    /// before.
+    /// Returns true if this process may end because it cannot initialise NVML. A process that can take over first asks
+    /// for the owner's place.
     pub fn may_end(&self) -> bool {
         match self.stage {
-            Stage::StandingBy => !self.successor || self.sees == Some(false) && (self.refused || !self.connected),
-            Stage::Owning | Stage::Retired => true,
+            Stage::StandingBy if self.can_take_over => {
+                self.sees_gpus == Some(false) && (self.was_refused || !self.is_connected)
+            }
+            Stage::StandingBy | Stage::Owning | Stage::Retired => true,
             _ => false,
         }
     }
 
-    /// The time at which an [`Input::Tick`] is due; `None`: not before another input.
+    /// The time at which an [`Input::Tick`] is due, if any.
     pub fn wake(&self) -> Option<Duration> {
-        self.until
+        self.deadline
     }
 
-    /// Takes an input into account; returns what has to be done, in order. An input that the stage does not expect
-    /// changes nothing.
+    /// Processes an input; returns the actions to carry out, in order. An input that the stage does not expect changes
+    /// nothing.
     pub fn step(&mut self, input: Input, now: Duration) -> Vec<Action> {
         match (self.stage, input) {
-            (_, Input::Tick) if self.until.is_none_or(|until| now < until) => {}
-            (_, Input::Sees(sees)) => {
-                self.sees = Some(sees);
+            (_, Input::Tick) if self.deadline.is_none_or(|deadline| now < deadline) => {}
+            (_, Input::SeesGpus(sees_gpus)) => {
+                self.sees_gpus = Some(sees_gpus);
                 self.ask_if_due(now);
             }
             (Stage::StandingBy | Stage::Joining | Stage::Receiving, Input::Free) => {
-                // The owner died, and did not give up its place.
-                self.place = false;
+                // The owner died, so this process does not take its place by agreement.
+                self.takes_place = false;
                 self.actions.push(Action::Adopt);
                 self.own(Outcome::Succeeded);
             }
             (Stage::StandingBy, input) => self.standing_by(input, now),
             (Stage::Joining, Input::Met | Input::Tick) => {
                 self.enter(Stage::Receiving, Some(now + DRAIN_TIMEOUT));
-                self.say(Word::Joined);
+                self.send(Message::Joined);
             }
             (Stage::Receiving, Input::Record) => {
                 self.enter(Stage::Starting, Some(now + START_TIMEOUT));
                 self.actions.push(Action::Adopt);
             }
-            // It was handed nothing.
+            // The owner has handed over nothing yet.
             (Stage::Joining | Stage::Receiving, Input::Lost) => {
-                self.connected = false;
+                self.is_connected = false;
                 self.enter(Stage::StandingBy, None);
             }
             (Stage::Starting, Input::Met) => {
                 // Without a deadline: the owner's plugins may be ending already.
                 self.enter(Stage::Waiting, None);
-                self.say(Word::Serving);
+                self.send(Message::Serving);
             }
             // The owner has died. This process has the lock, and begins or serves already.
             (Stage::Starting, Input::Lost) => self.own(Outcome::Succeeded),
@@ -251,26 +253,26 @@ impl TakeoverMachine {
             (Stage::Joining | Stage::Receiving | Stage::Starting | Stage::Waiting, Input::Refused | Input::Tick) => {
                 self.fail(now);
             }
-            // It served without the lock.
-            (Stage::Owning, Input::Held { successor }) => {
-                self.successor = successor;
+            // This process served without the lock.
+            (Stage::Owning, Input::Held { can_take_over }) => {
+                self.can_take_over = can_take_over;
                 self.fail(now);
             }
-            (Stage::Owning, Input::TakeOver) => self.say(Word::Agreed),
+            (Stage::Owning, Input::TakeOver) => self.send(Message::Agreed),
             (Stage::Owning, Input::TheyJoined) => self.enter(Stage::Draining, None),
             (Stage::Draining, Input::Met) => {
                 self.enter(Stage::Yielding, Some(now + YIELD_TIMEOUT));
                 self.actions.push(Action::HandOver);
             }
-            // Without a deadline: the standby may be the owner before it could hear of one.
+            // Without a deadline: the standby may be the owner before a message of ours arrives.
             (Stage::Yielding, Input::TheyServe) => self.enter(Stage::Ending, None),
             (Stage::Ending, Input::Met) => self.end(Stage::Retired, Outcome::HandedOver),
             // The standby is gone, or gave up.
             (Stage::Owning | Stage::Draining, Input::Lost) => self.end(Stage::Owning, Outcome::WentOn),
-            // It may have registered over our plugins.
+            // The standby may have registered over our plugins.
             (Stage::Yielding | Stage::Ending, Input::Lost | Input::Tick) => {
                 if input == Input::Tick {
-                    self.say(Word::Back);
+                    self.send(Message::Back);
                 }
                 self.actions.push(Action::Renew);
                 self.end(Stage::Owning, Outcome::WentOn);
@@ -282,58 +284,58 @@ impl TakeoverMachine {
 
     fn standing_by(&mut self, input: Input, now: Duration) {
         match input {
-            Input::Held { successor } => self.successor = successor,
+            Input::Held { can_take_over } => self.can_take_over = can_take_over,
             Input::Connected => {
-                self.connected = true;
+                self.is_connected = true;
                 self.ask_if_due(now);
             }
-            Input::Lost => (self.connected, self.asked, self.until) = (false, false, None),
-            Input::Agreed if std::mem::take(&mut self.asked) => {
+            Input::Lost => (self.is_connected, self.awaits_answer, self.deadline) = (false, false, None),
+            Input::Agreed if std::mem::take(&mut self.awaits_answer) => {
                 self.enter(Stage::Joining, Some(now + JOIN_TIMEOUT));
             }
-            Input::Refused if std::mem::take(&mut self.asked) => {
-                (self.refused, self.until) = (true, Some(now + REFUSED_DELAY));
+            Input::Refused if std::mem::take(&mut self.awaits_answer) => {
+                (self.was_refused, self.deadline) = (true, Some(now + REFUSED_DELAY));
             }
             Input::Tick => {
-                self.until = None;
+                self.deadline = None;
                 self.ask_if_due(now);
             }
             _ => {}
         }
     }
 
-    fn say(&mut self, word: Word) {
-        self.actions.push(Action::Say(word));
+    fn send(&mut self, message: Message) {
+        self.actions.push(Action::Send(message));
     }
 
-    /// Ends the takeover, without a deadline for what follows.
+    /// Ends the takeover. The next stage has no deadline.
     fn end(&mut self, stage: Stage, outcome: Outcome) {
         self.enter(stage, None);
         self.actions.push(Action::End(outcome));
     }
 
-    fn enter(&mut self, stage: Stage, until: Option<Duration>) {
-        (self.stage, self.until) = (stage, until);
+    fn enter(&mut self, stage: Stage, deadline: Option<Duration>) {
+        (self.stage, self.deadline) = (stage, deadline);
     }
 
     fn ask_if_due(&mut self, now: Duration) {
-        let Some(sees) = self.sees.filter(|_| self.stage == Stage::StandingBy) else { return };
-        let pauses = self.until.is_some_and(|until| now < until);
-        if self.successor && self.connected && !self.asked && !pauses {
-            (self.asked, self.place) = (true, !sees);
+        let Some(sees_gpus) = self.sees_gpus.filter(|_| self.stage == Stage::StandingBy) else { return };
+        let is_pausing = self.deadline.is_some_and(|deadline| now < deadline);
+        if self.can_take_over && self.is_connected && !self.awaits_answer && !is_pausing {
+            (self.awaits_answer, self.takes_place) = (true, !sees_gpus);
             self.actions.push(Action::Ask);
         }
     }
 
     fn own(&mut self, outcome: Outcome) {
-        self.connected = false;
+        self.is_connected = false;
         self.pauses.reset();
         self.end(Stage::Owning, outcome);
     }
 
-    /// A takeover failed: each further one comes after a longer pause.
+    /// Gives up a takeover. The pause before the next one is twice as long, up to the longest of [`PAUSES`].
     fn fail(&mut self, now: Duration) {
-        (self.connected, self.refused) = (false, true);
+        (self.is_connected, self.was_refused) = (false, true);
         let pause = self.pauses.failed();
         self.enter(Stage::StandingBy, Some(now + pause));
         self.actions.push(Action::End(Outcome::Failed));

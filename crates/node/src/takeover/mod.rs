@@ -1,10 +1,10 @@
-//! The takeover: one of several linkwise on a node serves, and another takes over from it. This module has the lock,
-//! the words between the processes, and the machine that decides.
+//! The takeover: one of several linkwise processes on a node serves, and another takes over from it. This module has
+//! the lock, the messages between the processes, and the state machine that decides.
 //!
 //! The process that holds the lock is the owner: it registers, writes the node's files and prepares claims. A process
 //! that dies gives up the lock. A takeover passes the lock over the takeover socket, and both processes hold it until
-//! the new one serves. `executor` carries out what `machine` decides, `condition` has what it waits for.
-//! docs/life-cycle.md has the protocol.
+//! the new one serves. `machine` decides, `executor` carries its actions out, and `condition` waits for what a stage
+//! needs. docs/life-cycle.md has the protocol.
 
 mod condition;
 mod executor;

@@ -1,7 +1,7 @@
-//! The words of a takeover: a JSON object a line, over a Unix socket that root and our own user may use. The lock
-//! travels with the word that hands it over.
+//! The messages of a takeover: a JSON object a line, over a Unix socket that root and linkwise's own user may use. The
+//! lock travels with the message that hands it over.
 //!
-//! Both sides may be older or newer: keys and words that a version does not know are skipped.
+//! Either side may be older or newer: keys and messages that a version does not know are skipped.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -15,30 +15,31 @@ use serde::{Deserialize, Serialize};
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 
-/// The longest line, in bytes: a health record has 1 MiB at most.
+/// The longest line, in bytes; a health record has 1 MiB at most.
 const MAX_LINE: usize = 2 << 20;
 
 /// A message of one side to the other.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "word", rename_all = "kebab-case")]
-pub enum Word {
+pub enum Message {
     /// A standby that could serve asks to take over.
-    TakeOver(Asks),
+    TakeOver(StandbyInfo),
     /// A standby that sees no GPU asks for the place of an owner that has no driver either.
-    TakePlace(Asks),
+    TakePlace(StandbyInfo),
     /// The owner will hand over as soon as the standby's DRA plugin is registered.
     Agreed,
-    /// The owner keeps its place, because it has the driver. Version 0.1.0 also says `refused`, for now.
+    /// The owner keeps its place, because it has the driver. Version 0.1.0 also sends `refused`, when it refuses for
+    /// the moment.
     #[serde(alias = "refused")]
     KeepPlace,
     /// The kubelet calls the standby's DRA plugin.
     Joined,
-    /// The owner's record of the GPUs. The lock comes with it; the owner writes no file from now on.
+    /// The owner's health record. The lock comes with it; the owner writes no file any more.
     Record {
         /// The health record, of this version or another; null without one.
         #[serde(default)]
         record: serde_json::Value,
-        /// The GPUs as the owner saw them last, for a standby that took its place; null if it saw none.
+        /// The owner's last scan, for a standby that takes its place; null if the owner saw no GPU.
         #[serde(default, skip_serializing_if = "serde_json::Value::is_null")]
         seen: serde_json::Value,
         /// True if NVML has been unavailable to the owner for the grace period.
@@ -47,33 +48,35 @@ pub enum Word {
     },
     /// Every plugin of the standby is registered: the owner may end its own. The owner hangs up when they have ended.
     Serving,
-    /// The owner takes back what it gave: the standby stops.
+    /// The owner takes the node back: the standby stops serving.
     Back,
-    /// The plugins of an owner of version 0.1.0 have ended. It lets go when it hears [`Self::Done`].
+    /// The plugins of an owner of version 0.1.0 have ended. That owner waits for [`Self::Done`].
     Ended,
+    /// The answer to [`Self::Ended`].
     Done,
-    /// A word that is not known here.
+    /// A message that this version does not know.
     #[serde(other, skip_serializing)]
     Other,
 }
 
-/// The standby that asks.
+/// The standby that wants to take over.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Asks {
+pub struct StandbyInfo {
     pub version: String,
     /// The UID of its pod.
     pub pod: String,
-    /// True. An owner of version 0.1.0 then waits for [`Word::Joined`].
+    /// Always true, so that an owner of version 0.1.0 waits for [`Message::Joined`].
     pub joins: bool,
 }
 
+/// A connection between a standby and the owner.
 #[derive(Debug)]
 pub struct Connection {
     stream: UnixStream,
-    /// The bytes that have come and are no whole line yet.
+    /// The received bytes that are not a whole line yet.
     buffer: Vec<u8>,
-    /// The lock, before the line that it came with.
+    /// The received lock, until the line with which it came is whole.
     passed: Option<OwnedFd>,
 }
 
@@ -82,13 +85,9 @@ impl Connection {
         Self { stream, buffer: Vec::new(), passed: None }
     }
 
-    /// Sends a word, with the lock where it goes along.
-    ///
-    /// # Errors
-    ///
-    /// The operating system's; the other process has gone.
-    pub async fn say(&self, word: &Word, lock: Option<BorrowedFd<'_>>) -> io::Result<()> {
-        let mut text = serde_json::to_vec(word)?;
+    /// Sends a message, and the lock with it if there is one. Fails if the other process has gone.
+    pub async fn send(&self, message: &Message, lock: Option<BorrowedFd<'_>>) -> io::Result<()> {
+        let mut text = serde_json::to_vec(message)?;
         text.push(b'\n');
         let (mut rest, mut lock) = (text.as_slice(), lock);
         while !rest.is_empty() {
@@ -99,20 +98,21 @@ impl Connection {
         Ok(())
     }
 
-    /// The next word that is known here, and the lock that came with it. Cancel-safe. Fails with `UnexpectedEof` if the
-    /// other process has closed or ended, with `InvalidData` for a line that is no word, or too long.
-    pub async fn next(&mut self) -> io::Result<(Word, Option<OwnedFd>)> {
+    /// Waits for the next message that this version knows, and the lock that came with it. Cancel-safe. Fails with
+    /// `UnexpectedEof` if the other process has closed or ended, with `InvalidData` for a line that is not a message,
+    /// or is too long.
+    pub async fn next(&mut self) -> io::Result<(Message, Option<OwnedFd>)> {
         loop {
             while let Some(end) = self.buffer.iter().position(|byte| *byte == b'\n') {
                 let line: Vec<u8> = self.buffer.drain(..=end).collect();
-                let word = serde_json::from_slice(&line);
-                match word.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))? {
-                    Word::Other => {}
-                    word => return Ok((word, self.passed.take())),
+                let message = serde_json::from_slice(&line);
+                match message.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))? {
+                    Message::Other => {}
+                    message => return Ok((message, self.passed.take())),
                 }
             }
             if self.buffer.len() > MAX_LINE {
-                return Err(io::Error::new(io::ErrorKind::InvalidData, "a line without an end"));
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "the line is too long"));
             }
             let (stream, buffer, passed) = (&self.stream, &mut self.buffer, &mut self.passed);
             stream.async_io(Interest::READABLE, || receive(stream, buffer, passed)).await?;
@@ -155,8 +155,8 @@ mod tests {
     use std::os::fd::AsFd;
 
     fn pair() -> (Connection, Connection) {
-        let (one, other) = UnixStream::pair().unwrap();
-        (Connection::new(one), Connection::new(other))
+        let (owner, standby) = UnixStream::pair().unwrap();
+        (Connection::new(owner), Connection::new(standby))
     }
 
     #[tokio::test]
@@ -165,11 +165,11 @@ mod tests {
         let lock = Lock::try_take(folder.path()).unwrap().unwrap();
         let (owner, mut standby) = pair();
         // Longer than one read.
-        let word = Word::Record { record: "x".repeat(100_000).into(), seen: serde_json::Value::Null, away: false };
-        let (said, heard) = tokio::join!(owner.say(&word, Some(lock.as_fd())), standby.next());
-        said.unwrap();
-        let (heard, passed) = heard.unwrap();
-        assert_eq!(heard, word);
+        let record = Message::Record { record: "x".repeat(100_000).into(), seen: serde_json::Value::Null, away: false };
+        let (sent, received) = tokio::join!(owner.send(&record, Some(lock.as_fd())), standby.next());
+        sent.unwrap();
+        let (received, passed) = received.unwrap();
+        assert_eq!(received, record);
         drop((lock, owner));
         assert!(Lock::try_take(folder.path()).unwrap().is_none());
         drop(Lock::passed(passed.unwrap()));
@@ -178,52 +178,52 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn unknown_words_and_keys_are_skipped() {
+    async fn unknown_messages_and_keys_are_skipped() {
         let (mut older, newer) = pair();
         for line in ["{\"word\":\"dance\",\"how\":[1]}\n", "{\"word\":\"take-over\",\"x\":1}\n"] {
             send(&newer.stream, line.as_bytes(), None).unwrap();
         }
-        let (word, _) = older.next().await.unwrap();
-        assert_eq!(word, Word::TakeOver(Asks::default()));
+        let (message, _) = older.next().await.unwrap();
+        assert_eq!(message, Message::TakeOver(StandbyInfo::default()));
     }
 
-    /// What version 0.1.0 says and hears.
+    /// The messages that version 0.1.0 sends and knows.
     #[test]
-    fn words_are_those_of_0_1_0() {
-        let asks = Asks { version: "0.1.0".to_owned(), pod: "a".to_owned(), joins: true };
-        let record = Word::Record { record: serde_json::Value::Null, seen: serde_json::Value::Null, away: false };
-        for (text, word) in [
-            (r#"{"word":"take-over","version":"0.1.0","pod":"a","joins":true}"#, Word::TakeOver(asks.clone())),
-            (r#"{"word":"take-place","version":"0.1.0","pod":"a","joins":true}"#, Word::TakePlace(asks)),
-            (r#"{"word":"agreed"}"#, Word::Agreed),
-            (r#"{"word":"keep-place"}"#, Word::KeepPlace),
-            (r#"{"word":"joined"}"#, Word::Joined),
+    fn messages_are_those_of_0_1_0() {
+        let standby = StandbyInfo { version: "0.1.0".to_owned(), pod: "a".to_owned(), joins: true };
+        let record = Message::Record { record: serde_json::Value::Null, seen: serde_json::Value::Null, away: false };
+        for (text, message) in [
+            (r#"{"word":"take-over","version":"0.1.0","pod":"a","joins":true}"#, Message::TakeOver(standby.clone())),
+            (r#"{"word":"take-place","version":"0.1.0","pod":"a","joins":true}"#, Message::TakePlace(standby)),
+            (r#"{"word":"agreed"}"#, Message::Agreed),
+            (r#"{"word":"keep-place"}"#, Message::KeepPlace),
+            (r#"{"word":"joined"}"#, Message::Joined),
             (r#"{"word":"record","record":null,"away":false}"#, record),
-            (r#"{"word":"serving"}"#, Word::Serving),
-            (r#"{"word":"back"}"#, Word::Back),
-            (r#"{"word":"done"}"#, Word::Done),
+            (r#"{"word":"serving"}"#, Message::Serving),
+            (r#"{"word":"back"}"#, Message::Back),
+            (r#"{"word":"done"}"#, Message::Done),
         ] {
-            assert_eq!(serde_json::to_string(&word).unwrap(), text);
-            assert_eq!(serde_json::from_str::<Word>(text).unwrap(), word);
+            assert_eq!(serde_json::to_string(&message).unwrap(), text);
+            assert_eq!(serde_json::from_str::<Message>(text).unwrap(), message);
         }
-        for (text, word) in [
-            (r#"{"word":"refused","why":"a moment ago"}"#, Word::KeepPlace),
-            (r#"{"word":"back","why":"no answer in time"}"#, Word::Back),
-            (r#"{"word":"ended"}"#, Word::Ended),
-            (r#"{"word":"failed","why":"x"}"#, Word::Other),
-            (r#"{"word":"stand-by"}"#, Word::Other),
-            (r#"{"word":"unknown"}"#, Word::Other),
+        for (text, message) in [
+            (r#"{"word":"refused","why":"a moment ago"}"#, Message::KeepPlace),
+            (r#"{"word":"back","why":"no answer in time"}"#, Message::Back),
+            (r#"{"word":"ended"}"#, Message::Ended),
+            (r#"{"word":"failed","why":"x"}"#, Message::Other),
+            (r#"{"word":"stand-by"}"#, Message::Other),
+            (r#"{"word":"unknown"}"#, Message::Other),
         ] {
-            assert_eq!(serde_json::from_str::<Word>(text).unwrap(), word);
+            assert_eq!(serde_json::from_str::<Message>(text).unwrap(), message);
         }
     }
 
     #[tokio::test]
-    async fn what_is_no_word_ends_the_connection() {
+    async fn invalid_message_ends_the_connection() {
         for line in ["\n", "[]\n", "{}\n", "{\"word\":1}\n", "\u{0}\n"] {
-            let (mut one, other) = pair();
-            send(&other.stream, line.as_bytes(), None).unwrap();
-            assert_eq!(one.next().await.unwrap_err().kind(), io::ErrorKind::InvalidData, "{line:?}");
+            let (mut owner, standby) = pair();
+            send(&standby.stream, line.as_bytes(), None).unwrap();
+            assert_eq!(owner.next().await.unwrap_err().kind(), io::ErrorKind::InvalidData, "{line:?}");
         }
     }
 }

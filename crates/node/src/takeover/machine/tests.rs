@@ -1,7 +1,7 @@
-//! Two machines and a wire between them: every interleaving of what each does, and the death of either at each step.
+//! Two machines and a wire between them: every interleaving of their steps, and the death of either at each step.
 //!
-//! The world keeps its own books (who lives, who has the lock, whose files, claims and plugins are on) from actions and
-//! duties alone. Nothing but the machines keeps the two from touching claims at once.
+//! The world keeps its own records (which process lives, has the lock, writes files, has claims and plugins) from
+//! actions and duties alone. Nothing but the machines keeps the two from touching claims at once.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -10,20 +10,21 @@ use super::*;
 const OWNER: usize = 0;
 const STANDBY: usize = 1;
 
-/// One process, as far as others can see it.
+/// A process, as other processes see it.
 #[derive(Clone, Debug)]
 struct Process {
     machine: TakeoverMachine,
     lives: bool,
     holds_lock: bool,
     files: bool,
-    /// Wanted, and whether that has been carried out.
+    /// True if its plugins have to run.
     plugins: bool,
+    /// True once its plugins run, or have ended, as they have to.
     settled: bool,
     listens: bool,
-    /// Whether the kubelet can call its DRA plugin.
+    /// True if the kubelet can call its DRA plugin.
     registered: bool,
-    /// Whether it prepares claims, or ends what it has begun.
+    /// True while it prepares claims, or finishes the calls that it has begun.
     has_claims: bool,
     reports: Vec<Outcome>,
 }
@@ -45,10 +46,10 @@ impl Process {
     }
 }
 
-/// What travels on the wire; the end of the connection too.
+/// A message on the wire, or the end of the connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Sent {
-    Word(Input),
+    Message(Input),
     TakePlace,
     Eof,
 }
@@ -56,28 +57,28 @@ enum Sent {
 #[derive(Clone, Debug)]
 struct World {
     processes: [Process; 2],
-    /// To each process.
+    /// The wire to each process.
     wires: [VecDeque<Sent>; 2],
-    /// Whether each has the connection open.
+    /// True for a process that has the connection open.
     open: [bool; 2],
-    /// Whether the standby sees no GPU.
+    /// True if the standby sees no GPU.
     is_blind: bool,
-    /// Whether the owner has no driver either.
+    /// True if the owner has no driver either.
     lacks_driver: bool,
     now: Duration,
 }
 
-/// What can happen next.
+/// A step of the world.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Move {
     Hears(usize),
-    /// Carries out what its plugins are to do.
+    /// Starts or ends its plugins, as they have to.
     Settles(usize),
     Meets(usize),
     /// The kubelet registers its DRA plugin.
     Registers(usize),
     TakesClaims(usize),
-    /// It ends what it has begun for claims.
+    /// It finishes the calls for claims that it has begun.
     EndsClaims(usize),
     Sees,
     /// The owner's driver fails, or is there again.
@@ -103,7 +104,7 @@ impl World {
         }
     }
 
-    /// The standby sees no GPU.
+    /// A world in which the standby sees no GPU.
     fn blind() -> Self {
         Self { is_blind: true, ..Self::new() }
     }
@@ -146,19 +147,19 @@ impl World {
         let process = &mut self.processes[who];
         let sent = match action {
             Action::Ask if process.machine.takes_place() => Sent::TakePlace,
-            Action::Ask => Sent::Word(Input::TakeOver),
-            Action::Say(Word::Agreed) => Sent::Word(Input::Agreed),
-            Action::Say(Word::Joined) => Sent::Word(Input::TheyJoined),
+            Action::Ask => Sent::Message(Input::TakeOver),
+            Action::Send(Message::Agreed) => Sent::Message(Input::Agreed),
+            Action::Send(Message::Joined) => Sent::Message(Input::TheyJoined),
             Action::HandOver => {
-                assert!(process.holds_lock && !process.files && !process.has_claims, "hands over what it has not");
-                Sent::Word(Input::Record)
+                assert!(process.holds_lock && !process.files && !process.has_claims, "hands over too early");
+                Sent::Message(Input::Record)
             }
-            Action::Say(Word::Serving) => {
+            Action::Send(Message::Serving) => {
                 assert!(process.plugins && process.settled);
-                Sent::Word(Input::TheyServe)
+                Sent::Message(Input::TheyServe)
             }
-            Action::Say(Word::Back) => Sent::Word(Input::Refused),
-            Action::Say(word) => unreachable!("the machine says {word:?}"),
+            Action::Send(Message::Back) => Sent::Message(Input::Refused),
+            Action::Send(message) => unreachable!("the machine sends {message:?}"),
             Action::Adopt => return assert!(process.holds_lock, "adopts without the lock"),
             Action::Renew => return assert!(process.plugins),
             Action::End(outcome) => {
@@ -174,27 +175,27 @@ impl World {
 
     fn check(&self) {
         let alive = || self.processes.iter().filter(|process| process.lives);
-        // One that hung hears it before it goes on.
-        let taken_back = self.wires.iter().any(|wire| wire.contains(&Sent::Word(Input::Refused)));
+        // A standby that hung receives it before it goes on.
+        let taken_back = self.wires.iter().any(|wire| wire.contains(&Sent::Message(Input::Refused)));
         let lock = alive().any(|process| process.holds_lock);
         for has in [|process: &Process| process.files, |process: &Process| process.has_claims] {
             let count = alive().filter(|process| has(process)).count();
             assert!(count <= 1 || taken_back, "two write the same files, or touch the same claims: {self:?}");
         }
         for process in alive() {
-            assert!(lock || !process.plugins, "serves while anybody could take the lock: {self:?}");
+            assert!(lock || !process.plugins, "serves while any process could take the lock: {self:?}");
             assert!(!process.files || process.holds_lock, "writes without the lock: {self:?}");
             let is_retired = process.machine.stage() == Stage::Retired;
             assert!(!is_retired || !process.plugins && !process.holds_lock);
         }
     }
 
-    /// Whether the kubelet finds a DRA plugin, all of whose calls are answered in the end.
+    /// Returns true if the kubelet finds a DRA plugin. All calls of such a plugin are answered in the end.
     fn is_called(&self) -> bool {
         self.processes.iter().any(|process| process.lives && process.registered)
     }
 
-    /// Whether a living process has plugins that the kubelet knows.
+    /// Returns true if a living process has plugins that the kubelet knows.
     fn is_served(&self) -> bool {
         self.processes.iter().any(|process| process.lives && process.plugins && process.settled)
     }
@@ -225,7 +226,7 @@ impl World {
         }
         let (owner, standby) = (&self.processes[OWNER], &self.processes[STANDBY]);
         if standby.lives && standby.machine.stage() == Stage::StandingBy {
-            if standby.machine.sees() != Some(!self.is_blind) {
+            if standby.machine.sees_gpus() != Some(!self.is_blind) {
                 moves.push(Move::Sees);
             }
             // Another connection of the same process would be refused.
@@ -243,15 +244,15 @@ impl World {
     fn make(&mut self, next: Move) {
         match next {
             Move::Hears(who) => match self.wires[who].pop_front() {
-                Some(Sent::Word(word)) => {
-                    if word == Input::Record {
+                Some(Sent::Message(message)) => {
+                    if message == Input::Record {
                         self.processes[who].holds_lock = true;
                     }
-                    self.feed(who, word);
+                    self.feed(who, message);
                 }
                 // The executor asks whether the owner has the driver.
                 Some(Sent::TakePlace) if self.lacks_driver => self.feed(who, Input::TakeOver),
-                Some(Sent::TakePlace) => self.send(who, Sent::Word(Input::Refused)),
+                Some(Sent::TakePlace) => self.send(who, Sent::Message(Input::Refused)),
                 Some(Sent::Eof) => {
                     self.open[who] = false;
                     let other = &self.processes[1 - who];
@@ -269,7 +270,7 @@ impl World {
                 self.check();
             }
             Move::EndsClaims(who) => self.processes[who].has_claims = false,
-            Move::Sees => self.feed(STANDBY, Input::Sees(!self.is_blind)),
+            Move::Sees => self.feed(STANDBY, Input::SeesGpus(!self.is_blind)),
             Move::OwnersDriver => self.lacks_driver = !self.lacks_driver,
             Move::Connects => {
                 self.open = [true; 2];
@@ -299,7 +300,7 @@ impl World {
         }
     }
 
-    /// Lets everything happen that happens without time; somebody must serve then.
+    /// Makes every move for which no time has to pass.
     fn settle(mut self) -> Self {
         for _ in 0..200 {
             match self.moves().first() {
@@ -315,7 +316,7 @@ impl World {
     }
 }
 
-/// Walks every reachable world; `and` sees each.
+/// Visits every world that can be reached, and calls `and` with each.
 fn walk(extra: impl Fn(&World) -> Vec<Move>, and: impl FnMut(&World)) -> usize {
     walk_from(World::new(), extra, and)
 }
@@ -371,7 +372,7 @@ fn death_at_any_step_leaves_one_that_serves() {
                 let is_over = world.processes[OWNER].machine.stage() == Stage::Retired;
                 world.make(Move::Dies(who));
                 let world = world.settle();
-                // Once the owner's plugins have ended, the standby's death is no part of the takeover.
+                // Once the owner's plugins have ended, the takeover is over.
                 if !(is_over && who == STANDBY) {
                     let left = &world.processes[1 - who];
                     assert!(world.is_served() && left.files && left.holds_lock && left.listens, "{world:?}");
@@ -421,7 +422,7 @@ fn retired_process_stays_so() {
     assert_eq!((machine.stage(), machine.duties()), (Stage::Retired, Duties::default()));
     let all = [
         Input::Free,
-        Input::Sees(true),
+        Input::SeesGpus(true),
         Input::Connected,
         Input::Record,
         Input::TakeOver,
@@ -444,7 +445,7 @@ fn owner_with_a_driver_keeps_its_place() {
         assert!(owner.machine.stage() == Stage::Owning && owner.files && owner.plugins, "{world:?}");
         assert!(standby.machine.stands_by() && !standby.holds_lock, "{world:?}");
         if standby.machine.wake().is_some() && standby.machine.stage() == Stage::StandingBy {
-            // Its container is made anew, and it asks again.
+            // The kubelet restarts its container, and it asks again.
             assert!(standby.machine.may_end());
             refused += 1;
         }
@@ -465,8 +466,8 @@ fn owner_without_a_driver_gives_up_its_place() {
                 assert_eq!((owner.machine.stage(), standby.machine.stage()), (Stage::Retired, Stage::Owning));
                 assert!(standby.machine.takes_place() && standby.holds_lock && standby.listens);
                 done += 1;
-            } else if standby.machine.connected {
-                assert!(!standby.machine.may_end(), "its container would be made anew in the middle: {world:?}");
+            } else if standby.machine.is_connected {
+                assert!(!standby.machine.may_end(), "its container would restart during the takeover: {world:?}");
             }
         },
     );
@@ -497,7 +498,7 @@ fn failed_takeovers_come_after_growing_pauses() {
     let asks = [Action::Ask];
     let mut machine = TakeoverMachine::standby(true);
     let mut now = Duration::ZERO;
-    machine.step(Input::Sees(true), now);
+    machine.step(Input::SeesGpus(true), now);
     machine.step(Input::Connected, now);
     for pause in [10, 20, 40, 80, 160, 320, 600, 600] {
         for input in [Input::Agreed, Input::Met, Input::Record] {
@@ -511,7 +512,7 @@ fn failed_takeovers_come_after_growing_pauses() {
         now += Duration::from_secs(pause);
         assert_eq!(machine.step(Input::Tick, now), asks);
     }
-    // One that takes over starts anew.
+    // A process that takes over begins with the shortest pause again.
     machine.step(Input::Lost, now);
     machine.step(Input::Free, now);
     assert!(!machine.pauses.is_failing());
@@ -519,15 +520,15 @@ fn failed_takeovers_come_after_growing_pauses() {
 
 #[test]
 fn owner_without_the_lock_stands_by_for_the_one_that_has_it() {
-    for successor in [false, true] {
+    for can_take_over in [false, true] {
         let mut machine = TakeoverMachine::owner();
         let now = Duration::from_secs(5);
-        assert_eq!(machine.step(Input::Held { successor }, now), [Action::End(Outcome::Failed)]);
+        assert_eq!(machine.step(Input::Held { can_take_over }, now), [Action::End(Outcome::Failed)]);
         assert_eq!((machine.stage(), machine.duties()), (Stage::StandingBy, Duties::default()));
         assert_eq!(machine.step(Input::Connected, now), [], "not at once");
         let asks = machine.step(Input::Tick, machine.wake().unwrap());
-        assert_eq!(asks.contains(&Action::Ask), successor);
-        // A lock that is free brings all of it back.
+        assert_eq!(asks.contains(&Action::Ask), can_take_over);
+        // It becomes the owner again when the lock is free.
         machine.step(Input::Lost, now);
         machine.step(Input::Free, now);
         assert_eq!(machine.stage(), Stage::Owning);
@@ -537,7 +538,7 @@ fn owner_without_the_lock_stands_by_for_the_one_that_has_it() {
 #[test]
 fn standby_learns_late_that_it_takes_over() {
     let mut machine = TakeoverMachine::standby(false);
-    machine.step(Input::Sees(true), Duration::ZERO);
-    assert_eq!(machine.step(Input::Held { successor: true }, Duration::ZERO), []);
+    machine.step(Input::SeesGpus(true), Duration::ZERO);
+    assert_eq!(machine.step(Input::Held { can_take_over: true }, Duration::ZERO), []);
     assert_eq!(machine.step(Input::Connected, Duration::ZERO), [Action::Ask]);
 }
