@@ -22,7 +22,7 @@ use linkwise_core::publish::view::{CORDONED, NodeView, Sums};
 use linkwise_system::lock;
 use linkwise_system::metrics::number;
 
-/// The content type of [`Metrics::encode`]'s text; as text/plain Prometheus refuses it.
+/// The content type of [`Metrics::encode`]'s text. Prometheus refuses that text as text/plain.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// All metrics of the process.
@@ -95,7 +95,7 @@ fn ratio(part: u64, whole: u64) -> f64 {
 }
 
 fn gpus(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
-    gauge(encoder, ("gpus", "GPUs of the node, healthy or not; 0 on a node without"), number(view.gpus.len()))?;
+    gauge(encoder, ("gpus", "GPUs of the node, healthy or not; 0 on a node without GPUs"), number(view.gpus.len()))?;
 
     let info = view.gpus.iter().map(|gpu| {
         let labels = [
@@ -107,10 +107,10 @@ fn gpus(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         ];
         (labels, 1)
     });
-    gauges(encoder, ("gpu", "1 for each GPU; its labels say which it is"), info)?;
+    gauges(encoder, ("gpu", "1 for each GPU; the labels identify it"), info)?;
 
     let healthy = view.gpus.iter().map(|gpu| ([("uuid", gpu.uuid.as_str())], i64::from(gpu.healthy)));
-    gauges(encoder, ("gpu_healthy", "1 while the GPU may be given to pods, but for a cordon"), healthy)?;
+    gauges(encoder, ("gpu_healthy", "1 while a device of the GPU is healthy; a cordon does not count"), healthy)?;
 
     if !view.sums.doors.is_empty() {
         let doors = view.sums.doors.iter().map(|(uuid, door)| ([("uuid", uuid.as_str()), ("door", door)], 1));
@@ -118,7 +118,7 @@ fn gpus(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         gauges(encoder, ("gpu_door", help), doors)?;
     }
 
-    // Several reasons of one kind may exist: there is one series for each kind, since the first of them.
+    // A GPU may have several reasons of one kind. They share a series, which has the time of the first.
     let mut reasons: BTreeMap<(&str, &str), u64> = BTreeMap::new();
     for (gpu, reason) in view.gpus.iter().flat_map(|gpu| gpu.reasons.iter().map(move |reason| (gpu, reason))) {
         let since = reasons.entry((&gpu.uuid, &reason.kind)).or_insert(reason.since);
@@ -126,10 +126,10 @@ fn gpus(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     }
     let (cordoned, reasons): (BTreeMap<_, _>, _) = reasons.into_iter().partition(|((_, kind), _)| *kind == CORDONED);
     let reasons = reasons.into_iter().map(|((uuid, reason), since)| ([("uuid", uuid), ("reason", reason)], since));
-    let help = "Since when (Unix time) a reason stands against the GPU; several may, none while it is healthy";
+    let help = "Unix time since when the GPU is unhealthy for this reason; no series while it is healthy";
     gauges(encoder, ("gpu_unhealthy_since_seconds", help), reasons)?;
     let cordoned = cordoned.into_iter().map(|((uuid, _), since)| ([("uuid", uuid)], since));
-    let help = "Since when (Unix time) an operator keeps new pods from the GPU";
+    let help = "Unix time since when an operator keeps new pods from the GPU";
     gauges(encoder, ("gpu_cordoned_since_seconds", help), cordoned)
 }
 
@@ -154,17 +154,16 @@ fn devices(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result 
         let text = |text: &Option<String>| text.clone().unwrap_or_default();
         ([("uuid", text(&lack.uuid)), ("pci", text(&lack.pci)), ("what", lack.kind.to_string())], lack.since)
     });
-    let help =
-        "Since when (Unix time) the node lacks hardware that it had, or that is expected of it; none while it is whole";
+    let help = "Unix time since when the node lacks hardware that it had or should have; no series while it lacks none";
     gauges(encoder, ("hardware_lacking_since_seconds", help), lacks)?;
 
     let problems = view.sums.problems.iter();
     let problems = problems
         .map(|((resource, reason), count)| ([("resource", resource.as_str()), ("reason", reason)], number(*count)));
-    let help = "Parts of the configuration that this node cannot offer, by resource (empty: not one alone) and reason";
+    let help = "Parts of the configuration that this node cannot offer, by resource (empty: no single one) and reason";
     gauges(encoder, ("plan_problems", help), problems)?;
 
-    let help = "Odd things about the node; the log names them";
+    let help = "Warnings about the node's topology; the log has each once";
     gauge(encoder, ("topology_warnings", help), number(view.warnings.len()))
 }
 
@@ -179,7 +178,7 @@ fn allocations(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
         let labels = move |uuid| [namespace, pod, container, ("UUID", uuid), resource, ("door", &*held.door)];
         held.gpus.iter().map(move |gpu| (labels(gpu.as_str()), 1_u64))
     });
-    let help = "1 for each GPU that a container has, or has slots or MIG devices of";
+    let help = "1 for each GPU that a container has, whole or in part";
     gauges(encoder, ("allocation_info", help), gpus)?;
 
     let collectives = view.held().iter().filter_map(|held| Some((labels(held), held.collective?)));
@@ -187,15 +186,15 @@ fn allocations(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
     gauges(encoder, ("allocation_collective_megabytes_per_second", help), collectives)?;
 
     let nvls = view.held().iter().filter_map(|held| Some((labels(held), held.nvls?)));
-    let help = "The bus bandwidth of an all-reduce over them with NVLink SHARP, by NCCL's model; no series without it";
+    let help = "The bus bandwidth of their all-reduce with NVLink SHARP, by NCCL's model; no series without SHARP";
     gauges(encoder, ("allocation_nvls_megabytes_per_second", help), nvls)?;
 
     let quality = |of: fn(&Allocation) -> Option<u64>| {
         view.held().iter().filter_map(move |held| Some((labels(held), ratio(held.collective?, of(held)?))))
     };
-    let help = "The collective of the container's GPUs over the best of so many GPUs of this machine, 0 to 1";
+    let help = "Ring bandwidth of the container's GPUs / best of as many GPUs of this machine, 0 to 1";
     gauges(encoder, ("allocation_quality", help), quality(|held| held.best))?;
-    let help = "The same over the best of so many that were free when they were given; no series where unknown";
+    let help = "Ring bandwidth of the container's GPUs / best of as many GPUs free at admission; no series if unknown";
     gauges(encoder, ("allocation_quality_at_admission", help), quality(|held| held.best_at_admission))?;
 
     let shortfalls = view
@@ -207,13 +206,13 @@ fn allocations(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
 
     let free = view.outlook.iter().flatten();
     let free = free.filter_map(|outlook| Some(([("size", outlook.size.to_string())], outlook.collective?)));
-    let help = "The best collective of so many free GPUs; no series where no request for so many can be met";
+    let help = "The best ring bandwidth of this many free GPUs; no series if no request for this many can be met";
     gauges(encoder, ("free_collective_megabytes_per_second", help), free)
 }
 
 fn sums(sums: &Sums, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     let best = sums.best.iter().map(|(size, best)| ([("size", size.to_string())], *best));
-    let help = "The best collective that so many GPUs of this machine have";
+    let help = "The best ring bandwidth of this many GPUs of this machine";
     gauges(encoder, ("best_collective_megabytes_per_second", help), best)?;
 
     let name = |numa: &Option<_>| numa.map(|numa: linkwise_core::topology::NumaNodeId| numa.to_string());
@@ -226,10 +225,10 @@ fn sums(sums: &Sums, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
 
     let gpus =
         sums.gpus.iter().map(|(availability, gpus)| ([("availability", availability.to_string())], number(*gpus)));
-    let help = "GPUs by who can have them: held, free, mig, unhealthy, cordoned, withheld, unknown; together all GPUs";
+    let help = "GPUs by availability: held, free, mig, unhealthy, cordoned, withheld, unknown; the sum is all GPUs";
     gauges(encoder, ("gpus_by_availability", help), gpus)?;
 
-    let help = "How many times better the best free GPUs could be, for the size where that is the most; 1: not at all";
+    let help = "Best ring bandwidth of the machine / that of its free GPUs, for the size where this is largest";
     let fragmentation = encoder.encode_descriptor("fragmentation", help, None, MetricType::Gauge)?;
     match sums.fragmentation {
         Some((best, now)) => ConstGauge::new(ratio(best, now)).encode(fragmentation),
