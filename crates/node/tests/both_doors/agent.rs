@@ -18,13 +18,14 @@ use linkwise_kubelet::dra::Checkpoint;
 
 use super::{DRIVER, POOL};
 
-/// How long after a claim was entered or prepared the kubelet's lists have it (`listed_within` of `dra::Settings`).
+/// The longest time until the kubelet's lists have a claim that was entered or prepared (`listed_within` of
+/// `dra::Settings`).
 pub const LISTED_WITHIN: Duration = Duration::from_secs(90);
 
-/// How long an answer of PodResources takes at most: its deadline, and that of the kubelet's checkpoint.
+/// The longest time for an answer of PodResources: its deadline and that of reading the kubelet's checkpoint.
 pub const LATEST_LIST: Duration = Duration::from_secs(4);
 
-/// What a process leaves to the next.
+/// The files that a process leaves to the next one.
 #[derive(Clone, Debug, Default)]
 pub struct Disk {
     pub record: HealthRecord,
@@ -62,27 +63,27 @@ pub struct Agent {
     state: NodeState,
     pub snapshot: NodeState,
     pub events: VecDeque<Event>,
-    /// When each claim was entered.
+    /// The time at which each claim was entered.
     entered: BTreeMap<String, Duration>,
     awaits: bool,
-    /// What the next process is to know, on its way to the disk.
+    /// The health record for the next process, which is not on the disk yet.
     pub record: Option<HealthRecord>,
-    /// The list that was asked for, and when.
-    pub asked: Option<(Option<Holdings>, Duration)>,
+    /// The list that the kubelet will answer with, and the time of the request.
+    pub request: Option<(Option<Holdings>, Duration)>,
     pub next_list: Duration,
     pause: Duration,
-    /// Whether a kubelet has answered it.
+    /// True once a kubelet has answered.
     pub is_informed: bool,
-    /// Healthy devices of DRA, once there is another snapshot.
+    /// The healthy devices of DRA in a snapshot that was published since the last check.
     pub published: Option<Vec<String>>,
-    /// Whether it prepares claims that have no checkpoint.
+    /// True if it prepares claims that have no checkpoint.
     serves: bool,
-    /// The ids of the kubelet's last two lists, since what is offered may have changed last.
+    /// The ids of the kubelet's last two lists, as far as they came after the last change of what is offered.
     listed: Vec<BTreeSet<ResourceDevice>>,
 }
 
 impl Agent {
-    /// Starts with what the last process left. `events` come in the order given.
+    /// Starts from the files of the previous process. `events` come in the given order.
     pub fn start(disk: &Disk, events: Vec<Event>, serves: bool, now: Duration) -> Self {
         let state = NodeState::new(NumaHints::default())
             .awaiting(|first| (first.scan, first.holders, first.claims) = (true, true, true));
@@ -93,7 +94,7 @@ impl Agent {
             entered: disk.claims.keys().map(|uid| (uid.clone(), now)).collect(),
             awaits: false,
             record: None,
-            asked: None,
+            request: None,
             next_list: now,
             pause: Duration::ZERO,
             is_informed: false,
@@ -105,13 +106,13 @@ impl Agent {
         agent
     }
 
-    /// When time alone changes something: the state, or what is known of holders.
+    /// The next time at which something changes without an event: the state, or the list of holders.
     pub fn deadline(&self) -> Duration {
-        let list = self.asked.as_ref().map_or(self.next_list, |(_, asked)| *asked + LATEST_LIST);
+        let list = self.request.as_ref().map_or(self.next_list, |(_, sent)| *sent + LATEST_LIST);
         self.state.next_deadline().map_or(list, |deadline| deadline.min(list))
     }
 
-    /// What the runtime's loop does with an event.
+    /// Applies an event, as the node's loop does.
     pub fn apply(&mut self, event: Event, now: Duration) {
         match &event {
             Event::Holders(Some(held)) => {
@@ -124,7 +125,7 @@ impl Agent {
         let (state, effects) = std::mem::take(&mut self.state).apply(event, now);
         self.state = state;
         let awaits = self.state.offers().awaits_holders();
-        if std::mem::replace(&mut self.awaits, awaits) != awaits && self.asked.is_none() {
+        if std::mem::replace(&mut self.awaits, awaits) != awaits && self.request.is_none() {
             (self.next_list, self.pause) = (now, Duration::ZERO);
         }
         for effect in effects {
@@ -136,8 +137,8 @@ impl Agent {
         }
     }
 
-    /// Of a resource that has a list, all that pods hold is on it, whatever happened; an unhealthy id that two lists in a
-    /// row lack, and whose hardware is not offered, is on none.
+    /// Checks the lists of devices. Each id that a pod holds is on the list of its resource. An unhealthy id is on no
+    /// list if two lists of the kubelet in a row lack it and its hardware is not offered.
     pub fn lists_what_pods_hold(&self) -> Result<(), String> {
         for (name, resource) in self.state.offers().resources() {
             let devices = resource.devices().iter().map(|(id, device)| (id, device.health.clone()));
@@ -159,7 +160,7 @@ impl Agent {
         Ok(())
     }
 
-    /// The list comes, or nobody answers; the next follows ever later, as long as the kubelet answers.
+    /// Applies the kubelet's list, or its silence. As long as the kubelet answers, the pauses between requests grow.
     pub fn listed(&mut self, held: Option<Holdings>, now: Duration) {
         let [first, longest] = [1, 30].map(Duration::from_secs);
         self.pause = match (&held, self.awaits) {
@@ -168,7 +169,7 @@ impl Agent {
             (Some(_), false) => longest,
         };
         self.next_list = now + self.pause;
-        // The kubelet may have started just before.
+        // The kubelet may have started just before, so the first list may be incomplete.
         let held = held.map(|held| Holdings { is_first: held.is_first || !self.is_informed, ..held });
         self.is_informed |= held.is_some();
         self.apply(Event::Holders(held), now);
@@ -251,7 +252,7 @@ impl Agent {
         has_all
     }
 
-    /// Looks whether a claim is gone.
+    /// Forgets a claim that is gone, if there is one.
     pub fn sweep(&mut self, cluster: &Cluster, disk: &mut Disk, now: Duration) {
         let gone = disk.claims.keys().find(|uid| self.is_gone(uid, cluster, now)).cloned();
         if let Some(uid) = gone.filter(|_| self.state.ledger().has_all_claims()) {
@@ -259,7 +260,7 @@ impl Agent {
         }
     }
 
-    /// Whether the API server has no such claim any more, and no pod uses it.
+    /// Returns true if the API server no longer has the claim, and no pod uses it.
     fn is_gone(&self, uid: &str, cluster: &Cluster, now: Duration) -> bool {
         let ledger = self.snapshot.ledger();
         let listed = ledger.claimed_lately().any(|held| held.claim == format!("default/{uid}"));

@@ -1,11 +1,12 @@
-//! Which part of the machine each running container has. The judge: it knows ids and names, and no type of linkwise.
+//! The test's own record of which part of the machine each running container has. It judges by ids and names, and uses
+//! no type of linkwise.
 
 use std::collections::BTreeMap;
 
 /// The MIG devices of the machine while their GPU is in MIG mode: GPU, number, GPU instance, compute instance.
 const MIG: [(u8, u8, u8, u8); 6] = [(2, 0, 1, 0), (2, 1, 2, 0), (2, 2, 2, 1), (3, 0, 7, 0), (3, 1, 8, 0), (3, 4, 3, 0)];
 
-/// GPUs of the machine; the last two have MIG devices.
+/// The number of GPUs of the machine; the last two have MIG devices.
 pub const GPUS: u8 = 4;
 
 /// A GPU, or one MIG device of it.
@@ -16,7 +17,8 @@ pub struct Part {
 }
 
 impl Part {
-    /// Behind an id of the device plugin (`GPU-...3`, `MIG-00000031-...`, `GPU-...3::1`), and whether it is a slot.
+    /// The part behind an id of the device plugin (`GPU-...3`, `MIG-00000031-...`, `GPU-...3::1`), and true if the id
+    /// is a slot.
     pub fn of_id(id: &str) -> (Self, bool) {
         let (uuid, slot) = id.split_once("::").map_or((id, None), |(uuid, slot)| (uuid, Some(slot)));
         let digit = |at: usize| uuid.as_bytes()[at] - b'0';
@@ -27,7 +29,7 @@ impl Part {
         (part, slot.is_some())
     }
 
-    /// Behind the name of a device of DRA: `gpu-1`, `gpu-2-mig-3g40gb-gi1-ci0`.
+    /// The part behind the name of a device of DRA: `gpu-1`, `gpu-2-mig-3g40gb-gi1-ci0`.
     pub fn of_device(name: &str) -> Self {
         let gpu = name.as_bytes()[4] - b'0';
         let Some((_, instance)) = name.split_once("-gi") else { return Self { gpu, mig: None } };
@@ -42,7 +44,7 @@ impl Part {
         parts.chain((!by_mig).then_some(Self { gpu, mig: None }))
     }
 
-    /// Whether both have the same hardware.
+    /// Returns true if both have hardware in common.
     pub fn overlaps(self, other: Self) -> bool {
         self.gpu == other.gpu && (self.mig.is_none() || other.mig.is_none() || self.mig == other.mig)
     }
@@ -56,15 +58,15 @@ impl Part {
     }
 }
 
-/// What containers have, by pod.
+/// The parts that containers have, by pod.
 #[derive(Debug, Default)]
 pub struct Books {
     held: BTreeMap<String, Vec<(Part, bool)>>,
 }
 
 impl Books {
-    /// A pod's container gets parts, each with whether it is a slot. The error: another pod has one of them, and not
-    /// both share it as slots of the device plugin.
+    /// Gives parts to a pod's container; the flag of a part is true for a slot. Fails if another pod has one of them,
+    /// unless both have it as slots of the device plugin.
     pub fn take(&mut self, pod: &str, parts: Vec<(Part, bool)>) -> Result<(), String> {
         for (part, slot) in &parts {
             for (other, held) in self.held.iter().filter(|(other, _)| *other != pod) {

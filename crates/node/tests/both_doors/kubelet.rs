@@ -1,5 +1,6 @@
-//! What a kubelet remembers and lists. Its device manager chooses from a list that may be old, and a pod is in its books
-//! a moment after the device plugin has answered; a new kubelet at first lists no container, only its checkpoint.
+//! A model of the kubelet: its records and its lists. Its device manager chooses from a list that may be old, and
+//! records a pod a moment after the device plugin has answered. A new kubelet at first lists no container, only its
+//! checkpoint.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -9,20 +10,20 @@ use linkwise_core::state::{ClaimedDevice, Health, Holdings, NodeState};
 
 use super::books::Part;
 
-/// How long after the answer to Allocate the device is in the books at the latest. linkwise asks for the list that
-/// counts 1 s after the one before it (`ASK_OFTEN` of `kubelet::pod_resources`).
+/// The longest time from the answer to Allocate until the device is in the kubelet's records. linkwise asks for the
+/// list that counts 1 s after the previous one (`ASK_OFTEN` of `kubelet::pod_resources`).
 pub const BOOKED_WITHIN: Duration = Duration::from_millis(900);
 
-/// Devices of a pod of the device plugin.
+/// The devices of a pod that the device plugin gave out.
 #[derive(Clone, Debug)]
 pub struct Devices {
     pub resource: String,
     pub ids: Vec<String>,
-    /// Its init container had them and has ended: only the checkpoint lists them.
+    /// True if an init container had them and has ended: only the checkpoint lists them.
     pub by_init: bool,
-    /// When Allocate was answered; `None` once they are in the books.
+    /// The time of the answer to Allocate; `None` once the devices are in the kubelet's records.
     pub granted: Option<Duration>,
-    /// Whether the pod has ended: the books forget it with the next list.
+    /// True if the pod has ended: the kubelet forgets it with the next list.
     pub ended: bool,
 }
 
@@ -30,17 +31,17 @@ pub struct Devices {
 #[derive(Debug, Default)]
 pub struct Kubelet {
     pub runs: bool,
-    /// Its lists since it started: the first has no pod that runs.
+    /// The number of its lists since it started. The first has no running pod.
     pub lists: u32,
-    /// The healthy ids by resource, as the device plugin sent them last.
+    /// The healthy ids of each resource, as the device plugin sent them last.
     pub healthy: BTreeMap<String, BTreeSet<String>>,
     pub pods: BTreeMap<String, Devices>,
-    /// Claims that a driver has prepared, and whose pod runs: the names of their devices.
+    /// The names of the devices of each prepared claim whose pod runs.
     pub claims: BTreeMap<String, Vec<String>>,
 }
 
 impl Kubelet {
-    /// The device plugin's stream brings its list.
+    /// Takes the list of the device plugin's stream.
     pub fn follow(&mut self, snapshot: &NodeState) {
         self.healthy.clear();
         for (name, resource) in snapshot.offers().resources() {
@@ -50,7 +51,7 @@ impl Kubelet {
         }
     }
 
-    /// The ids of a resource that it would give out.
+    /// The ids of a resource that a pod can get.
     pub fn free(&self, resource: &str) -> Vec<String> {
         let held = |id: &&String| {
             !self.pods.values().any(|pod| pod.resource == resource && pod.ids.iter().any(|held| held == *id))
@@ -58,7 +59,7 @@ impl Kubelet {
         self.healthy.get(resource).into_iter().flatten().filter(held).cloned().collect()
     }
 
-    /// It ends and starts again: what was not in its books yet is lost. Returns the pods whose admission was.
+    /// Restarts the kubelet. Pods that are not in its records yet are lost; returns them.
     pub fn restart(&mut self) -> Vec<String> {
         let lost: Vec<String> =
             self.pods.iter().filter(|(_, pod)| pod.granted.is_some()).map(|(name, _)| name.clone()).collect();
@@ -68,7 +69,7 @@ impl Kubelet {
         lost
     }
 
-    /// What it lists now, checkpoint included.
+    /// The list that it answers with now, its checkpoint included.
     pub fn list(&mut self) -> Option<Holdings> {
         if !self.runs {
             return None;

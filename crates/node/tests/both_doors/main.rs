@@ -1,12 +1,12 @@
-//! Both doors of one node, half a million random steps: pods start and end through the device plugin and through claims while
-//! processes die and others with the other door follow, and GPUs go and come back. No GPU is with two pods, and none is
-//! lost.
+//! Both doors of one node, half a million random steps. Pods start and end through the device plugin and through
+//! claims, while processes die, processes with the other door follow, and GPUs go and come back. No GPU is with two
+//! pods, and no GPU is lost.
 //!
-//! The state, its ledger and doors and `claims::plan` are the real ones. The kubelet, the scheduler, the API server, which
-//! is always there, and the disk are models, and what containers have is kept in books of this test's own ([`books`]).
-//! What the models rely on: a device that Allocate granted is in the kubelet's books within 0.9 s, what a kubelet that
-//! knows its pods does not list has ended, and a device plugin that starts while the kubelet is away is told the holders
-//! before it is asked.
+//! The state with its ledger and doors and `claims::plan` are the real ones. The kubelet, the scheduler, the disk and
+//! the API server, which is always available, are models. The test keeps its own record of what containers have
+//! ([`books`]). The models rely on three things. A device that Allocate granted is in the kubelet's records within 0.9
+//! s. A pod that a kubelet does not list, after its first list, has ended. A device plugin that starts while the
+//! kubelet is away gets the holders before the kubelet asks it for devices.
 
 #![allow(
     clippy::unwrap_used,
@@ -20,7 +20,7 @@ mod agent;
 mod books;
 mod kubelet;
 #[path = "../../../../tests/soak/random.rs"]
-#[allow(dead_code, reason = "the soak draws more")]
+#[allow(dead_code, reason = "the soak test uses more of it")]
 mod random;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -41,14 +41,14 @@ use random::Random;
 const DRIVER: &str = "gpu.nvidia.com";
 const POOL: &str = "n/gpu";
 
-/// Histories of the usual run, and steps of each: half a million in all.
+/// The number of histories, and the steps of each: half a million steps in all.
 const HISTORIES: u64 = 250;
 const STEPS: u32 = 2_000;
 
-/// Slices that a scheduler may still read.
+/// The number of slices, from the latest back, that a scheduler may still read.
 const OLDEST_SLICE: usize = 6;
 
-/// Two whole GPUs, and two in MIG mode.
+/// A machine with two whole GPUs, and two in MIG mode.
 static MACHINE: LazyLock<NodeObservation> = LazyLock::new(|| {
     let mixed = concat!(env!("CARGO_MANIFEST_DIR"), "/../../lab/fake-nvml/machines/four-gpus-mig.yaml");
     let mut seen = machines::load(mixed).unwrap().observed;
@@ -56,7 +56,7 @@ static MACHINE: LazyLock<NodeObservation> = LazyLock::new(|| {
     seen
 });
 
-/// A pod with a claim.
+/// The state of a pod with a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PodState {
     Waiting,
@@ -67,30 +67,31 @@ enum PodState {
 struct World {
     random: Random,
     now: Duration,
-    /// What the operator wants: the door, only with another process, and at any time whether GPUs are shared.
+    /// The door that the operator wants. It changes only when a new process starts.
     door: Door,
+    /// True if the operator wants GPUs to be shared. It changes at any time.
     is_shared: bool,
-    /// Which GPUs are there, and whether they are in MIG mode.
+    /// For each GPU: true if it exists, and true if it is in MIG mode.
     gpus: [(bool, bool); GPUS as usize],
     kubelet: Kubelet,
     agent: Option<Agent>,
     disk: Disk,
     cluster: Cluster,
-    /// The API server's slices of some moments, each with the agent that wants it.
+    /// The slices that the API server had at some moments, each with the number of the agent that wrote it.
     slices: VecDeque<(u32, Vec<String>)>,
     /// The number of agents so far.
     agents: u32,
-    /// The pods of claims, by the claim's UID.
+    /// The pod of each claim, by the claim's UID.
     claims: BTreeMap<String, PodState>,
     books: Books,
     made: u32,
-    /// How often what happened.
-    done: Done,
+    /// The number of times that each thing happened.
+    counts: Counts,
     history: Vec<String>,
 }
 
 type Checked = Result<(), String>;
-type Done = BTreeMap<&'static str, u32>;
+type Counts = BTreeMap<&'static str, u32>;
 
 impl World {
     fn new(seed: u64) -> Self {
@@ -109,7 +110,7 @@ impl World {
             claims: BTreeMap::new(),
             books: Books::default(),
             made: 0,
-            done: Done::new(),
+            counts: Counts::new(),
             history: Vec::new(),
         };
         world.start_agent();
@@ -121,7 +122,7 @@ impl World {
     }
 
     fn count(&mut self, what: &'static str) {
-        *self.done.entry(what).or_default() += 1;
+        *self.counts.entry(what).or_default() += 1;
     }
 
     fn observed(&self) -> Event {
@@ -144,7 +145,7 @@ impl World {
     }
 
     fn start_agent(&mut self) {
-        // It may make other resources of the GPUs: what the last one granted is in the books by then.
+        // The new agent may offer other resources. The kubelet has recorded what the previous agent granted by then.
         self.kubelet.pods.values_mut().for_each(|pod| pod.granted = None);
         let mut events = vec![self.planned(), self.observed()];
         let at = usize::try_from(self.random.within(0..3)).unwrap();
@@ -154,7 +155,7 @@ impl World {
         self.kubelet.healthy.clear();
     }
 
-    /// What the agent has published since the last look: nothing is offered through both doors.
+    /// Checks what the agent has published since the last check: no GPU is offered through both doors.
     fn look(&mut self) -> Checked {
         let Some(agent) = self.agent.as_mut() else { return Ok(()) };
         agent.lists_what_pods_hold()?;
@@ -168,7 +169,7 @@ impl World {
             self.slices.pop_front();
         }
         let Some((by, last)) = self.slices.back() else { return Ok(()) };
-        // What an agent offered whose record never came to the disk, the next one does not know.
+        // The next agent does not know what the previous one offered if its record was never written to the disk.
         if *by != self.agents {
             return Ok(());
         }
@@ -195,14 +196,14 @@ impl World {
         (among > 0).then(|| usize::try_from(self.random.within(0..among)).unwrap())
     }
 
-    fn pick_pod(&mut self, wanted: impl Fn(&Devices) -> bool) -> Option<String> {
+    fn pick_pod(&mut self, is_wanted: impl Fn(&Devices) -> bool) -> Option<String> {
         let pods: Vec<String> =
-            self.kubelet.pods.iter().filter(|(_, pod)| wanted(pod)).map(|(name, _)| name.clone()).collect();
+            self.kubelet.pods.iter().filter(|(_, pod)| is_wanted(pod)).map(|(name, _)| name.clone()).collect();
         self.pick(pods.len()).map(|at| pods[at].clone())
     }
 
-    fn pick_claim(&mut self, wanted: impl Fn(&Self, &str, PodState) -> bool) -> Option<String> {
-        let claims = self.claims.iter().filter(|(uid, state)| wanted(self, uid, **state));
+    fn pick_claim(&mut self, is_wanted: impl Fn(&Self, &str, PodState) -> bool) -> Option<String> {
+        let claims = self.claims.iter().filter(|(uid, state)| is_wanted(self, uid, **state));
         let claims: Vec<String> = claims.map(|(uid, _)| uid.clone()).collect();
         self.pick(claims.len()).map(|at| claims[at].clone())
     }
@@ -221,7 +222,7 @@ impl World {
             }
             if let Some(agent) = &mut self.agent {
                 agent.apply(Event::Tick, self.now);
-                let is_late = agent.asked.as_ref().is_some_and(|(_, asked)| *asked + LATEST_LIST <= self.now);
+                let is_late = agent.request.as_ref().is_some_and(|(_, sent)| *sent + LATEST_LIST <= self.now);
                 if is_late {
                     self.answer_list();
                 }
@@ -234,7 +235,7 @@ impl World {
         }
     }
 
-    /// The kubelet admits a pod with devices of its list, which may be old.
+    /// The kubelet admits a pod with devices of its list of devices, which may be old.
     fn admit(&mut self) -> Checked {
         let resources: Vec<String> = self.kubelet.healthy.keys().cloned().collect();
         let Some(at) = self.pick(resources.len()) else { return Ok(()) };
@@ -249,8 +250,8 @@ impl World {
         if ids.is_empty() || !self.kubelet.runs {
             return Ok(());
         }
-        let asked: Vec<DeviceId> = ids.iter().map(|id| DeviceId::from(id.clone())).collect();
-        if agent.snapshot.allocate(&resources[at].parse().unwrap(), &asked).is_err() {
+        let request: Vec<DeviceId> = ids.iter().map(|id| DeviceId::from(id.clone())).collect();
+        if agent.snapshot.allocate(&resources[at].parse().unwrap(), &request).is_err() {
             self.count("refused pods");
             return Ok(());
         }
@@ -265,7 +266,7 @@ impl World {
         Ok(())
     }
 
-    /// The scheduler allocates devices of the slices, or of those of some moments ago, that no claim has.
+    /// The scheduler allocates devices that no claim has, from the latest slice or from an older one.
     fn schedule(&mut self) {
         let Some(at) = self.pick(self.slices.len()) else { return };
         let at = if self.random.one_in(4) { at } else { self.slices.len() - 1 };
@@ -288,7 +289,7 @@ impl World {
         }
     }
 
-    /// The kubelet has the claim of a pod that waits prepared.
+    /// The kubelet asks the agent to prepare the claim of a waiting pod.
     fn prepare(&mut self) -> Checked {
         let Some(uid) = self.pick_claim(|_, _, state| state == PodState::Waiting) else { return Ok(()) };
         let Some(agent) = &mut self.agent else { return Ok(()) };
@@ -314,7 +315,8 @@ impl World {
         Ok(())
     }
 
-    /// The kubelet has the claim of a pod that has ended unprepared; its controller takes the devices back.
+    /// The kubelet asks the agent to unprepare the claim of a pod that has ended. The claim's controller then frees the
+    /// devices.
     fn unprepare(&mut self) {
         if let Some(uid) = self.pick_claim(|_, _, state| state == PodState::Ended)
             && let Some(agent) = &mut self.agent
@@ -325,7 +327,7 @@ impl World {
         }
     }
 
-    /// A pod with a claim ends; one that waits is deleted.
+    /// A pod with a claim ends; a waiting pod is deleted.
     fn end_claim(&mut self, uid: String) {
         self.note(format!("{uid} ends"));
         self.books.release(&uid);
@@ -337,7 +339,7 @@ impl World {
         for pod in self.kubelet.restart() {
             self.books.release(&pod);
         }
-        // It kills the containers of pods that the API server does not have.
+        // The kubelet kills the containers of pods that the API server does not have.
         let unknown = |world: &Self, uid: &str, state| state == PodState::Running && !world.cluster.contains_key(uid);
         while let Some(uid) = self.pick_claim(unknown) {
             self.end_claim(uid);
@@ -346,15 +348,15 @@ impl World {
 
     fn answer_list(&mut self) {
         let Some(agent) = &mut self.agent else { return };
-        let Some((held, _)) = agent.asked.take() else { return };
+        let Some((held, _)) = agent.request.take() else { return };
         agent.listed(held, self.now);
     }
 
     fn ask_for_list(&mut self) {
         let Some(agent) = &mut self.agent else { return };
-        if agent.asked.is_none() && self.now >= agent.next_list {
+        if agent.request.is_none() && self.now >= agent.next_list {
             let listed = self.kubelet.list();
-            agent.asked = Some((listed, self.now));
+            agent.request = Some((listed, self.now));
         }
     }
 
@@ -368,8 +370,8 @@ impl World {
         }
     }
 
-    /// A GPU goes, comes back, or changes its MIG mode while nobody has it. The agent sees the latter at once: no container
-    /// starts with a MIG device that there is no longer.
+    /// A GPU goes, comes back, or changes its MIG mode while no pod has it. The agent sees a change of the mode at
+    /// once, because no container starts with a MIG device that no longer exists.
     fn change_gpu(&mut self) {
         let gpu = self.random.of(&[0, 1, 2, 3]);
         let is_lost = self.random.one_in(4);
@@ -452,7 +454,7 @@ impl World {
                     self.end_claim(uid);
                 }
             }
-            // A claim is deleted once its pod has ended, and by force before.
+            // A claim is deleted once its pod has ended, or earlier by force.
             258..266 => {
                 let is_forced = self.random.one_in(8);
                 let gone = |_: &Self, _: &str, state| state == PodState::Ended || is_forced;
@@ -483,7 +485,7 @@ impl World {
         self.look()
     }
 
-    /// Everything ends and comes back; then each GPU is offered through the door that the plan names.
+    /// Ends all pods and brings all GPUs back. Then each GPU has to be offered through the door that the plan names.
     fn settle(&mut self) -> Checked {
         self.gpus.iter_mut().for_each(|(is_there, _)| *is_there = true);
         (self.kubelet.runs, self.kubelet.lists) = (true, 1);
@@ -531,7 +533,7 @@ impl World {
         if self.disk.claims.is_empty() { Ok(()) } else { Err(format!("left on the disk: {:?}", self.disk.claims)) }
     }
 
-    /// The record comes to the disk.
+    /// Writes the record to the disk.
     fn keep(&mut self) {
         if let Some(record) = self.agent.as_mut().and_then(|agent| agent.record.take()) {
             self.disk.record = record;
@@ -539,7 +541,7 @@ impl World {
     }
 }
 
-/// The ids that the device plugin would give out, each with its resource.
+/// The ids that the device plugin offers as healthy, each with its resource.
 fn healthy(agent: &Agent) -> impl Iterator<Item = (String, String)> {
     agent.snapshot.offers().resources().iter().flat_map(|(name, resource)| {
         let healthy = resource.devices().iter().filter(|(_, device)| device.health == Health::Healthy);
@@ -547,15 +549,15 @@ fn healthy(agent: &Agent) -> impl Iterator<Item = (String, String)> {
     })
 }
 
-/// Plays histories, and panics with the first that went wrong; what they had in them.
-fn played(seeds: impl Iterator<Item = u64>) -> Vec<Done> {
+/// Plays histories, and panics at the first that fails. Returns the counts of each.
+fn played(seeds: impl Iterator<Item = u64>) -> Vec<Counts> {
     let play = |seed| {
         let mut world = World::new(seed);
         let outcome = (0..STEPS).try_for_each(|_| world.step()).and_then(|()| world.settle());
         if let Err(wrong) = outcome {
             panic!("seed {seed}:\n{}\n{wrong}", world.history.join("\n"));
         }
-        world.done
+        world.counts
     };
     seeds.map(play).collect()
 }
@@ -563,15 +565,15 @@ fn played(seeds: impl Iterator<Item = u64>) -> Vec<Done> {
 #[test]
 fn no_gpu_is_twice_or_lost_in_half_a_million_steps() {
     let cores = thread::available_parallelism().unwrap().get();
-    let played: Vec<Done> = thread::scope(|scope| {
+    let played: Vec<Counts> = thread::scope(|scope| {
         let each = |core| scope.spawn(move || played((0..HISTORIES).skip(core).step_by(cores)));
         let threads: Vec<_> = (0..cores).map(each).collect();
         threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
     });
-    let mut done = Done::new();
+    let mut counts = Counts::new();
     for (what, times) in played.into_iter().flatten() {
-        *done.entry(what).or_default() += times;
+        *counts.entry(what).or_default() += times;
     }
-    println!("{done:#?}");
-    assert!(done.len() == 9 && done.values().all(|times| *times > 50), "{done:?}");
+    println!("{counts:#?}");
+    assert!(counts.len() == 9 && counts.values().all(|times| *times > 50), "{counts:?}");
 }
