@@ -97,7 +97,7 @@ async fn exhausted_descriptors_recover() {
     for _ in 0..100 {
         callers.push(UnixStream::connect(&own).await.unwrap());
     }
-    let line = node.process.logged(|line| line["message"] == "a connection could not be accepted").await;
+    let line = node.process.logged(|line| line["message"] == "cannot accept a connection").await;
     assert!(line["error"].as_str().unwrap().contains("Too many open files"), "{line}");
     // When they have gone, the next one is served on the same socket.
     callers.clear();
@@ -113,7 +113,7 @@ async fn exhausted_descriptors_recover() {
     registered(&kubelet, 2, 8).await;
     node.ready(200, "").await;
     assert_eq!(node.setup.sockets().len(), 1);
-    let said = node.process.count("could not be accepted");
+    let said = node.process.count("cannot accept a connection");
     assert!(said <= 2, "said once for each time that it served, not once for each caller: {said}");
     // Ten times a second at most, for as long as a test may last: not as often as a processor can.
     let again = node.process.logged(|line| line["phase"] == "serving" && line["repeated"].as_u64() > Some(0)).await;
@@ -154,7 +154,7 @@ async fn probe_is_answered_after_descriptor_shortage() {
     // Once this caller is refused, the probe was too: one thread accepts both.
     let own = node.setup.sockets().remove(0);
     let caller = UnixStream::connect(&own).await.unwrap();
-    node.process.said("a connection could not be accepted").await;
+    node.process.said("cannot accept a connection").await;
     limit(node.process.id(), "nofile=1024:");
     drop(caller);
     let mut answer = String::new();

@@ -15,7 +15,9 @@ use super::handshake::{DevicePluginHandshake, Input, Limits, OwnAction, OwnInput
 use super::session::PluginSession;
 use super::told::Told;
 use super::{Phase, Settings, Shared, Sources, pod_resources, register};
-use crate::registration::{self, BindError, Executor, Held, Life, Registrant, RegistrationMachine, Watching, random};
+use crate::registration::{
+    self, BindError, BoxedFuture, Executor, Life, Registrant, RegistrationMachine, Watching, random,
+};
 use linkwise_core::errors::chain;
 use linkwise_core::state::ResourceName;
 use linkwise_system::or_never;
@@ -65,7 +67,7 @@ impl Plugin {
         let watching = Watching { folder, poll: settings.poll, inotify: settings.inotify };
         let folder = watching.folder.clone();
         let registrant = DevicePlugin { shared: Shared { resource, settings, snapshot, told }, renew, folder };
-        Executor::new(registrant, machine, phase, watching).live(&shutdown).await;
+        Executor::new(registrant, machine, phase, watching).run(&shutdown).await;
         Ok(())
     }
 }
@@ -79,7 +81,7 @@ struct DevicePlugin {
 
 impl DevicePlugin {
     /// Registers a session's socket by one of its names.
-    fn register(&self, session: &PluginSession, name: String) -> Held<Input> {
+    fn register(&self, session: &PluginSession, name: String) -> BoxedFuture<Input> {
         let Shared { resource, settings, .. } = self.shared.clone();
         let kubelet = Arc::clone(&session.kubelet);
         Box::pin(async move {
@@ -102,7 +104,7 @@ impl Registrant for DevicePlugin {
         FileId::of_socket(socket).ok_or_else(|| absence(&self.folder, socket))
     }
 
-    fn bind(&self, random: u64) -> Held<Result<(bool, PluginSession), BindError>> {
+    fn bind(&self, random: u64) -> BoxedFuture<Result<(bool, PluginSession), BindError>> {
         let shared = self.shared.clone();
         Box::pin(async move {
             let mut session = PluginSession::begin(shared, random)?;
@@ -110,7 +112,7 @@ impl Registrant for DevicePlugin {
         })
     }
 
-    fn perform(&self, action: OwnAction, session: &mut PluginSession) -> Option<Held<Input>> {
+    fn perform(&self, action: OwnAction, session: &mut PluginSession) -> Option<BoxedFuture<Input>> {
         let Shared { resource, settings, snapshot, .. } = self.shared.clone();
         Some(match action {
             OwnAction::Register => self.register(session, session.name.clone()),

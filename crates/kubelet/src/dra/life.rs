@@ -15,7 +15,9 @@ use super::handshake::{DraHandshake, Input, OwnInput};
 use super::session::PluginSession;
 use super::turn::ClaimsLock;
 use super::{Phase, Settings, Shared, checkpoint};
-use crate::registration::{BindError, Executor, Held, Life, Limits, Registrant, RegistrationMachine, Watching, random};
+use crate::registration::{
+    BindError, BoxedFuture, Executor, Life, Limits, Registrant, RegistrationMachine, Watching, random,
+};
 use linkwise_core::state::NodeState;
 use linkwise_system::{files, or_never};
 
@@ -37,7 +39,7 @@ pub(super) struct Registering {
 }
 
 impl Registering {
-    /// Lives until `shutdown`.
+    /// Registers the plugin whenever this process offers it, until `shutdown`.
     pub async fn run(self, shutdown: &CancellationToken) {
         loop {
             let mut offers = self.offers.clone();
@@ -53,20 +55,20 @@ impl Registering {
             };
             tokio::select! {
                 biased;
-                () = self.live(&end) => {}
+                () = self.register(&end) => {}
                 () = leaves => {}
             }
         }
     }
 
-    async fn live(&self, end: &CancellationToken) {
+    async fn register(&self, end: &CancellationToken) {
         let Self { shared, phase, turn, .. } = self;
         let settings = &shared.settings;
         let limits = Limits { close: CLOSE_TIMEOUT, longest_pause: settings.longest_pause };
         let handshake = DraHandshake::new(settings.offer_timeout);
         let machine = RegistrationMachine::new(limits, Phase::WaitingForGpus, handshake, random());
         let watching = Watching { folder: settings.registry.clone(), poll: settings.poll, inotify: settings.inotify };
-        let ready: Held<()> = if settings.serves {
+        let ready: BoxedFuture<()> = if settings.serves {
             let opened = opened(shared.clone());
             let mut turn = turn.clone();
             Box::pin(async move {
@@ -80,7 +82,7 @@ impl Registering {
             Box::pin(has_claims(shared.clone(), turn.clone()))
         };
         let registrant = DraPlugin { shared: shared.clone(), ready: Some(ready) };
-        Executor::new(registrant, machine, phase.clone(), watching).live(end).await;
+        Executor::new(registrant, machine, phase.clone(), watching).run(end).await;
     }
 }
 
@@ -88,7 +90,7 @@ impl Registering {
 struct DraPlugin {
     shared: Shared,
     /// Completes when the sockets may be bound; `None` after that.
-    ready: Option<Held<()>>,
+    ready: Option<BoxedFuture<()>>,
 }
 
 impl Registrant for DraPlugin {
@@ -105,12 +107,12 @@ impl Registrant for DraPlugin {
         if folder.is_dir() { Ok(()) } else { Err(format!("there is no folder {}{end}", folder.display())) }
     }
 
-    fn bind(&self, random: u64) -> Held<Result<((), PluginSession), BindError>> {
+    fn bind(&self, random: u64) -> BoxedFuture<Result<((), PluginSession), BindError>> {
         let shared = self.shared.clone();
         Box::pin(async move { Ok(((), PluginSession::begin(shared, random)?)) })
     }
 
-    fn perform(&self, action: Infallible, _: &mut PluginSession) -> Option<Held<Input>> {
+    fn perform(&self, action: Infallible, _: &mut PluginSession) -> Option<BoxedFuture<Input>> {
         match action {}
     }
 

@@ -1,6 +1,6 @@
 //! Executes the machine's decisions: checks the files, serves the session, makes the calls, keeps the time.
 //!
-//! All the work of a plugin is done in the task of [`Executor::live`], which the node owns; only tonic's connections
+//! All the work of a plugin is done in the task of [`Executor::run`], which the node owns; only tonic's connections
 //! have tasks of their own, which the session ends. The machine alone decides what to do next.
 
 use std::collections::hash_map::RandomState;
@@ -15,19 +15,19 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::machine::{Action, Handshake, Input, RegistrationMachine};
-use super::servers::{BindError, Held, Servers};
+use super::servers::{BindError, BoxedFuture, Servers};
 use linkwise_core::errors::chain;
 use linkwise_system::grpc::{Refusal, Rpc};
 use linkwise_system::inotify::Changes;
 
-/// An occurrence that every plugin has, for the log and the metrics.
+/// An event in the life of any plugin, for the log and the metrics.
 #[derive(Clone, Debug)]
 pub enum Life<P> {
     /// The phase changed.
     Phase(P),
     /// The plugin is not registered, and why not.
     Waiting(String),
-    /// A registration ended.
+    /// A registration succeeded, or the cause of a failed one.
     Registered(Result<(), String>),
     /// A session with the kubelet ended, and why.
     Ended(String),
@@ -39,26 +39,26 @@ pub enum Life<P> {
 
 /// A plugin that registers with the kubelet.
 pub trait Registrant: Send {
-    /// The part of its life that another plugin does not have.
+    /// The part of its life in which the two plugins differ.
     type Handshake: Handshake;
     /// Its session with the kubelet.
     type Session: Session<Self::Handshake>;
 
-    /// Reports an occurrence.
+    /// Reports an event.
     fn report(&self, event: Life<PhaseOf<Self>>);
 
     /// Looks for the kubelet; the error says why there is none.
     fn kubelet(&self) -> Result<KubeletOf<Self>, String>;
 
     /// Binds and serves the sockets, with a random number in their names.
-    fn bind(&self, random: u64) -> Held<Result<Begun<Self>, BindError>>;
+    fn bind(&self, random: u64) -> BoxedFuture<Result<Begun<Self>, BindError>>;
 
-    /// Begins an action of the handshake; the call that it makes, if any, answers with an input.
+    /// Begins an action of the handshake. Returns the call that it makes, if any; the call's result is an input.
     fn perform(
         &self,
         action: <Self::Handshake as Handshake>::Action,
         session: &mut Self::Session,
-    ) -> Option<Held<Input<Self::Handshake>>>;
+    ) -> Option<BoxedFuture<Input<Self::Handshake>>>;
 
     /// Waits for the next input from outside the session. Cancel-safe.
     fn next(&mut self) -> impl Future<Output = <Self::Handshake as Handshake>::Input> + Send;
@@ -68,10 +68,10 @@ pub trait Registrant: Send {
 type PhaseOf<R> = <<R as Registrant>::Handshake as Handshake>::Phase;
 /// The kubelet as a plugin finds it.
 type KubeletOf<R> = <<R as Registrant>::Handshake as Handshake>::Kubelet;
-/// A session that was begun, and the facts that its bind has found.
+/// A new session, and the facts that its bind has found.
 type Begun<R> = (<<R as Registrant>::Handshake as Handshake>::Bound, <R as Registrant>::Session);
-/// A call that was begun; a bind that succeeded answers with its session too.
-type Call<R> = Held<(Input<<R as Registrant>::Handshake>, Option<<R as Registrant>::Session>)>;
+/// A call in progress. It results in an input; a bind that succeeds results in its session too.
+type Call<R> = BoxedFuture<(Input<<R as Registrant>::Handshake>, Option<<R as Registrant>::Session>)>;
 
 /// Sockets of a plugin that are served.
 pub trait Session<H: Handshake>: Send + 'static {
@@ -81,11 +81,11 @@ pub trait Session<H: Handshake>: Send + 'static {
     /// The other facts that a check of the files finds; without a session, nothing has been bound.
     fn others(session: Option<&mut Self>) -> H::Others;
 
-    /// Waits for the next occurrence. Cancel-safe. The servers accept connections only while this is awaited.
+    /// Waits for the next input. Cancel-safe. The servers accept connections only while this is awaited.
     fn next(&mut self) -> impl Future<Output = Input<H>> + Send;
 }
 
-/// The folder of the kubelet, and how it is followed.
+/// The kubelet's folder, and the ways in which it is watched.
 #[derive(Clone, Debug)]
 pub struct Watching {
     /// The folder.
@@ -102,7 +102,7 @@ impl Watching {
     }
 }
 
-/// A machine, and what it acts on.
+/// A plugin's machine, with the session and the calls that it controls.
 pub struct Executor<R: Registrant> {
     registrant: R,
     machine: RegistrationMachine<R::Handshake>,
@@ -115,7 +115,7 @@ pub struct Executor<R: Registrant> {
 }
 
 impl<R: Registrant> Executor<R> {
-    /// An executor that does nothing until [`Self::live`].
+    /// An executor that does nothing until [`Self::run`].
     pub fn new(
         registrant: R,
         machine: RegistrationMachine<R::Handshake>,
@@ -126,23 +126,24 @@ impl<R: Registrant> Executor<R> {
         Self { registrant, machine, phase, watching, changes, begin, session: None, calls }
     }
 
-    /// Serves until `shutdown`; then ends its streams and connections, removes its sockets and returns. The timer comes
-    /// last: after a suspension of this process, answers that have arrived count before deadlines that have passed.
-    pub async fn live(mut self, shutdown: &CancellationToken) {
+    /// Serves until `shutdown`; then ends its streams and connections, removes its sockets and returns. The timer is
+    /// polled last, so that after a suspension of this process, answers that have arrived count before deadlines that
+    /// have passed.
+    pub async fn run(mut self, shutdown: &CancellationToken) {
         self.registrant.report(Life::Phase(self.machine.phase()));
         self.check();
-        let mut ending = false;
+        let mut is_ending = false;
         while !self.machine.is_over() {
             let timer = self.machine.wake().map(|wake| tokio::time::sleep_until(self.begin + wake));
             let session = self.session.as_mut().map(Session::next);
             tokio::select! {
                 biased;
-                () = shutdown.cancelled(), if !ending => {
-                    ending = true;
+                () = shutdown.cancelled(), if !is_ending => {
+                    is_ending = true;
                     self.feed(Input::Shutdown);
                 }
                 () = self.changes.next() => self.check(),
-                input = self.registrant.next() => self.explain(Input::Own(input)),
+                input = self.registrant.next() => self.check_and_feed(Input::Own(input)),
                 Some((answer, bound)) = self.calls.next() => {
                     self.session = bound.or(self.session.take());
                     self.feed(answer);
@@ -150,7 +151,7 @@ impl<R: Registrant> Executor<R> {
                 Some(happened) = OptionFuture::from(session) => {
                     self.session.take_if(|_| matches!(happened, Input::Closed));
                     match happened {
-                        Input::Own(_) | Input::ServerEnded(_) => self.explain(happened),
+                        Input::Own(_) | Input::ServerEnded(_) => self.check_and_feed(happened),
                         _ => self.feed(happened),
                     }
                 }
@@ -159,14 +160,15 @@ impl<R: Registrant> Executor<R> {
         }
     }
 
-    /// Feeds an input that the files explain best: they are checked first.
-    fn explain(&mut self, input: Input<R::Handshake>) {
+    /// Checks the files, then feeds an input: a kubelet that restarted or a socket that is gone is a better cause in a
+    /// report than the stream or server that ended with it.
+    fn check_and_feed(&mut self, input: Input<R::Handshake>) {
         self.check();
         self.feed(input);
     }
 
     fn check(&mut self) {
-        // inotify watches or file descriptors may have been exhausted.
+        // Watches or file descriptors may have been exhausted when inotify was tried last.
         let unwatched = self.watching.inotify && !self.changes.has_inotify();
         if unwatched || !self.changes.follows(&self.watching.folder) {
             self.changes = self.watching.begin();
@@ -214,7 +216,7 @@ impl<R: Registrant> Executor<R> {
     }
 }
 
-/// A random number, which the standard library seeds its hashers with.
+/// A random number, from the seeds of the standard library's hashers.
 pub fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }

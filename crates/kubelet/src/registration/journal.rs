@@ -10,33 +10,31 @@ use linkwise_system::grpc::{Refusal, Rpc};
 use linkwise_system::lock;
 use linkwise_system::uds::Peer;
 
-/// The most troubles, and the most refused users, that are remembered; further ones are not logged.
+/// The most troubles, and the most refused users, that are remembered; further ones are logged at debug level only.
 const MAX_REMEMBERED: usize = 64;
 
 /// Logs what happens to a plugin: a trouble once until the plugin serves again, a refused user once.
 pub struct Journal {
     plugin: Part,
     readiness: Readiness,
-    /// The troubles since the plugin last served, and the users that were refused.
-    told: Mutex<(Reported<String>, Reported<u32>)>,
+    /// The troubles since the plugin last served.
+    troubles: Mutex<Reported<String>>,
+    refused_users: Mutex<Reported<u32>>,
 }
 
 impl Journal {
     /// The journal of a plugin.
     pub fn new(plugin: Part, readiness: Readiness) -> Self {
-        Self {
-            plugin,
-            readiness,
-            told: Mutex::new((Reported::with_bound(MAX_REMEMBERED), Reported::with_bound(MAX_REMEMBERED))),
-        }
+        let troubles = Mutex::new(Reported::with_bound(MAX_REMEMBERED));
+        let refused_users = Mutex::new(Reported::with_bound(MAX_REMEMBERED));
+        Self { plugin, readiness, troubles, refused_users }
     }
 
-    /// Returns true for the first trouble of its words since the plugin last served, and for a user's first refusal.
+    /// Returns true for the first event with this text since the plugin last served, and for a user's first refusal.
     fn is_news<P: LifePhase>(&self, event: &Life<P>) -> bool {
-        let mut told = lock(&self.told);
         match event {
-            Life::Refused(Refusal::Caller(Peer { uid, .. })) => told.1.is_news(*uid),
-            trouble => told.0.is_news(format!("{trouble:?}")),
+            Life::Refused(Refusal::Caller(Peer { uid, .. })) => lock(&self.refused_users).is_news(*uid),
+            trouble => lock(&self.troubles).is_news(format!("{trouble:?}")),
         }
     }
 
@@ -49,13 +47,13 @@ impl Journal {
         match event {
             Life::Phase(phase) => self.entered(*phase),
             Life::Rpc(Rpc { method, code, elapsed }) => tracing::debug!(%plugin, method, code, ?elapsed, "rpc"),
-            _ if !self.is_news(event) => tracing::debug!(%plugin, ?event, "again"),
+            _ if !self.is_news(event) => tracing::debug!(%plugin, ?event, "repeated event"),
             Life::Waiting(why) => tracing::warn!(%plugin, why, "waiting for the kubelet"),
             Life::Registered(Ok(())) => tracing::info!(%plugin, "registered"),
             Life::Registered(Err(error)) => tracing::warn!(%plugin, error, "not registered"),
             Life::Ended(why) => tracing::warn!(%plugin, why, "the session with the kubelet ended"),
             Life::Refused(Refusal::NotAccepted(error)) => {
-                tracing::warn!(%plugin, error, "a connection could not be accepted");
+                tracing::warn!(%plugin, error, "cannot accept a connection");
             }
             Life::Refused(Refusal::Caller(Peer { uid, pid })) => {
                 tracing::warn!(%plugin, uid, pid, "refused a caller; root and linkwise's own user may call");
@@ -67,7 +65,7 @@ impl Journal {
         let (plugin, phase) = (&self.plugin, now.words());
         self.readiness.enter(plugin, phase, now.is_ready());
         if now == P::SERVING {
-            let repeated = lock(&self.told).0.clear();
+            let repeated = lock(&self.troubles).clear();
             tracing::info!(%plugin, phase, repeated, "kubelet");
         } else {
             tracing::debug!(%plugin, phase, "kubelet");

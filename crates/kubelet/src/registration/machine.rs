@@ -1,8 +1,8 @@
 //! The life of a plugin with the kubelet as a state machine: attempts, pauses between them, and the end of a session.
 //!
-//! Pure: no I/O, no clock, no task; pauses are shortened by numbers that follow from the seed. `executor` is its one
-//! caller: it feeds inputs and performs actions. How a session that is bound becomes a registration is the
-//! [`Handshake`]'s, of which there are two: the device plugin's calls Register, the DRA plugin's waits for the kubelet.
+//! Pure: no I/O, no clock, no task; the seed determines how much each pause is shortened. `executor` is its one caller:
+//! it feeds inputs and performs actions. A [`Handshake`] turns a bound session into a registration: the device plugin's
+//! calls Register, the DRA plugin's waits for the kubelet.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -10,12 +10,14 @@ use std::time::Duration;
 use linkwise_core::backoff::Backoff;
 use linkwise_core::reported::Reported;
 
-/// A session that lasted this long had settled: the attempt after it comes at once.
-pub const SETTLED: Duration = Duration::from_secs(10);
+/// The time after which a session counts as stable: the next attempt follows at once, and the pauses start from the
+/// shortest again.
+const STABLE_SESSION: Duration = Duration::from_secs(10);
 /// The least time between two binds, however often files change.
-pub const GAP: Duration = Duration::from_millis(100);
+const MIN_BIND_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The phases of a plugin's life: those that every plugin has, and those of its handshake, in which a session is open.
+/// The phases of a plugin's life. The constants are the phases that every plugin has. A handshake adds its own, in
+/// which a session is open.
 pub trait LifePhase: Copy + PartialEq + Debug + Send + Sync + 'static {
     /// There is no kubelet to register with.
     const WAITING_FOR_KUBELET: Self;
@@ -38,7 +40,7 @@ pub trait LifePhase: Copy + PartialEq + Debug + Send + Sync + 'static {
     fn words(self) -> &'static str;
 }
 
-/// The part of a plugin's life that another plugin does not have: from bound sockets to a registration that stands.
+/// The part of a plugin's life in which the two plugins differ: from bound sockets to a registration that stands.
 pub trait Handshake: Debug + Sized + Send + 'static {
     /// The phases of the whole life.
     type Phase: LifePhase;
@@ -48,18 +50,18 @@ pub trait Handshake: Debug + Sized + Send + 'static {
     type Others: Debug + Send;
     /// The facts that a bind finds.
     type Bound: Debug + Send + 'static;
-    /// The inputs of its own.
+    /// The handshake's own inputs.
     type Input: Debug + Send;
-    /// The actions of its own.
+    /// The handshake's own actions.
     type Action: Clone + Debug + PartialEq + Send;
 
     /// The cause of a session's end when its sockets are gone.
     const SOCKETS_GONE: &str;
-    /// True if the first retry, which comes without a pause, keeps the gap between two binds too.
+    /// True if the least time between two binds holds for the first retry too, which has no pause.
     const FIRST_RETRY_KEEPS_GAP: bool;
 
-    /// The cause of a session's end where the files show another kubelet than the one of the current attempt. By
-    /// default they show none.
+    /// The cause with which a session ends if the files show another kubelet than the one of the current attempt. By
+    /// default, files tell no two kubelets apart.
     fn other_kubelet(_: &Result<Self::Kubelet, String>, _attempted: Option<&Self::Kubelet>) -> Option<&'static str> {
         None
     }
@@ -67,19 +69,19 @@ pub trait Handshake: Debug + Sized + Send + 'static {
     /// Takes the other facts of a check into account, before the check ends a session or begins an attempt.
     fn checked(&mut self, _: &mut Attempts<Self>, _: Self::Others, _now: Duration) {}
 
-    /// The sockets are bound and served: enters the first phase of a session.
+    /// Enters the first phase of a session, whose sockets are bound and served.
     fn bound(&mut self, attempts: &mut Attempts<Self>, bound: Self::Bound, now: Duration);
 
-    /// The kubelet registered the plugin, or the registration failed. Called while a session is open.
+    /// Takes the kubelet's answer to a registration, or the cause of a failed one. Called while a session is open.
     fn registered(&mut self, attempts: &mut Attempts<Self>, result: Result<(), String>, now: Duration);
 
-    /// An input of its own, in any phase.
+    /// Takes one of the handshake's own inputs, in any phase.
     fn happened(&mut self, attempts: &mut Attempts<Self>, input: Self::Input, now: Duration);
 
-    /// A timer has gone off while a session is open.
+    /// Acts on a timer that has expired. Called while a session is open.
     fn due(&mut self, attempts: &mut Attempts<Self>, now: Duration);
 
-    /// The time of a timer of its own, beside the phase's end. Asked while a session is open.
+    /// The time of the handshake's own timer, in addition to the phase's end. Called while a session is open.
     fn wake(&self) -> Option<Duration> {
         None
     }
@@ -94,7 +96,7 @@ pub enum Input<H: Handshake> {
         kubelet: Result<H::Kubelet, String>,
         /// True if the plugin's own sockets are in place.
         own: bool,
-        /// The rest.
+        /// The handshake's other facts.
         others: H::Others,
     },
     /// The sockets are bound and served, or why not.
@@ -150,23 +152,24 @@ pub struct Attempts<H: Handshake> {
     limits: Limits,
     phase: H::Phase,
     /// True once the plugin has ended; its last phase is `ENDING`.
-    over: bool,
-    /// The end of the phase.
+    is_over: bool,
+    /// The time at which the phase ends by itself.
     pub until: Option<Duration>,
     /// The kubelet at the last check, or why there is none.
     kubelet: Result<H::Kubelet, String>,
     /// The kubelet of the current attempt.
     attempted: Option<H::Kubelet>,
     /// The time at which the current session began.
-    since: Duration,
+    session_began: Duration,
     /// True if the next session that ends soon is followed by an attempt at once; the pauses come after it.
     retry_at_once: bool,
     pauses: Backoff,
     /// The state of the generator of random numbers.
     random: u64,
-    /// The last [`Action::Bind`].
-    bound: Option<Duration>,
-    leaving: bool,
+    /// The time of the last [`Action::Bind`].
+    last_bind: Option<Duration>,
+    /// True once the plugin was asked to end.
+    is_leaving: bool,
     /// The causes of waiting that were reported.
     waits: Reported<String>,
     /// The actions of the present step, in order.
@@ -178,17 +181,17 @@ impl<H: Handshake> Attempts<H> {
         Self {
             limits,
             phase,
-            over: false,
+            is_over: false,
             until: None,
             kubelet: Err("the folder has not been checked yet".to_owned()),
             attempted: None,
-            since: Duration::ZERO,
+            session_began: Duration::ZERO,
             retry_at_once: true,
-            // The first pause is so much shorter than the longest that six doublings lead there.
+            // Six doublings lead from the first pause to the longest.
             pauses: Backoff::new(limits.longest_pause / 64, limits.longest_pause),
             random: seed,
-            bound: None,
-            leaving: false,
+            last_bind: None,
+            is_leaving: false,
             waits: Reported::new(),
             actions: Vec::new(),
         }
@@ -199,12 +202,12 @@ impl<H: Handshake> Attempts<H> {
         self.phase
     }
 
-    /// Has something done, after what the present step has done before.
+    /// Appends an action to those of the current step.
     pub fn act(&mut self, action: ActionOf<H>) {
         self.actions.push(action);
     }
 
-    /// Enters a phase, which ends by itself at a time.
+    /// Enters a phase, which ends by itself at `until`.
     pub fn enter(&mut self, phase: H::Phase, until: Option<Duration>) {
         (self.phase, self.until) = (phase, until);
     }
@@ -214,12 +217,12 @@ impl<H: Handshake> Attempts<H> {
         self.until.is_some_and(|until| now >= until)
     }
 
-    /// The cause of a session's end where the files show another kubelet than the one of the current attempt.
+    /// The cause with which a session ends if the files show another kubelet than the one of the current attempt.
     pub fn other_kubelet(&self) -> Option<&'static str> {
         H::other_kubelet(&self.kubelet, self.attempted.as_ref())
     }
 
-    /// The next attempt, now or when the gap allows it; or the wait for a kubelet.
+    /// Begins the next attempt, at once or [`MIN_BIND_INTERVAL`] after the last bind; without a kubelet, waits for one.
     pub fn attempt_or_wait(&mut self, now: Duration) {
         self.attempt(true, now);
     }
@@ -232,11 +235,11 @@ impl<H: Handshake> Attempts<H> {
                 return self.report_waiting(why);
             }
         };
-        let gap_ends = self.bound.map(|bound| bound + GAP).filter(|end| keeps_gap && now < *end);
+        let gap_ends = self.last_bind.map(|bound| bound + MIN_BIND_INTERVAL).filter(|end| keeps_gap && now < *end);
         if gap_ends.is_some() {
             return self.enter(H::Phase::PAUSING, gap_ends);
         }
-        self.bound = Some(now);
+        self.last_bind = Some(now);
         self.enter(H::Phase::BINDING, None);
         self.act(Action::Bind);
     }
@@ -251,7 +254,7 @@ impl<H: Handshake> Attempts<H> {
         self.waits.clear();
     }
 
-    /// Forgets the failures: the next retry comes at once, and the pauses begin anew.
+    /// Forgets the failures: the next retry has no pause, and the pauses start from the shortest again.
     pub fn forget_failures(&mut self) {
         self.retry_at_once = true;
         self.pauses.reset();
@@ -277,7 +280,8 @@ impl<H: Handshake> Attempts<H> {
             return self.attempt_or_wait(now);
         }
         match self.other_kubelet() {
-            // A kubelet that has ended leaves its socket behind, and the pauses grow; the new one's start anew.
+            // A kubelet that has ended leaves its socket behind, so that attempts fail and the pauses grow. For the new
+            // kubelet they start from the shortest again.
             Some(_) if self.phase == H::Phase::PAUSING => {
                 self.forget_failures();
                 self.attempt_or_wait(now);
@@ -292,17 +296,17 @@ impl<H: Handshake> Attempts<H> {
         if self.phase != H::Phase::ENDING {
             return;
         }
-        if self.leaving {
-            (self.over, self.until) = (true, None);
+        if self.is_leaving {
+            (self.is_over, self.until) = (true, None);
         } else {
             self.pause(now);
         }
     }
 
-    /// After a session: the next attempt, or a pause before it. A random part of the pause, up to a half, is left out,
-    /// so that the nodes of a cluster do not retry in step.
+    /// Begins the next attempt after a session, or the pause before it. The pause lasts `full * (1 - n / 1024)` for a
+    /// random `n` below 512, so that the nodes of a cluster do not retry in step.
     fn pause(&mut self, now: Duration) {
-        if self.other_kubelet().is_some() || now.saturating_sub(self.since) >= SETTLED {
+        if self.other_kubelet().is_some() || now.saturating_sub(self.session_began) >= STABLE_SESSION {
             self.forget_failures();
             return self.attempt_or_wait(now);
         }
@@ -321,13 +325,13 @@ impl<H: Handshake> Attempts<H> {
     }
 
     fn shutdown(&mut self, now: Duration) {
-        self.leaving = true;
+        self.is_leaving = true;
         if self.phase == H::Phase::ENDING {
             return;
         }
-        // A bind in progress is cancelled.
-        self.over = !self.phase.is_open();
-        self.enter(H::Phase::ENDING, (!self.over).then_some(now + self.limits.close));
+        // Without an open session the plugin is over at once; a bind in progress is cancelled.
+        self.is_over = !self.phase.is_open();
+        self.enter(H::Phase::ENDING, (!self.is_over).then_some(now + self.limits.close));
         self.act(Action::End);
     }
 }
@@ -340,7 +344,7 @@ pub struct RegistrationMachine<H: Handshake> {
 }
 
 impl<H: Handshake> RegistrationMachine<H> {
-    /// A plugin that begins in a phase. The seed decides how much each pause is shortened.
+    /// A machine that begins in `phase`. The seed determines how much each pause is shortened.
     pub fn new(limits: Limits, phase: H::Phase, handshake: H, seed: u64) -> Self {
         Self { attempts: Attempts::new(limits, phase, seed), handshake }
     }
@@ -352,7 +356,7 @@ impl<H: Handshake> RegistrationMachine<H> {
 
     /// Returns true once the plugin has ended.
     pub fn is_over(&self) -> bool {
-        self.attempts.over
+        self.attempts.is_over
     }
 
     /// The time at which an [`Input::Tick`] is due; `None`: not before another input.
@@ -373,7 +377,7 @@ impl<H: Handshake> RegistrationMachine<H> {
             }
             Input::Bound(_) if attempts.phase != H::Phase::BINDING => {}
             Input::Bound(result) => {
-                attempts.since = now;
+                attempts.session_began = now;
                 match result {
                     Ok(bound) => handshake.bound(attempts, bound, now),
                     Err(why) => {

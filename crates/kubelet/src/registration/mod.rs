@@ -1,9 +1,9 @@
-//! A plugin's life with the kubelet, as far as it is the same for the device plugin and the DRA plugin: attempts,
-//! pauses, binding, the end of a session, checks of the files.
+//! The part of a plugin's life with the kubelet that the device plugin and the DRA plugin share: attempts, pauses,
+//! binding, the end of a session, checks of the files.
 //!
-//! Used by `kubelet` and `dra`, each of which adds its own [`Handshake`] and [`Session`]; it knows neither, and no wire
-//! type. `machine` decides what to do next, [`Executor`] does it, `servers` has the sockets. It starts no task
-//! (docs/life-cycle.md).
+//! Used by `device_plugin` and `dra`, each of which adds its own [`Handshake`] and [`Session`]. This module depends on
+//! neither, uses no wire type and starts no task. `machine` decides what to do next, [`Executor`] does it, and `servers`
+//! has the sockets (docs/life-cycle.md).
 
 mod executor;
 mod journal;
@@ -15,4 +15,4 @@ pub mod worlds;
 pub use executor::{Executor, Life, Registrant, Session, Watching, random};
 pub use journal::Journal;
 pub use machine::{Action, Attempts, Handshake, Input, LifePhase, Limits, RegistrationMachine};
-pub use servers::{BindError, Held, Servers, bind, is_number, listen};
+pub use servers::{BindError, BoxedFuture, Servers, bind, is_number, listen};

@@ -1,4 +1,4 @@
-//! The sockets and gRPC servers of one session, with what is the same for every plugin: dead sockets are removed before
+//! The sockets and gRPC servers of one session, with what every plugin needs: dead sockets are removed before
 //! a bind, callers are checked, RPCs are observed, connections end and are cut.
 //!
 //! All of it ends when [`Servers`] is dropped: sockets are removed, streams end, connections break.
@@ -23,9 +23,9 @@ use linkwise_system::grpc::{Refusal, Report, Rpc, accepted, observed};
 use linkwise_system::uds::{self, Callers, Listener, SocketFile};
 
 /// A future on the heap.
-pub type Held<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+pub type BoxedFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
-/// The cause of sockets that could not be bound: what could not be done with a folder, such as `make the folder`.
+/// The cause of a failed bind: the operation that failed, such as `make the folder`, and its folder.
 #[derive(Debug, Error)]
 #[error("cannot {0} {folder}", folder = .1.display())]
 pub struct BindError(pub &'static str, pub PathBuf, #[source] pub io::Error);
@@ -40,7 +40,7 @@ pub fn listen(path: &Path, callers: &Callers) -> Result<(SocketFile, Listener), 
     uds::listen(path, *callers).map_err(|source| BindError("bind a socket in", folder(path).to_owned(), source))
 }
 
-/// Removes dead sockets with a plugin's own names beside a path, and listens there.
+/// Removes the dead sockets in a path's folder that have one of the plugin's own names, then listens at the path.
 pub fn bind(
     path: &Path,
     callers: &Callers,
@@ -57,16 +57,16 @@ pub struct Servers {
     refused: Report<Refusal>,
     ended: Report<Rpc>,
     sockets: Vec<SocketFile>,
-    /// Other names of the first socket.
+    /// Another name of the first socket.
     alias: Option<SocketFile>,
-    servers: FuturesUnordered<Held<Result<(), tonic::transport::Error>>>,
+    servers: FuturesUnordered<BoxedFuture<Result<(), tonic::transport::Error>>>,
     end: CancellationToken,
     cut: CancellationToken,
     _guards: [DropGuard; 2],
 }
 
 impl Servers {
-    /// No server yet. The report receives refused connections and RPCs that ended.
+    /// Starts without a server. The report receives refused connections and RPCs that ended.
     pub fn new<P: 'static>(report: Report<Life<P>>) -> Self {
         let (refused, ended) = (Arc::clone(&report), report);
         let refused: Report<Refusal> = Arc::new(move |refusal| refused(Life::Refused(refusal)));
@@ -98,7 +98,7 @@ impl Servers {
         self.servers.push(Box::pin(server));
     }
 
-    /// Gives the first socket another name, beside the one that it has.
+    /// Gives the first socket another name, in addition to the one that it has.
     pub fn rename(&mut self, path: &Path) -> io::Result<()> {
         let socket = self.sockets.first().ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
         self.alias = Some(socket.alias(path)?);
@@ -122,8 +122,8 @@ impl Servers {
         self.cut.cancel();
     }
 
-    /// Waits for the end of a server, which follows the end of its last connection: the cause, or `None` when all have
-    /// ended. Cancel-safe. The servers accept connections only while this is awaited.
+    /// Waits for the end of a server, which follows the end of its last connection. Returns the cause, or `None` when
+    /// all servers have ended. Cancel-safe. The servers accept connections only while this is awaited.
     pub async fn next(&mut self) -> Option<String> {
         let result = self.servers.next().await?;
         Some(result.map_or_else(|error| chain(&error), |()| "without an error".to_owned()))

@@ -2,8 +2,8 @@
 //! that hold after every input.
 //!
 //! A world keeps its own books (which socket of ours stands, which connections are open) from the machine's actions and
-//! its own events alone; nothing here reads the machine's state but its phase and its timer. What a kubelet does with
-//! the sockets is the [`Neighbour`]'s.
+//! its own events alone; nothing here reads the machine's state but its phase and its timer. The [`Neighbour`]
+//! decides what a kubelet does with the sockets.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -26,12 +26,12 @@ pub type PhaseOf<N> = <<N as Neighbour>::Handshake as Handshake>::Phase;
 pub trait Neighbour: Debug + Default + Sized {
     /// The plugin's handshake.
     type Handshake: Handshake;
-    /// The events of its own.
+    /// The neighbour's own events.
     type Happening: Clone + Debug + 'static;
 
     /// The phase of a registration that stands.
     const GOAL: PhaseOf<Self>;
-    /// The longest time to it from any state, once everything works.
+    /// The longest time from any state to [`Self::GOAL`], once everything works.
     const RECOVERY: Duration;
     /// The longest time until the machine's next timer.
     const MAX_WAIT: Duration;
@@ -44,23 +44,23 @@ pub trait Neighbour: Debug + Default + Sized {
     fn others(&self) -> <Self::Handshake as Handshake>::Others;
     /// The longest time that an open phase may last.
     fn longest(phase: PhaseOf<Self>) -> Duration;
-    /// A bind has succeeded: the books of the new socket.
+    /// Begins the books of a new socket, after a bind that succeeded.
     fn bound(&mut self) -> <Self::Handshake as Handshake>::Bound;
-    /// The session was asked to end: calls are cancelled.
+    /// Cancels the calls of a session that was asked to end.
     fn ended(&mut self);
-    /// An action of the handshake.
+    /// Performs an action of the handshake.
     fn perform(world: &mut World<Self>, action: &<Self::Handshake as Handshake>::Action);
-    /// The rules beyond those of every plugin.
+    /// Checks the rules beyond those of every plugin.
     fn check(world: &World<Self>);
-    /// An event of its own.
+    /// Takes one of the neighbour's own events.
     fn happens(world: &mut World<Self>, happening: Self::Happening);
-    /// The kubelet came, went or was replaced; before the files are checked.
+    /// Takes a kubelet that started, ended or was replaced, before the files are checked.
     fn kubelet_changed(_: &mut World<Self>) {}
-    /// Time has passed.
+    /// Takes the present time, after time has passed.
     fn passed(_: &mut World<Self>) {}
-    /// Everything around the plugin works; what was begun before may be `lost`, though.
+    /// Answers everything at once and well. What was begun before may be `lost`, though.
     fn works(world: &mut World<Self>, lost: bool);
-    /// Its random events.
+    /// Random events of the neighbour.
     fn happening() -> BoxedStrategy<Self::Happening>;
 }
 
@@ -94,7 +94,7 @@ pub struct Socket {
     pub ended: bool,
 }
 
-/// A machine, and all around it.
+/// A machine, the kubelet and the files, all simulated.
 #[derive(Debug)]
 pub struct World<N: Neighbour> {
     pub machine: RegistrationMachine<N::Handshake>,
@@ -109,7 +109,7 @@ pub struct World<N: Neighbour> {
     pub neighbour: N,
     /// All actions, with their times.
     pub done: Vec<(Duration, ActionOf<N::Handshake>)>,
-    /// The phase and its begin.
+    /// The phase and the time at which it began.
     phase: (PhaseOf<N>, Duration),
 }
 
@@ -204,7 +204,7 @@ impl<N: Neighbour> World<N> {
         N::check(self);
     }
 
-    /// All connections to a socket that has ended are closed; the machine is told later.
+    /// Closes all connections to a socket that has ended; [`Self::closed`] feeds that to the machine later.
     fn close(&mut self) {
         self.socket.take_if(|socket| socket.ended);
     }
@@ -291,15 +291,15 @@ impl<N: Neighbour> World<N> {
         self.closed();
     }
 
-    /// Tells that the connections of an ended session are closed, once.
+    /// Feeds, once, that the connections of an ended session are closed.
     fn closed(&mut self) {
         if self.phase() == PhaseOf::<N>::ENDING && self.socket.is_none() && !self.machine.is_over() {
             self.feed(Input::Closed);
         }
     }
 
-    /// Everything around the plugin works from now on, and at once. What was begun before may be lost, though; and
-    /// connections may stay open until they are cut.
+    /// Lets everything around the plugin work from now on, and at once, until the plugin is registered. What was begun
+    /// before may be lost, though, and connections may stay open until they are cut.
     pub fn benign_until_registered(&mut self, lost: bool, close: bool) {
         if self.kubelet.is_none() {
             self.happens(Happening::KubeletNew);
@@ -319,7 +319,7 @@ impl<N: Neighbour> World<N> {
         }
     }
 
-    /// Asked to end, the machine is over as soon as its connections are closed, half a second at the latest.
+    /// Checks that a machine that is asked to end is over once its connections are closed, after half a second at most.
     pub fn shutdown_ends(mut self) {
         let begin = self.now;
         self.feed(Input::Shutdown);
@@ -330,12 +330,12 @@ impl<N: Neighbour> World<N> {
         assert!(self.machine.is_over() && !self.binding);
     }
 
-    /// No second of the whole story had more actions of a kind than these.
+    /// Checks that no second of the whole story had more than 24 actions of a kind: those of every plugin, and `own`.
     pub fn no_storm(&self, own: &[<N::Handshake as Handshake>::Action]) {
         let kinds = [Action::Bind, Action::End, Action::Cut].into_iter();
         for kind in kinds.chain(own.iter().cloned().map(Action::Own)) {
             let times: Vec<Duration> = self.done.iter().filter(|(_, done)| *done == kind).map(|(at, _)| *at).collect();
-            // 24: every tenth of a second a new kubelet, to each an attempt and its first retry, and the ends of both.
+            // At most 24: a new kubelet every tenth of a second, and for each an attempt, its first retry and their ends.
             for window in times.windows(25) {
                 assert!(
                     window[24].saturating_sub(window[0]) >= Duration::from_secs(1),
