@@ -360,7 +360,7 @@ async fn other_plugins_in_kubelet_folder_are_named() {
     found(&report, "plugins", "warning", "2 linkwise serve nvidia.com/gpu: linkwise-nvidia.com_gpu-00000000.sock, ");
     found(&report, "plugins", "warning", "linkwise-nvidia.com_gpu-11111111.sock was left by a linkwise that is gone");
     found(&report, "plugins", "warning", "silent.sock: a process listens, and does not answer within 2s");
-    found(&report, "plugins", "warning", "stranger.sock: it accepts, and is no device plugin");
+    found(&report, "plugins", "warning", "stranger.sock: a process listens, and is not a device plugin");
     found(&report, "plugins", "ok", "other plugins: sriov.sock");
     let both = format!("2 linkwise serve nvidia.com/mig-1g.10gb: {}", twins.join(", "));
     found(&report, "plugins", "warning", &both);

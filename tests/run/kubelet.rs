@@ -67,7 +67,7 @@ async fn deleted_socket_leads_to_registration() {
     std::fs::remove_file(&first).unwrap();
     registered_again(&node, &kubelet).await;
     assert!(socket(&node) != first && !first.exists());
-    node.process.said("is gone or not ours any more").await;
+    node.process.said("is gone or was replaced").await;
 }
 
 #[tokio::test]

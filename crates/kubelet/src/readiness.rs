@@ -1,7 +1,7 @@
 //! The parts of the node that are ready, and the reasons why others are not.
 //!
-//! Written by the owner of each part: the plugins, CDI sync. Read by /readyz and `linkwise admin state`. The
-//! module decides only the summary.
+//! Written by the owner of each part: the plugins, CDI sync. Read by /readyz and `linkwise admin state`. This module
+//! decides only the summary.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -15,8 +15,8 @@ use linkwise_core::state::ResourceName;
 use linkwise_nvml::supervisor::{Idle, NOT_SEEN};
 use linkwise_system::lock;
 
-/// The phase of a device plugin while an earlier plugin exists that might still end.
-pub(crate) const BESIDE: &str = "serving beside the plugin before us";
+/// The phase of a device plugin while another plugin of its resource exists that might still end.
+pub(crate) const OVERLAPPING: &str = "serving beside the plugin before us";
 /// The phase of a DRA plugin that the kubelet calls.
 pub(crate) const REGISTERED: &str = "registered";
 
@@ -92,12 +92,12 @@ impl Readiness {
         self.driver_is_away.load(Ordering::Relaxed)
     }
 
-    /// Shows, while another process serves this node, that this one could not take over; `None` ends that.
+    /// Shows, while another process serves this node, why this one could not take over; `None` removes that.
     pub fn takeover_failed(&self, how: Option<String>) {
         *lock(&self.takeover_failed) = how;
     }
 
-    /// The reason why the node is idle; it counts while there is no plugin.
+    /// The reason why the node is idle. It is shown while there is no plugin.
     pub fn idle(&self) -> &watch::Sender<Idle> {
         &self.idle
     }
@@ -107,7 +107,7 @@ impl Readiness {
         self.insert(part, phase, false, None);
     }
 
-    /// Adds a part that is ready, and that is shown with these words.
+    /// Adds a part that is ready, with a note that is shown.
     pub fn note(&self, part: Part, phase: &'static str, words: String) {
         self.insert(part, phase, true, Some(words));
     }
@@ -142,7 +142,7 @@ impl Readiness {
         });
     }
 
-    /// Records a fault of a part; its readiness does not change, and nobody who follows is told.
+    /// Records a fault of a part. Its readiness does not change, and followers are not notified.
     pub fn trouble(&self, part: &Part, why: String) {
         self.parts.send_if_modified(|parts| {
             if let Some(state) = parts.get_mut(part) {
@@ -157,12 +157,12 @@ impl Readiness {
         self.parts.subscribe()
     }
 
-    /// Returns true if no other process serves this node, and every device plugin of this one is registered; with
-    /// `alone`, also if no earlier plugin exists that might still end.
+    /// Returns true if no other process serves this node, and every device plugin of this one is registered. With
+    /// `alone`, it also requires that no other plugin of a resource exists that might still end.
     pub fn has_plugins(&self, alone: bool) -> bool {
         let parts = self.parts.borrow();
         let plugins = || parts.iter().filter(|(part, _)| matches!(part, Part::Plugin(_))).map(|(_, state)| state);
-        let serves = |state: &PartState| state.ready && !(alone && state.phase == BESIDE);
+        let serves = |state: &PartState| state.ready && !(alone && state.phase == OVERLAPPING);
         let has_dra = parts.contains_key(&Part::DraPlugin) || parts.contains_key(&Part::Held);
         // A process that may not look at the GPUs serves them only if it has seen them before.
         let has_dra = has_dra && !parts.contains_key(&Part::Driver);

@@ -31,7 +31,7 @@ impl HeldCalls {
         self.until.send_if_modified(|until| until.is_some_and(|until| until > end) && until.replace(end).is_some());
     }
 
-    /// Waits until a call waits.
+    /// Waits until at least one call is held.
     pub async fn any(&self) {
         // The sender is ours.
         let _ = self.waiting.subscribe().wait_for(|waiting| *waiting > 0).await;
@@ -70,13 +70,13 @@ mod tests {
         let release = async {
             calls.any().await;
             calls.release(Duration::ZERO);
-            // It makes nothing longer.
+            // A later release does not hold calls longer.
             calls.release(long);
         };
         tokio::join!(calls.pass(), release);
         assert!(calls.pass().now_or_never().is_some());
         calls.hold(Duration::from_millis(1));
-        // Nobody releases it.
+        // The limit ends this hold.
         calls.pass().await;
     }
 }

@@ -1,6 +1,6 @@
-//! gRPC over one connection to another process's Unix socket, and the question whether a device plugin answers there.
+//! gRPC over one connection to another process's Unix socket, and a probe for a device plugin.
 //!
-//! `register` and `pod_resources` have deadlines of their own.
+//! [`connect`] has no deadline: its callers `register` and `pod_resources` have their own.
 
 use std::io;
 use std::path::Path;
@@ -14,14 +14,14 @@ use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_api::v1beta1::device_plugin_client::DevicePluginClient;
 use linkwise_system::uds::{self, Peer};
 
-/// The cause of a missing connection.
+/// The cause of a failed connection.
 #[derive(Debug, Error)]
 pub enum ConnectError {
     /// No process accepts on the socket.
     #[error("cannot connect to {0}")]
     Socket(String, #[source] io::Error),
     /// A process accepts, and HTTP/2 cannot begin.
-    #[error("no HTTP/2 on {0}")]
+    #[error("cannot begin HTTP/2 on {0}")]
     Handshake(String, #[source] tonic::transport::Error),
 }
 
@@ -41,14 +41,14 @@ pub(crate) async fn connect(socket: &Path) -> Result<(Channel, Peer), ConnectErr
     Ok((channel, peer))
 }
 
-/// The cause where no device plugin was found on a socket.
+/// The cause of a probe that found no device plugin.
 #[derive(Debug, Error)]
 pub enum ProbeError {
-    /// No process accepts; refused where the process that made the socket has ended.
+    /// No process accepts; ECONNREFUSED if the process that made the socket has ended.
     #[error("cannot connect")]
     Connect(#[source] io::Error),
     /// A process accepts, and speaks no gRPC or not the device plugin API.
-    #[error("it accepts, and is no device plugin")]
+    #[error("a process listens, and is not a device plugin")]
     Stranger,
     /// A process listens and does not answer, or its backlog is full.
     #[error("a process listens, and does not answer within {0:?}")]
@@ -62,7 +62,7 @@ impl ProbeError {
     }
 }
 
-/// Asks for the plugin's options, which changes nothing. ListAndWatch would: plugins feed one stream only.
+/// Calls GetDevicePluginOptions, which changes nothing. ListAndWatch would, because many plugins feed one stream only.
 ///
 /// # Errors
 ///

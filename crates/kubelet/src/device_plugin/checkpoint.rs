@@ -22,14 +22,14 @@ const MAX_FILE: u64 = 16 << 20;
 /// The longest time that reading may take: a file system that hangs must not hide what PodResources lists.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The cause of a checkpoint of the kubelet's that was not read.
+/// The cause of a failure to read the kubelet's checkpoint.
 #[derive(Debug, Error)]
 pub enum CheckpointError {
     /// The file could not be read.
     #[error("cannot read {}", .0.display())]
     Read(PathBuf, #[source] io::Error),
-    /// The file has another form than that of kubelets from 1.26 on.
-    #[error("{} is no checkpoint of the kubelet's device manager", .0.display())]
+    /// The file does not have the form that kubelets from 1.26 on write.
+    #[error("{} is not a checkpoint of the kubelet's device manager", .0.display())]
     Form(PathBuf, #[source] serde_json::Error),
 }
 
@@ -58,11 +58,17 @@ struct Entry {
     device_ids: Option<BTreeMap<String, Option<Vec<String>>>>,
 }
 
-/// A container of a pod, and its devices of one resource.
+/// A container of a pod.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct ContainerId {
+    pub pod_uid: String,
+    pub name: String,
+}
+
+/// A container's devices of one resource.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ContainerDevices {
-    /// The pod's UID and the container's name.
-    pub container: (String, String),
+    pub container: ContainerId,
     pub devices: Vec<ResourceDevice>,
 }
 
@@ -82,7 +88,8 @@ pub(super) async fn read(folder: &Path) -> Result<Vec<ContainerDevices>, Checkpo
         let resource: linkwise_core::state::ResourceName = entry.resource_name.parse().ok()?;
         let ids = entry.device_ids.into_iter().flat_map(BTreeMap::into_values).flatten().flatten();
         let devices = ids.map(|id| (resource.clone(), DeviceId::from(id))).collect();
-        Some(ContainerDevices { container: (entry.pod_uid, entry.container_name), devices })
+        let container = ContainerId { pod_uid: entry.pod_uid, name: entry.container_name };
+        Some(ContainerDevices { container, devices })
     });
     Ok(containers.collect())
 }
@@ -108,8 +115,10 @@ mod tests {
     #[tokio::test]
     async fn checkpoint_lists_devices_of_all_numa_nodes() {
         let text = r#"{"Data":{"PodDeviceEntries":[
-            {"PodUID":"a","ContainerName":"init","ResourceName":"nvidia.com/gpu","DeviceIDs":{"0":["GPU-1"],"-1":["GPU-2"]},"AllocResp":"Eg=="},
-            {"PodUID":"b","ContainerName":"main","ResourceName":"example.com/nic","DeviceIDs":{"1":["eth0"]},"AllocResp":""},
+            {"PodUID":"a","ContainerName":"init","ResourceName":"nvidia.com/gpu",
+             "DeviceIDs":{"0":["GPU-1"],"-1":["GPU-2"]},"AllocResp":"Eg=="},
+            {"PodUID":"b","ContainerName":"main","ResourceName":"example.com/nic",
+             "DeviceIDs":{"1":["eth0"]},"AllocResp":""},
             {"PodUID":"c","ContainerName":"main","ResourceName":"no name","DeviceIDs":{"0":null},"AllocResp":""}],
             "RegisteredDevices":{"nvidia.com/gpu":["GPU-1","GPU-2","GPU-3"]}},"Checksum":1}"#;
         let expected = [("nvidia.com/gpu", "GPU-2"), ("nvidia.com/gpu", "GPU-1"), ("example.com/nic", "eth0")];

@@ -1,4 +1,4 @@
-//! Wire types to core types and back. prost types go no further than this.
+//! Converts wire types to core types and back. prost types go no further than this file.
 
 use tonic::Status;
 
@@ -26,7 +26,7 @@ pub(super) fn device_list(snapshot: &NodeState, resource: &ResourceName) -> wire
     wire::ListAndWatchResponse { devices: devices.chain(unknown).collect() }
 }
 
-/// One container's question. A negative size is a size that cannot be met, like 0.
+/// Converts one container's request. A negative size becomes 0: neither can be met.
 pub(super) fn request(container: wire::ContainerPreferredAllocationRequest) -> AllocationRequest {
     AllocationRequest {
         available: ids(container.available_device_i_ds),
@@ -69,17 +69,17 @@ pub(super) fn container(injection: Injection) -> wire::ContainerAllocateResponse
 /// and as a resource's name (317) fits.
 const MAX_REFUSAL: usize = 512;
 
-/// A refused order: an unknown or repeated id is the caller's mistake, an unhealthy device is not.
+/// Converts a refusal: an unknown or repeated id is the caller's mistake, an unhealthy device is not.
 pub(super) fn refusal(error: &AllocateError) -> Status {
-    let mut words = error.to_string();
-    if let Some((end, _)) = words.char_indices().nth(MAX_REFUSAL) {
-        words.truncate(end);
-        words.push_str(" ...");
+    let mut text = error.to_string();
+    if let Some((end, _)) = text.char_indices().nth(MAX_REFUSAL) {
+        text.truncate(end);
+        text.push_str(" ...");
     }
     match error {
         AllocateError::Unknown(..) | AllocateError::Repeated(..) | AllocateError::OneSlot(..) => {
-            Status::invalid_argument(words)
+            Status::invalid_argument(text)
         }
-        AllocateError::Unhealthy(..) => Status::failed_precondition(words),
+        AllocateError::Unhealthy(..) => Status::failed_precondition(text),
     }
 }

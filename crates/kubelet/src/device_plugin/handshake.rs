@@ -1,5 +1,5 @@
 //! The device plugin's handshake with the kubelet: from a bound socket, by Register and ListAndWatch, to devices that
-//! PodResources lists; further the two steps by which a plugin outlasts another one of the resource.
+//! PodResources lists. Two more steps, Detach and Renew, let a registration outlast another plugin of the resource.
 //!
 //! Pure: no I/O, no clock, no task. [`RegistrationMachine`] calls it, `life` performs its actions. docs/life-cycle.md
 //! has the diagram and the invariants; the tests beside this file check them in a simulated world.
@@ -12,22 +12,22 @@ use super::Phase;
 use crate::registration::{self, Action, Handshake, LifePhase};
 use linkwise_system::uds::FileId;
 
-/// The time between the stream and our devices on PodResources' list.
-const CONFIRM: Duration = Duration::from_secs(10);
+/// The longest time between the stream and our devices on PodResources' list.
+const CONFIRM_TIMEOUT: Duration = Duration::from_secs(10);
 /// The pause before PodResources is asked again after an answer without our devices.
-const ASK_AGAIN: Duration = Duration::from_millis(100);
+const ASK_AGAIN_DELAY: Duration = Duration::from_millis(100);
 /// The time between two questions to PodResources while the plugin serves: a registration can be lost with its stream
 /// still open.
-const ASK_BETWEEN: Duration = Duration::from_secs(30);
-/// The time between the end of the plugin before us and our second registration: by then the kubelet has seen its
-/// stream end.
-const SEEN_TO_END: Duration = Duration::from_secs(1);
-/// The longest time for which the kubelet has no client under the resource's name, because the plugin before us lives:
-/// longer than a pod may take to end. Without a client, a kubelet up to 1.36 does not notice our end.
-const MAX_TIME_BESIDE: Duration = Duration::from_secs(5 * 60);
-/// The time between the end of a plugin that registered over us and our next registration: the kubelet has seen that
-/// end too, most likely.
-const SOON: Duration = Duration::from_millis(20);
+const ASK_INTERVAL: Duration = Duration::from_secs(30);
+/// The time between the end of the plugin before us and our second registration: by then the kubelet has seen that
+/// plugin's stream end.
+const RENEW_DELAY: Duration = Duration::from_secs(1);
+/// The longest time for which the kubelet has no client under the resource's name, because the plugin before us still
+/// runs: longer than a pod may take to end. Without a client, a kubelet up to 1.36 does not notice our end.
+const MAX_OVERLAP: Duration = Duration::from_secs(5 * 60);
+/// The time between the end of a plugin that registered after us and our next registration: most likely the kubelet has
+/// seen that end by then.
+const OVERTAKEN_DELAY: Duration = Duration::from_millis(20);
 
 const KUBELET_RESTARTED: &str = "kubelet.sock is gone or new: the kubelet restarted";
 
@@ -54,7 +54,7 @@ pub(super) enum Listing {
 /// An input of the device plugin's own.
 #[derive(Clone, Debug)]
 pub(super) enum OwnInput {
-    /// The kubelet forgot the name of the plugin before us, or why it may not have.
+    /// The kubelet forgot the client under the resource's name, or the cause why it may not have.
     Detached(Result<(), String>),
     /// The kubelet holds this many ListAndWatch streams.
     Streams(usize),
@@ -69,13 +69,13 @@ pub(super) enum OwnInput {
 pub(super) enum OwnAction {
     /// Register the socket with the kubelet.
     Register,
-    /// Register it again, under another name: newer kubelets refuse a socket that is connected.
+    /// Register the socket again, under another file name: newer kubelets refuse a socket that is connected.
     Renew,
-    /// Have the kubelet forget the client that it would disconnect when the stream of the plugin before us ends.
+    /// Make the kubelet forget the client that it would disconnect when the stream of the plugin before us ends.
     Detach,
     /// Ask PodResources for our devices.
     Ask,
-    /// Report whether the end of the plugin before us will leave our registration alone, or why it may not.
+    /// Report that our registration will outlast the plugin before us, or why it may not.
     ReportDetached(Result<(), String>),
 }
 
@@ -108,22 +108,22 @@ impl LifePhase for Phase {
 #[derive(Debug, Default)]
 pub(super) struct DevicePluginHandshake {
     limits: Limits,
-    /// The time at which PodResources is asked next; while it is asked, `None`.
+    /// The time at which PodResources is asked next; `None` while a question is open.
     ask: Option<Duration>,
     /// True while a question to PodResources has no answer.
-    asking: bool,
-    /// True if the last answer did not list our devices. While serving, the one before did.
-    doubted: bool,
-    /// Streams the kubelet holds in this session.
+    is_asking: bool,
+    /// True if the last answer did not list our devices. In the phase Serving, the answer before it did.
+    is_doubted: bool,
+    /// The number of streams that the kubelet holds in this session.
     streams: usize,
-    /// True while a plugin of this resource that was there when our socket was bound still is.
-    predecessor: bool,
-    /// True if the kubelet may see the end of that plugin after our registration, which must not end ours.
+    /// True while another plugin of this resource is left that existed when our socket was bound.
+    has_predecessor: bool,
+    /// True if the kubelet may see the end of that plugin after our registration, which the end must not affect.
     must_detach: bool,
     /// True while the kubelet may have no client under the resource's name.
-    detached: bool,
-    /// True while a second Register, which gives the kubelet that client again, has no answer.
-    renewing: bool,
+    is_detached: bool,
+    /// True while a second Register, which gives the kubelet a client again, has no answer.
+    is_renewing: bool,
 }
 
 impl DevicePluginHandshake {
@@ -139,7 +139,7 @@ impl DevicePluginHandshake {
     /// Asks PodResources for our devices, unless a question is still open.
     fn ask(&mut self, attempts: &mut Attempts) {
         self.ask = None;
-        if !std::mem::replace(&mut self.asking, true) {
+        if !std::mem::replace(&mut self.is_asking, true) {
             attempts.act(Action::Own(OwnAction::Ask));
         }
     }
@@ -148,11 +148,11 @@ impl DevicePluginHandshake {
         let before = std::mem::replace(&mut self.streams, open);
         match attempts.phase() {
             Phase::WaitingForStream if open > 0 => {
-                self.enter(attempts, Phase::Confirming, Some(now + CONFIRM));
+                self.enter(attempts, Phase::Confirming, Some(now + CONFIRM_TIMEOUT));
                 self.ask(attempts);
             }
-            // There are several once we have registered again. The kubelet ends the last, and the registration with it.
-            Phase::Confirming | Phase::Detaching | Phase::Beside | Phase::Serving if open < before => {
+            // There are several once we have registered again. The kubelet ends the newest, and our registration too.
+            Phase::Confirming | Phase::Detaching | Phase::Overlapping | Phase::Serving if open < before => {
                 attempts.end_if_open("the kubelet's ListAndWatch stream is gone", now);
             }
             _ => {}
@@ -160,30 +160,30 @@ impl DevicePluginHandshake {
     }
 
     fn listed(&mut self, attempts: &mut Attempts, listing: Listing, now: Duration) {
-        if !std::mem::take(&mut self.asking) {
+        if !std::mem::take(&mut self.is_asking) {
             return;
         }
-        let was_doubted = std::mem::replace(&mut self.doubted, listing == Listing::Missing);
+        let was_doubted = std::mem::replace(&mut self.is_doubted, listing == Listing::Missing);
         match attempts.phase() {
-            Phase::Confirming if !self.doubted => return self.confirmed(attempts, now),
+            Phase::Confirming if !self.is_doubted => return self.confirmed(attempts, now),
             // A device that has just changed its health may be missing for a moment.
-            Phase::Serving if self.doubted && was_doubted => {
-                self.enter(attempts, Phase::Confirming, Some(now + CONFIRM));
+            Phase::Serving if self.is_doubted && was_doubted => {
+                self.enter(attempts, Phase::Confirming, Some(now + CONFIRM_TIMEOUT));
             }
             Phase::Confirming | Phase::Serving => {}
             _ => return,
         }
-        self.ask = Some(now + if self.doubted { ASK_AGAIN } else { ASK_BETWEEN });
+        self.ask = Some(now + if self.is_doubted { ASK_AGAIN_DELAY } else { ASK_INTERVAL });
     }
 
-    /// PodResources lists our devices. The plugin before us may still have a stream, whose end must not end our
-    /// registration.
+    /// Detaches or serves: PodResources lists our devices. The plugin before us may still have a stream, whose end must
+    /// not end our registration.
     fn confirmed(&mut self, attempts: &mut Attempts, now: Duration) {
         if std::mem::take(&mut self.must_detach) {
             self.enter(attempts, Phase::Detaching, Some(now + self.limits.register));
             attempts.act(Action::Own(OwnAction::Detach));
-        } else if self.detached {
-            self.beside(attempts, now);
+        } else if self.is_detached {
+            self.overlap(attempts, now);
         } else {
             self.serve(attempts, now);
         }
@@ -191,32 +191,33 @@ impl DevicePluginHandshake {
 
     fn serve(&mut self, attempts: &mut Attempts, now: Duration) {
         self.enter(attempts, Phase::Serving, None);
-        self.ask = (!self.asking).then_some(now + ASK_BETWEEN);
+        self.ask = (!self.is_asking).then_some(now + ASK_INTERVAL);
     }
 
-    /// Until the plugin before us has ended, and the kubelet has seen that.
-    fn beside(&mut self, attempts: &mut Attempts, now: Duration) {
-        let wait = if self.predecessor { MAX_TIME_BESIDE } else { SEEN_TO_END };
-        self.enter(attempts, Phase::Beside, Some(now + wait));
+    /// Serves beside the plugin before us, until that has ended and the kubelet has seen its end.
+    fn overlap(&mut self, attempts: &mut Attempts, now: Duration) {
+        let wait = if self.has_predecessor { MAX_OVERLAP } else { RENEW_DELAY };
+        self.enter(attempts, Phase::Overlapping, Some(now + wait));
     }
 
     /// Registers the same socket again, so that the kubelet notices our end.
     fn renew(&mut self, attempts: &mut Attempts, now: Duration) {
-        (self.renewing, attempts.until) = (true, Some(now + self.limits.register));
+        (self.is_renewing, attempts.until) = (true, Some(now + self.limits.register));
         attempts.act(Action::Own(OwnAction::Renew));
-        if std::mem::take(&mut self.predecessor) {
-            let why = format!("it is still there after {MAX_TIME_BESIDE:?}");
+        if std::mem::take(&mut self.has_predecessor) {
+            let why = format!("that plugin still runs after {MAX_OVERLAP:?}");
             attempts.act(Action::Own(OwnAction::ReportDetached(Err(why))));
         }
     }
 
-    /// A plugin that registered over us has ended: the kubelet may have no client under the name.
+    /// Prepares another registration, after a plugin that registered after us has ended: the kubelet may have no client
+    /// under the name.
     fn overtaken(&mut self, attempts: &mut Attempts, now: Duration) {
         if attempts.phase() != Phase::Serving {
-            return attempts.end_if_open("a plugin registered over ours, and has ended", now);
+            return attempts.end_if_open("another plugin of the resource registered after ours and ended", now);
         }
-        self.detached = true;
-        self.enter(attempts, Phase::Beside, Some(now + SOON));
+        self.is_detached = true;
+        self.enter(attempts, Phase::Overlapping, Some(now + OVERTAKEN_DELAY));
     }
 
     fn unanswered(&self) -> Result<(), String> {
@@ -227,32 +228,32 @@ impl DevicePluginHandshake {
 impl Handshake for DevicePluginHandshake {
     type Phase = Phase;
     type Kubelet = FileId;
-    /// True while a plugin of this resource that was there when our socket was bound still is.
+    /// True while another plugin of this resource is left that existed when our socket was bound.
     type Others = bool;
-    /// True if another plugin of this resource is there.
+    /// True if another plugin of this resource exists.
     type Bound = bool;
     type Input = OwnInput;
     type Action = OwnAction;
 
-    const SOCKETS_GONE: &str = "our socket is gone or not ours any more";
+    const SOCKETS_GONE: &str = "our socket is gone or was replaced";
     const FIRST_RETRY_KEEPS_GAP: bool = false;
 
     fn other_kubelet(found: &Result<FileId, String>, attempted: Option<&FileId>) -> Option<&'static str> {
         (found.as_ref().ok() != attempted).then_some(KUBELET_RESTARTED)
     }
 
-    fn checked(&mut self, attempts: &mut Attempts, predecessor: bool, now: Duration) {
-        if self.predecessor && !predecessor {
-            self.predecessor = false;
-            if attempts.phase() == Phase::Beside && !self.renewing {
-                attempts.until = Some(now + SEEN_TO_END);
+    fn checked(&mut self, attempts: &mut Attempts, has_predecessor: bool, now: Duration) {
+        if self.has_predecessor && !has_predecessor {
+            self.has_predecessor = false;
+            if attempts.phase() == Phase::Overlapping && !self.is_renewing {
+                attempts.until = Some(now + RENEW_DELAY);
             }
         }
     }
 
-    fn bound(&mut self, attempts: &mut Attempts, predecessor: bool, now: Duration) {
+    fn bound(&mut self, attempts: &mut Attempts, has_predecessor: bool, now: Duration) {
         attempts.forget_waiting();
-        *self = Self { predecessor, must_detach: predecessor, ..Self::new(self.limits) };
+        *self = Self { has_predecessor, must_detach: has_predecessor, ..Self::new(self.limits) };
         self.enter(attempts, Phase::Registering, Some(now + self.limits.register));
         match attempts.other_kubelet() {
             Some(cause) => attempts.end_if_open(cause, now),
@@ -272,13 +273,13 @@ impl Handshake for DevicePluginHandshake {
                     }
                 }
             }
-            (Phase::Beside, Err(why)) if self.renewing => {
+            (Phase::Overlapping, Err(why)) if self.is_renewing => {
                 attempts.end_if_open(format!("the second registration failed: {why}"), now);
             }
-            (Phase::Beside, Ok(())) if self.renewing => {
-                (self.renewing, self.detached) = (false, false);
+            (Phase::Overlapping, Ok(())) if self.is_renewing => {
+                (self.is_renewing, self.is_detached) = (false, false);
                 self.serve(attempts, now);
-                // Nobody has asked meanwhile.
+                // No question was begun in the phase Overlapping.
                 self.ask(attempts);
             }
             _ => {}
@@ -288,8 +289,8 @@ impl Handshake for DevicePluginHandshake {
     fn happened(&mut self, attempts: &mut Attempts, input: OwnInput, now: Duration) {
         match input {
             OwnInput::Detached(result) if attempts.phase() == Phase::Detaching => {
-                self.detached = true;
-                self.beside(attempts, now);
+                self.is_detached = true;
+                self.overlap(attempts, now);
                 attempts.act(Action::Own(OwnAction::ReportDetached(result)));
             }
             OwnInput::Detached(_) => {}
@@ -307,11 +308,13 @@ impl Handshake for DevicePluginHandshake {
                 format!("the kubelet did not open ListAndWatch within {:?} of the registration", limits.stream)
             }
             Phase::Confirming if attempts.is_due(now) => {
-                format!("PodResources does not list our devices, {CONFIRM:?} after the kubelet opened ListAndWatch")
+                format!(
+                    "PodResources does not list our devices, {CONFIRM_TIMEOUT:?} after the kubelet opened ListAndWatch"
+                )
             }
-            Phase::Detaching => format!("the kubelet answered no registration within {:?}", limits.register),
-            Phase::Beside if self.renewing => return self.registered(attempts, self.unanswered(), now),
-            Phase::Beside => return self.renew(attempts, now),
+            Phase::Detaching => format!("the kubelet did not answer the detachment within {:?}", limits.register),
+            Phase::Overlapping if self.is_renewing => return self.registered(attempts, self.unanswered(), now),
+            Phase::Overlapping => return self.renew(attempts, now),
             Phase::Confirming | Phase::Serving => return self.ask(attempts),
             Phase::WaitingForKubelet | Phase::Binding | Phase::Ending | Phase::Pausing => return,
         };

@@ -1,5 +1,5 @@
-//! The device plugin of one resource, as the executor of its life sees it: the kubelet's socket, the calls to the
-//! kubelet, what is told of them.
+//! The device plugin of one resource, as the executor of its life sees it: it finds the kubelet's socket, calls the
+//! kubelet and reports events.
 //!
 //! All its work is done in the task of [`Plugin::run`], which the node owns.
 
@@ -12,8 +12,8 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::handshake::{DevicePluginHandshake, Input, Limits, OwnAction, OwnInput};
+use super::reporter::Reporter;
 use super::session::PluginSession;
-use super::told::Told;
 use super::{Phase, Settings, Shared, Sources, pod_resources, register};
 use crate::registration::{
     self, BindError, BoxedFuture, Executor, Life, Registrant, RegistrationMachine, Watching, random,
@@ -35,7 +35,7 @@ pub struct Plugin {
     phase: watch::Sender<Phase>,
 }
 
-/// A plugin cannot run: the path of the kubelet's socket has no folder.
+/// The cause of a plugin that cannot run: the path of the kubelet's socket has no folder.
 #[derive(Debug, Error)]
 #[error("'{}' is not the path of a kubelet socket", .0.display())]
 pub struct NoFolder(PathBuf);
@@ -63,10 +63,10 @@ impl Plugin {
         let handshake = DevicePluginHandshake::new(Limits { register, stream });
         let machine = RegistrationMachine::new(limits, Phase::WaitingForKubelet, handshake, random());
         let (snapshot, renew) = (sources.snapshot.clone(), sources.renew.clone());
-        let told = Arc::new(Told::new(resource.clone(), sources));
+        let reporter = Arc::new(Reporter::new(resource.clone(), sources));
         let watching = Watching { folder, poll: settings.poll, inotify: settings.inotify };
         let folder = watching.folder.clone();
-        let registrant = DevicePlugin { shared: Shared { resource, settings, snapshot, told }, renew, folder };
+        let registrant = DevicePlugin { shared: Shared { resource, settings, snapshot, reporter }, renew, folder };
         Executor::new(registrant, machine, phase, watching).run(&shutdown).await;
         Ok(())
     }
@@ -96,7 +96,7 @@ impl Registrant for DevicePlugin {
     type Session = PluginSession;
 
     fn report(&self, event: Life<Phase>) {
-        self.shared.told.life(&event);
+        self.shared.reporter.report(&event);
     }
 
     fn kubelet(&self) -> Result<FileId, String> {
@@ -119,7 +119,7 @@ impl Registrant for DevicePlugin {
             OwnAction::Renew => match session.rename(&settings, &resource, random()) {
                 Ok(name) => self.register(session, name),
                 Err(error) => {
-                    let why = format!("our socket cannot have another name: {error}");
+                    let why = format!("cannot give our socket another name: {error}");
                     Box::pin(std::future::ready(Input::Registered(Err(why))))
                 }
             },
@@ -137,7 +137,8 @@ impl Registrant for DevicePlugin {
                         tracing::info!(%resource, "serving beside the plugin before us, whose end will change nothing");
                     }
                     Err(error) => {
-                        tracing::warn!(%resource, error, "the end of the plugin before us may cost another registration");
+                        let what = "the end of the plugin before us may cost another registration";
+                        tracing::warn!(%resource, error, "{what}");
                     }
                 }
                 return None;

@@ -17,11 +17,12 @@ use linkwise_core::state::ResourceName;
 use linkwise_system::grpc::{Refusal, Rpc};
 use linkwise_system::metrics::new;
 
-/// Bounds of the choice's histogram, in seconds: from 1 µs by fours, the budget of 10 µs and of 300 µs between them.
+/// Bounds of the choice's histogram, in seconds: from 1 µs, each about four times the previous one. The budgets of
+/// 10 µs and 300 µs lie between bounds.
 const CHOICE_BUCKETS: [f64; 8] = [1e-6, 4e-6, 16e-6, 64e-6, 256e-6, 1e-3, 4e-3, 16e-3];
 /// Bounds of the RPCs' histogram, in seconds.
 const RPC_BUCKETS: [f64; 8] = [64e-6, 256e-6, 1e-3, 4e-3, 16e-3, 64e-3, 256e-3, 1.0];
-/// The methods of the device plugin API. A method comes from the caller: any other has a common series.
+/// The methods of the device plugin API. The caller chooses the method's name, so all other names share one series.
 const METHODS: [&str; 5] =
     ["GetDevicePluginOptions", "ListAndWatch", "GetPreferredAllocation", "Allocate", "PreStartContainer"];
 
@@ -52,7 +53,7 @@ fn seconds<const N: usize>(registry: &mut Registry, name: &str, help: &str, one:
 }
 
 impl PluginMetrics {
-    /// Makes and registers them.
+    /// Makes and registers the metrics.
     pub fn register(registry: &mut Registry) -> Self {
         let choices = "Answers to GetPreferredAllocation: exact, best_found (a budget ended the search) or fallback \
                        (sorted order)";
@@ -77,7 +78,7 @@ impl PluginMetrics {
         }
     }
 
-    /// A resource is offered: its series start at 0 instead of missing.
+    /// Makes the series of a resource that is offered, so that they start at 0 instead of missing.
     pub fn offered(&self, resource: &ResourceName) {
         drop(self.connected.get_or_create(&of(resource)));
         drop(self.narrowed.get_or_create(&of(resource)));
@@ -94,7 +95,7 @@ impl PluginMetrics {
         }
     }
 
-    /// A resource is no longer offered: it has no stream to be connected.
+    /// Removes the `kubelet_connected` series of a resource that is no longer offered.
     pub fn withdrawn(&self, resource: &ResourceName) {
         self.connected.remove(&of(resource));
     }
@@ -121,7 +122,7 @@ impl PluginMetrics {
         Self::outcome(&self.allocations, resource, if is_ok { "ok" } else { "refused" });
     }
 
-    /// Counts an answer to GetPreferredAllocation. On the path of an admission: nothing here waits.
+    /// Counts an answer to GetPreferredAllocation. Called during an admission: nothing here waits.
     pub fn chosen(&self, resource: &ResourceName, report: &AllocationReport, elapsed: Duration, narrowed: bool) {
         let outcome = match report.fallback {
             Some(_) => "fallback",
@@ -138,7 +139,7 @@ impl PluginMetrics {
         self.choice_seconds.get_or_create(&of(resource)).observe(elapsed.as_secs_f64());
     }
 
-    /// The length of a stream says nothing of speed and is not observed.
+    /// Counts an RPC, and observes its duration unless it is a stream, whose length says nothing about speed.
     fn rpc(&self, resource: &ResourceName, rpc: &Rpc) {
         let served = rpc.code != "UNIMPLEMENTED" && METHODS.contains(&rpc.method.as_str());
         let method = if served { &rpc.method } else { "unknown" };

@@ -2,9 +2,9 @@
 //!
 //! Owns the socket, the registration and the streams of one resource. The node makes a [`Plugin`] for each resource
 //! and owns the task that runs it; this module starts no task. Wire types stop at `convert.rs` and the files that use
-//! them: `service.rs`, `register.rs`, `pod_resources.rs`. The life with the kubelet is `registration`'s, with this
-//! plugin's `handshake` (docs/life-cycle.md); what a container gets is `publish::injection`'s. The path of an admission
-//! reads one snapshot: no NVML, no lock that a probe holds, no disk.
+//! them: `service.rs`, `register.rs`, `pod_resources.rs`. `registration` runs the life with the kubelet, with this
+//! plugin's `handshake` (docs/life-cycle.md); `publish::injection` decides what a container gets. An admission reads
+//! one snapshot, and waits for no NVML, no disk and no lock that a probe holds.
 
 mod calls;
 mod channel;
@@ -16,9 +16,9 @@ mod metrics;
 mod narrowing;
 pub mod pod_resources;
 mod register;
+mod reporter;
 mod service;
 mod session;
-mod told;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -31,22 +31,22 @@ use linkwise_core::publish::injection::{HostDevices, InjectionOptions};
 use linkwise_core::state::{Event, NodeState, ResourceName};
 use linkwise_system::uds::Callers;
 
-use crate::readiness::{BESIDE, Readiness};
+use crate::readiness::{OVERLAPPING, Readiness};
 pub use crate::registration::Life;
 pub use calls::HeldCalls;
 pub(crate) use channel::connect;
 pub use channel::{ConnectError, ProbeError, probe};
 pub use life::{NoFolder, Plugin};
 pub use metrics::PluginMetrics;
-use told::Told;
+use reporter::Reporter;
 
-/// What the parts of a running plugin share.
+/// The resource, the settings, the snapshot and the reporter, which the parts of a running plugin share.
 #[derive(Clone)]
 struct Shared {
     resource: ResourceName,
     settings: Arc<Settings>,
     snapshot: watch::Receiver<Arc<NodeState>>,
-    told: Arc<Told>,
+    reporter: Arc<Reporter>,
 }
 
 /// A plugin's settings.
@@ -95,7 +95,7 @@ impl Settings {
         }
     }
 
-    /// The places where the kubelet lists the holders of devices; `None` without a PodResources socket.
+    /// The places where the kubelet lists the holders of devices. `None` without a PodResources socket.
     pub fn holder_sources(&self) -> Option<pod_resources::HolderSources> {
         let socket = self.pod_resources_socket.clone()?;
         let folder = self.kubelet_socket.parent()?.to_owned();
@@ -116,11 +116,12 @@ pub enum Phase {
     WaitingForStream,
     /// The kubelet holds an open ListAndWatch stream; PodResources does not list our devices yet.
     Confirming,
-    /// As [`Self::Serving`]; the kubelet is about to forget the client that it would disconnect when the plugin before
-    /// us ends.
+    /// Confirmed, and not ready yet: the kubelet is about to forget the client that it would disconnect when the plugin
+    /// before us ends.
     Detaching,
-    /// As [`Self::Serving`]; the plugin before us has not ended, or the kubelet may not have seen it yet.
-    Beside,
+    /// As [`Self::Serving`], while another plugin of the resource has not ended, or the kubelet may not have seen its
+    /// end yet.
+    Overlapping,
     /// The kubelet holds an open ListAndWatch stream, and where PodResources is there it lists our devices.
     Serving,
     /// The session ended; its connections are closing.
@@ -132,7 +133,7 @@ pub enum Phase {
 impl Phase {
     /// Returns true if the registration stands, and outlasts the end of a plugin before us.
     pub fn is_serving(self) -> bool {
-        matches!(self, Self::Beside | Self::Serving)
+        matches!(self, Self::Overlapping | Self::Serving)
     }
 
     /// The phase in words, for /readyz and the log.
@@ -144,7 +145,7 @@ impl Phase {
             Self::WaitingForStream => "registered, waiting for the kubelet's ListAndWatch",
             Self::Confirming => "registered, waiting for PodResources to list our devices",
             Self::Detaching => "registered, detaching from the plugin before us",
-            Self::Beside => BESIDE,
+            Self::Overlapping => OVERLAPPING,
             Self::Serving => "serving",
             Self::Ending => "ending the session, waiting for its connections to close",
             Self::Pausing => "pausing before the next attempt",
@@ -152,8 +153,8 @@ impl Phase {
     }
 }
 
-/// Receives the report of a choice, and whether the kubelet held back devices that are healthy and free, or had taken some
-/// already. Called on the path of an admission: it must not block.
+/// Receives the report of a choice, and true if the kubelet held back devices that are healthy and free, or had taken
+/// some already. Called during an admission: it must not block.
 pub type Chosen = Arc<dyn Fn(&ResourceName, &Arc<AllocationReport>, bool) + Send + Sync>;
 
 /// The inputs and outputs that all plugins of a node share.

@@ -1,9 +1,9 @@
-//! [`Narrowing`]: tells whether the kubelet offered fewer devices than are free.
+//! [`Narrowing`]: detects that the kubelet offered fewer devices than are free.
 //!
 //! Called by `service`, once a request. Pure. The kubelet does not say which devices are in use, but a device that it
 //! once offered is free, and stays free until it asks us to allocate it: the only way into a container. A kubelet
-//! without a Topology Manager offers every free device each time. So a healthy device that is known to be free and is
-//! missing in a request was held back, and so was the choice of those that the answer must include.
+//! without a Topology Manager offers every free device each time. So the kubelet held back a healthy device that is
+//! known to be free and is missing in a request. Devices that the answer must include were chosen by the kubelet too.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ use linkwise_core::allocation::{AllocationRequest, DeviceId};
 #[derive(Debug, Default)]
 pub(super) struct Narrowing {
     free: BTreeSet<DeviceId>,
-    /// The devices that the last question let us choose from, until the kubelet allocates.
+    /// The devices that the last GetPreferredAllocation offered, until the kubelet allocates.
     offered: Vec<DeviceId>,
 }
 
@@ -28,13 +28,13 @@ impl Narrowing {
         held_back || !request.must_include.is_empty()
     }
 
-    /// The kubelet was answered a question that let us choose from these.
+    /// Remembers the devices that an answered GetPreferredAllocation offered.
     pub(super) fn answered(&mut self, available: Vec<DeviceId>) {
         self.offered = available;
     }
 
-    /// Devices went into a container. Returns the devices that the question before let us choose from; none if that
-    /// question was not about these.
+    /// Takes an allocation into account. Returns the devices that the last GetPreferredAllocation offered; none if it
+    /// did not offer the allocated ones.
     pub(super) fn allocated(&mut self, devices: &[DeviceId]) -> Vec<DeviceId> {
         for device in devices {
             self.free.remove(device);

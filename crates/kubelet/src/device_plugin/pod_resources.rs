@@ -1,7 +1,7 @@
 //! The client of the kubelet's PodResources API: which containers hold which devices, and which could be allocated.
 //!
-//! `life` asks whether our devices are on the kubelet's list; the node owns the task that follows the holders. Not
-//! on the path of an admission. Where the socket is not there, or has no answer, nothing is known, and that is a value.
+//! `life` asks whether our devices are on the kubelet's list; the node owns the task that follows the holders. No
+//! admission waits for it. Without the socket or an answer the holders are unknown, which is a value.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use tonic::Status;
 use tonic::transport::Channel;
 
 use super::channel::connect;
-use super::checkpoint::{self, ContainerDevices};
+use super::checkpoint::{self, ContainerDevices, ContainerId};
 use super::handshake::Listing;
 use linkwise_core::allocation::DeviceId;
 use linkwise_core::backoff::Backoff;
@@ -32,16 +32,17 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 const MAX_ANSWER: usize = 16 << 20;
 /// The least time between two questions for the holders while an answer is awaited: a container whose Allocate was
 /// answered before the first of two questions is in the answer to the second (`state::doors`).
-const ASK_OFTEN: Duration = Duration::from_secs(1);
-/// The most while an answer is awaited: a GPU that a pod has left is offered some seconds after the pod's end.
-const ASK_AWAITED: Duration = Duration::from_secs(10);
-/// The same while no answer is awaited.
-const ASK_BETWEEN: Duration = Duration::from_secs(30);
+const MIN_ASK_INTERVAL: Duration = Duration::from_secs(1);
+/// The most time between two questions while an answer is awaited: a GPU that a pod has left is offered some seconds
+/// after the pod's end.
+const MAX_ASK_INTERVAL: Duration = Duration::from_secs(10);
+/// The time between two questions while no answer is awaited.
+const IDLE_ASK_INTERVAL: Duration = Duration::from_secs(30);
 
 /// The holders of devices, as the kubelet lists them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Holders {
-    /// `None`: the kubelet could not be asked.
+    /// The holders; `None` if the kubelet could not be asked.
     pub held: Option<Holdings>,
     /// The cause where the devices of init containers are missing.
     pub without_init_containers: Option<String>,
@@ -82,7 +83,8 @@ async fn call<T>(
 /// The longest name of a pod, in characters; a namespace and a container have shorter ones.
 const MAX_NAME: usize = 253;
 
-/// Reads which devices containers and claims hold now. A name that is no resource's is not ours and is left out.
+/// Reads which devices containers and claims hold now. A name that is not valid for a resource is not ours, and is left
+/// out.
 async fn listed(socket: &Path) -> Option<Holdings> {
     let pods = call(socket, async |mut client| client.list(wire::ListPodResourcesRequest {}).await).await?;
     let mut holdings = Holdings::default();
@@ -105,7 +107,7 @@ async fn listed(socket: &Path) -> Option<Holdings> {
     Some(holdings)
 }
 
-/// A name, as far as Kubernetes allows names to be long.
+/// Cuts a name at the length that Kubernetes allows.
 fn shortened(mut name: String) -> String {
     if let Some((end, _)) = name.char_indices().nth(MAX_NAME) {
         name.truncate(end);
@@ -123,11 +125,11 @@ fn claimed(resource: wire::DynamicResource) -> impl Iterator<Item = ClaimedDevic
     })
 }
 
-/// The containers of the kubelet's checkpoint that its lists have had. These are no init containers: once a list lacks
-/// one, its pod has ended, though the file keeps it until the next allocation or device list.
-type ListedContainers = BTreeSet<(String, String)>;
+/// The containers of the kubelet's checkpoint that a list of PodResources has had. They are not init containers: once a
+/// list lacks one, its pod has ended, though the file keeps it until the next allocation or device list.
+type ListedContainers = BTreeSet<ContainerId>;
 
-/// The devices that init containers may have: those of containers that no list has had.
+/// The devices that init containers may hold: those of containers in the checkpoint that no list has had.
 fn of_init_containers(
     known: &mut ListedContainers,
     checkpoint: Vec<ContainerDevices>,
@@ -141,24 +143,24 @@ fn of_init_containers(
     unlisted.flat_map(|of| of.devices).filter(|device| !listed.contains(device)).collect()
 }
 
-/// Adds the UIDs of pods, which PodResources does not have: those of the containers with the same devices.
+/// Adds the UIDs of pods, which PodResources lacks, from the checkpoint's containers with the same name and devices.
 fn name_pods(held: &mut Holdings, checkpoint: &[ContainerDevices]) {
     for (name, holdings) in &mut held.by_container {
         let has = |(resource, id): &ResourceDevice| holdings.devices.get(resource).is_some_and(|ids| ids.contains(id));
         let is_it = |of: &&ContainerDevices| {
-            of.container.1 == name.container && !of.devices.is_empty() && of.devices.iter().all(has)
+            of.container.name == name.container && !of.devices.is_empty() && of.devices.iter().all(has)
         };
-        holdings.pod_uid = checkpoint.iter().find(is_it).map(|of| of.container.0.clone());
+        holdings.pod_uid = checkpoint.iter().find(is_it).map(|of| of.container.pod_uid.clone());
     }
 }
 
-/// Reads the holders of devices. The checkpoint is read after the list: the kubelet drops pods that have ended when it
-/// is asked for the list.
+/// Reads the holders of devices. The checkpoint is read after the list, because the request for the list makes the
+/// kubelet drop pods that have ended.
 pub async fn holders(sources: &HolderSources) -> Holders {
     holders_after(sources, &mut ListedContainers::default()).await
 }
 
-/// The same, where it was asked before.
+/// As [`holders`], with the containers that earlier lists had.
 async fn holders_after(sources: &HolderSources, containers: &mut ListedContainers) -> Holders {
     let Some(mut held) = listed(&sources.socket).await else { return Holders::default() };
     let mut without_init_containers = None;
@@ -174,47 +176,47 @@ async fn holders_after(sources: &HolderSources, containers: &mut ListedContainer
 
 /// Polls the holders until `shutdown`.
 ///
-/// The pauses are a second at first, and grow as long as the kubelet gives the same answer. A message of `often` (the state
-/// waits for an answer) begins them anew; who reads the answer changes nothing. Two questions are at least a second apart. A
-/// state that was made anew (`begun_anew`) has seen no answer, and gets one at once.
+/// The first pause is a second; pauses grow as long as the kubelet gives the same answer. A message of `often` (the
+/// state waits for an answer) resets them, and two questions are at least a second apart. A message of `new_state`
+/// resets them too, and is followed by a question at once: a state that was just made has seen no answer.
 ///
-/// A failure means "not known" until the next answer. Every answer is published, also one like the last: an orphan
-/// leaves the list by an answer that came after it went.
+/// After a failure the holders are unknown until the next answer. Every answer is published, even one that equals the
+/// last, because an orphan leaves the device list when two lists of holders in a row lack it.
 pub async fn follow_holders(
     sources: &HolderSources,
     holders_now: watch::Sender<Holders>,
     mut often: watch::Receiver<bool>,
-    begun_anew: Arc<Notify>,
+    new_state: Arc<Notify>,
     shutdown: CancellationToken,
 ) {
-    let mut pauses = Backoff::new(ASK_OFTEN, ASK_AWAITED);
-    let (mut containers, mut asked) = (ListedContainers::default(), None);
+    let mut pauses = Backoff::new(MIN_ASK_INTERVAL, MAX_ASK_INTERVAL);
+    let (mut containers, mut last_socket) = (ListedContainers::default(), None);
     let follow = async {
         loop {
-            let soonest = Instant::now() + ASK_OFTEN;
-            // A kubelet makes its socket anew when it starts.
+            let soonest = Instant::now() + MIN_ASK_INTERVAL;
+            // A kubelet that starts makes a new socket.
             let id = || FileId::of_socket(&sources.socket.canonicalize().ok()?);
             let socket = id();
             let mut now = holders_after(sources, &mut containers).await;
             if let Some(held) = &mut now.held {
                 let is_same = socket.is_some() && socket == id();
-                held.is_first = asked != socket || !is_same;
-                asked = socket;
+                held.is_first = last_socket != socket || !is_same;
+                last_socket = socket;
             }
             let (is_known, last) = (now.held.is_some(), holders_now.send_replace(now));
             let is_news = holders_now.borrow().held != last.held;
             let pause = pause(*often.borrow_and_update(), is_known, is_news, &mut pauses);
             let due = async {
                 // A channel that is closed means that the node is ending.
-                let begins_anew = tokio::time::timeout(pause, often.changed()).await.is_ok();
+                let resets = tokio::time::timeout(pause, often.changed()).await.is_ok();
                 tokio::time::sleep_until(soonest).await;
-                begins_anew
+                resets
             };
-            let begins_anew = tokio::select! {
-                begins_anew = due => begins_anew,
-                () = begun_anew.notified() => true,
+            let resets = tokio::select! {
+                resets = due => resets,
+                () = new_state.notified() => true,
             };
-            if begins_anew {
+            if resets {
                 pauses.reset();
             }
         }
@@ -225,18 +227,18 @@ pub async fn follow_holders(
 /// The pause before the next question.
 fn pause(is_awaited: bool, is_known: bool, is_news: bool, pauses: &mut Backoff) -> Duration {
     if is_news {
-        // What one list lacks is free by the second.
+        // A device that this list lacks is free once the next list lacks it too.
         pauses.reset();
     }
     match (is_awaited, is_known) {
-        // A pod may hold a device for days: an answer a second would be many.
+        // A pod may hold a device for days, too long to ask every second.
         (true, true) => pauses.failed(),
         // A kubelet that restarts: GPUs are held back until it answers.
         (true, false) => {
             pauses.reset();
-            ASK_OFTEN
+            MIN_ASK_INTERVAL
         }
-        (false, _) => ASK_BETWEEN,
+        (false, _) => IDLE_ASK_INTERVAL,
     }
 }
 
@@ -250,9 +252,9 @@ async fn allocatable(socket: &Path) -> Option<Devices> {
 /// A resource's devices, as the kubelet counts them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stock {
-    /// Those that are healthy.
+    /// The healthy devices.
     pub devices: usize,
-    /// Those of them that containers hold.
+    /// The healthy devices that containers hold.
     pub held: usize,
 }
 
@@ -270,8 +272,8 @@ pub async fn stock(socket: &Path) -> Option<BTreeMap<String, Stock>> {
     Some(stocks)
 }
 
-/// Asks whether the kubelet would give out every healthy device of a resource. It lists healthy ones of registered
-/// plugins only: where we have none that is healthy, none is missing.
+/// Asks whether the kubelet would give out every healthy device of a resource. The kubelet lists only healthy devices
+/// of registered plugins. Without a healthy device none is missing.
 pub(super) async fn listing(
     socket: Option<&Path>,
     snapshot: &watch::Receiver<Arc<NodeState>>,
@@ -295,7 +297,8 @@ mod tests {
 
     /// A container's devices in the kubelet's checkpoint.
     fn of(pod: &str, container: &str, ids: &[&str]) -> ContainerDevices {
-        ContainerDevices { container: (pod.to_owned(), container.to_owned()), devices: devices(ids) }
+        let container = ContainerId { pod_uid: pod.to_owned(), name: container.to_owned() };
+        ContainerDevices { container, devices: devices(ids) }
     }
 
     #[test]
@@ -310,7 +313,7 @@ mod tests {
         };
         assert_eq!(held(&["0", "1", "3"]), ["2"], "an init container's, until the pod ends");
         assert_eq!(held(&["0", "1"]), ["2"], "pod b has ended");
-        // Of the init container this file alone knows.
+        // Only this file has the init container.
         assert_eq!(held(&[]), ["1", "2"]);
         let empty = of_init_containers(&mut containers, Vec::new(), &BTreeSet::new());
         assert!(empty.is_empty() && containers.is_empty());
@@ -327,7 +330,7 @@ mod tests {
             }
             held.add(name, holdings);
         }
-        // Pod c is too new for the file, and of pod d the file still has what c has by now.
+        // Pod c is too new for the file. The file still has pod d, whose device is c's by now.
         let file = [of("uid-b", "main", &["2"]), of("uid-a", "main", &["0", "1"]), of("uid-d", "main", &["4"])];
         name_pods(&mut held, &file);
         let uids: Vec<Option<&str>> = held.by_container.values().map(|of| of.pod_uid.as_deref()).collect();
@@ -336,7 +339,7 @@ mod tests {
 
     #[test]
     fn restarting_kubelet_is_asked_every_second_and_a_known_one_more_rarely() {
-        let mut pauses = Backoff::new(ASK_OFTEN, ASK_AWAITED);
+        let mut pauses = Backoff::new(MIN_ASK_INTERVAL, MAX_ASK_INTERVAL);
         assert_eq!([false; 2].map(|news| pause(true, true, news, &mut pauses).as_secs()), [1, 2]);
         assert_eq!([true, false].map(|news| pause(true, true, news, &mut pauses).as_secs()), [1, 2], "a pod has ended");
         pauses.reset();

@@ -36,8 +36,9 @@ pub(super) enum RegisterError {
     Refused { resource: ResourceName, status: Box<Status> },
 }
 
-/// Registers a resource that is served on the socket named `endpoint` beside the kubelet's. `kubelet` gets the
-/// process that listens on kubelet.sock, before the request is sent. It may wait for ever: the caller has the deadline.
+/// Registers a resource that is served on the socket named `endpoint` in the kubelet's folder. `kubelet` gets
+/// the process that listens on kubelet.sock, before the request is sent. The call may wait for ever: the caller has the
+/// deadline.
 pub(super) async fn register(
     kubelet_socket: &Path,
     endpoint: &str,
@@ -57,21 +58,21 @@ pub(super) async fn register(
     answer.map(|_| ()).map_err(refused)
 }
 
-/// The cause of a name that the kubelet may not have forgotten.
+/// The cause of a failed detachment: the kubelet may not have forgotten the client under the resource's name.
 #[derive(Debug, Error)]
 pub(super) enum DetachError {
     #[error(transparent)]
     Bind(#[from] BindError),
-    #[error("the kubelet was not asked")]
+    #[error("cannot detach from the plugin before us")]
     Ask(#[source] RegisterError),
-    #[error("the kubelet took a registration that failed")]
+    #[error("the kubelet accepted the registration that fails on purpose")]
     Taken,
-    #[error("the server of the registration that fails ended")]
+    #[error("the server of the registration that fails on purpose ended")]
     Ended,
 }
 
-/// Has the kubelet forget which client has the resource's name, by a socket that refuses to tell its options. This may
-/// wait for ever: the caller has the deadline.
+/// Makes the kubelet forget the client under the resource's name, by the registration of a socket that refuses
+/// GetDevicePluginOptions. The call may wait for ever: the caller has the deadline.
 ///
 /// Kubelets up to 1.36 keep one client for each resource name, and when any stream of the resource ends they disconnect
 /// that client, whichever it is: the end of the plugin before us would end our registration. A registration whose

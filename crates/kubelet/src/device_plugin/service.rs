@@ -40,7 +40,7 @@ impl Service {
         Arc::clone(&self.shared.snapshot.borrow())
     }
 
-    /// Returns true if the caller is the process that listens on kubelet.sock, as far as the kernel tells.
+    /// Returns true if the caller is the process that listens on kubelet.sock, as far as the kernel can tell.
     fn is_kubelet<T>(&self, request: &Request<T>) -> bool {
         let caller = request.extensions().get::<Peer>();
         caller.zip(self.kubelet.get()).is_none_or(|(caller, kubelet)| caller.may_be(kubelet))
@@ -73,9 +73,9 @@ impl DevicePlugin for Service {
         Ok(Response::new(convert::options()))
     }
 
-    /// The whole list at once, then again whenever it differs from the last one sent, and when the kubelet's checkpoint
-    /// alone has a holder: it keeps pods that have ended until the next list (`writeCheckpoint` in
-    /// pkg/kubelet/cm/devicemanager/manager.go).
+    /// Sends the whole list at once, and then whenever it differs from the last one sent. Also sends it when a new
+    /// holder is in the kubelet's checkpoint alone: the checkpoint keeps pods that have ended until the next list
+    /// (`writeCheckpoint` in pkg/kubelet/cm/devicemanager/manager.go).
     async fn list_and_watch(&self, request: Request<wire::Empty>) -> Answer<Self::ListAndWatchStream> {
         let resource = self.shared.resource.clone();
         let open = self.is_kubelet(&request).then(|| Counted::new(&self.streams));
@@ -120,7 +120,7 @@ impl DevicePlugin for Service {
             let narrowed = narrowing.narrowed(&question, |id| snapshot.offers().is_healthy(&self.shared.resource, id));
             narrowing.answered(question.available);
             drop(narrowing);
-            self.shared.told.chosen(report, elapsed, narrowed);
+            self.shared.reporter.chosen(report, elapsed, narrowed);
             convert::preferred(answer)
         });
         Ok(Response::new(wire::PreferredAllocationResponse { container_responses: answers.collect() }))
@@ -138,7 +138,7 @@ impl DevicePlugin for Service {
                 let injection = self.injection(&snapshot, &devices);
                 injection.map(convert::container).map_err(|error| Status::failed_precondition(error.to_string()))
             });
-            self.shared.told.allocated(ids, offered, answer.as_ref().err());
+            self.shared.reporter.allocated(ids, offered, answer.as_ref().err());
             container_responses.push(answer?);
         }
         Ok(Response::new(wire::AllocateResponse { container_responses }))

@@ -31,15 +31,15 @@ fn prefix(folder: &Path, resource: &ResourceName) -> String {
     shortened(&format!("linkwise-{}", resource.as_str().replace('/', "_")), room) + "-"
 }
 
-/// Returns true if a file name is that of a socket of ours with this prefix. That of another resource may begin with it
-/// too.
+/// Returns true if a file name is that of a socket of ours with this prefix. The name of another
+/// resource's socket may begin with it too.
 fn is_ours(name: &str, prefix: &str) -> bool {
     let rest = name.strip_prefix(prefix).and_then(|rest| rest.strip_suffix(".sock"));
     rest.is_some_and(is_number)
 }
 
-/// Returns true if a file name is that of a socket of ours, for whichever resource: nobody comes back for one that is no
-/// longer offered.
+/// Returns true if a file name is that of a socket of ours, for any resource: a resource that is no longer offered has
+/// no plugin to remove its sockets.
 fn is_any_of_ours(name: &str) -> bool {
     let rest = name.strip_prefix("linkwise-").and_then(|rest| rest.strip_suffix(".sock"));
     rest.and_then(|rest| rest.rsplit_once('-')).is_some_and(|(_, number)| is_number(number))
@@ -51,8 +51,8 @@ fn is_nvidias(name: &str, resource: &ResourceName) -> bool {
     name.strip_prefix("nvidia-").and_then(|rest| rest.strip_suffix(".sock")) == Some(last)
 }
 
-/// The sockets of plugins of this resource on which a process listens: another linkwise, or the NVIDIA plugin. Where
-/// the folder cannot be read, none is known.
+/// The sockets of plugins of this resource on which a process listens: another linkwise, or the NVIDIA plugin. None if
+/// the folder cannot be read.
 fn living(folder: &Path, resource: &ResourceName, prefix: &str) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let named = entries.filter(|entry| {
@@ -79,8 +79,7 @@ pub(super) struct PluginSession {
     pub name: String,
     /// The process that listens on kubelet.sock, known once we have connected to it.
     pub kubelet: Arc<OnceLock<Peer>>,
-    /// The sockets of other plugins of this resource that were there when ours was bound, and still were when last
-    /// asked.
+    /// The sockets of other plugins of this resource that existed when ours was bound, and at the last check.
     predecessors: Vec<PathBuf>,
     servers: Servers,
     streams: watch::Receiver<usize>,
@@ -89,14 +88,14 @@ pub(super) struct PluginSession {
 impl PluginSession {
     /// Removes dead predecessors' sockets, binds a socket with this random number in its name and serves it.
     pub fn begin(shared: Shared, random: u64) -> Result<Self, BindError> {
-        let Shared { resource, settings, told: life, .. } = shared.clone();
+        let Shared { resource, settings, reporter, .. } = shared.clone();
         let folder = files::folder(&settings.kubelet_socket);
         let prefix = prefix(folder, &resource);
         let predecessors = living(folder, &resource, &prefix);
         let (path, name) = socket_path(&settings, &resource, random);
         let bound = bind(&path, &settings.callers, is_any_of_ours)?;
 
-        let mut servers = Servers::new(Arc::new(move |event| life.life(&event)));
+        let mut servers = Servers::new(Arc::new(move |event| reporter.report(&event)));
         let kubelet = Arc::new(OnceLock::new());
         let (open, streams) = watch::channel(0);
         let (narrowing, end) = (Mutex::default(), servers.end_of_streams());
@@ -114,7 +113,7 @@ impl PluginSession {
         Ok(name)
     }
 
-    /// Returns true while a plugin of this resource that was there when our socket was bound still is.
+    /// Returns true while another plugin of this resource is left that existed when our socket was bound.
     pub fn has_predecessor(&mut self) -> bool {
         self.predecessors.retain(|path| is_alive(path));
         !self.predecessors.is_empty()

@@ -86,7 +86,7 @@ impl Handshake for DraHandshake {
     type Input = OwnInput;
     type Action = Infallible;
 
-    const SOCKETS_GONE: &str = "our sockets are gone or not ours any more";
+    const SOCKETS_GONE: &str = "our sockets are gone or were replaced";
     // The kubelet's registration ends the pauses: one that refuses at once must not make a storm.
     const FIRST_RETRY_KEEPS_GAP: bool = true;
 

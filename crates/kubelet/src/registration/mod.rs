@@ -2,7 +2,7 @@
 //! binding, the end of a session, checks of the files.
 //!
 //! Used by `device_plugin` and `dra`, each of which adds its own [`Handshake`] and [`Session`]. This module depends on
-//! neither, uses no wire type and starts no task. `machine` decides what to do next, [`Executor`] does it, and `servers`
+//! neither, uses no wire type and starts no task. `machine` decides what to do next, [`Executor`] does it, `servers`
 //! has the sockets (docs/life-cycle.md).
 
 mod executor;

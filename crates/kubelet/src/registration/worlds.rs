@@ -335,7 +335,7 @@ impl<N: Neighbour> World<N> {
         let kinds = [Action::Bind, Action::End, Action::Cut].into_iter();
         for kind in kinds.chain(own.iter().cloned().map(Action::Own)) {
             let times: Vec<Duration> = self.done.iter().filter(|(_, done)| *done == kind).map(|(at, _)| *at).collect();
-            // At most 24: a new kubelet every tenth of a second, and for each an attempt, its first retry and their ends.
+            // At most 24: a kubelet every tenth of a second, for each an attempt, its first retry and their ends.
             for window in times.windows(25) {
                 assert!(
                     window[24].saturating_sub(window[0]) >= Duration::from_secs(1),

@@ -8,7 +8,7 @@ use super::*;
 use crate::registration::worlds::{self, LIMITS as COMMON, Neighbour, happening};
 use crate::registration::{Action, RegistrationMachine};
 
-mod beside;
+mod overlap;
 
 const LIMITS: Limits = Limits { register: Duration::from_secs(15), stream: Duration::from_secs(10) };
 
@@ -20,9 +20,9 @@ type Happening = worlds::Happening<Own>;
 /// An event of the kubelet's.
 #[derive(Clone, Debug)]
 enum Own {
-    /// As `BindEnds(true)`, with another plugin there.
-    BindsBeside,
-    /// The other plugin ends: its socket at once, its stream after so many milliseconds.
+    /// As `BindEnds(true)`, while another plugin exists.
+    BindsWithPredecessor,
+    /// The other plugin ends: its socket at once, its stream after this many milliseconds.
     PredecessorEnds(u64),
     DetachEnds(bool),
     /// Another plugin registers after us, and ends.
@@ -45,11 +45,11 @@ struct Books {
     /// The kubelet that was there when it was registered.
     kubelet: Option<u64>,
     registered: bool,
-    /// Of the kubelet's.
+    /// The streams that the kubelet holds.
     streams: usize,
-    /// The last answers of PodResources: `Missing` twice in a row, with the last time it did not.
+    /// The number of answers `Missing` in a row; 2 at once for one while we do not serve.
     missing: u32,
-    asked: bool,
+    was_asked: bool,
 }
 
 /// The plugin that was there before.
@@ -68,10 +68,10 @@ struct Kubelet {
     asking: bool,
     detaching: bool,
     predecessor: Predecessor,
-    /// Whether the other plugin's end may end our session: it was not there any more when our socket was bound, or the
+    /// True if the other plugin's end may end our session: that plugin was gone when our socket was bound, or the
     /// kubelet did not forget the name.
     kept: bool,
-    /// Kubelets up to 1.36: whether a client of ours is under the resource's name, which the end of any stream ends.
+    /// True if a kubelet up to 1.36 has a client of ours under the resource's name, which the end of any stream ends.
     named: bool,
     /// True from the end of that client to the next Register: no stream opens for it.
     disconnected: bool,
@@ -94,7 +94,7 @@ fn streams(world: &mut World, change: impl FnOnce(usize) -> usize) {
     own_input(world, OwnInput::Streams(open));
 }
 
-/// An unexpected answer, which must not change the stage.
+/// Feeds an unexpected answer, which must not change the phase.
 fn spurious(world: &mut World, which: u8) {
     let kubelet = &world.neighbour;
     let input = match which % 5 {
@@ -119,7 +119,7 @@ impl Neighbour for Kubelet {
     const GOAL: Phase = Phase::Serving;
     // The longest deadline, then a close, then the longest pause, and the calls.
     const RECOVERY: Duration = Duration::from_secs(15 + 1 + 16 + 1);
-    const MAX_WAIT: Duration = MAX_TIME_BESIDE;
+    const MAX_WAIT: Duration = MAX_OVERLAP;
 
     fn machine(seed: u64) -> RegistrationMachine<DevicePluginHandshake> {
         RegistrationMachine::new(COMMON, Phase::WaitingForKubelet, DevicePluginHandshake::new(LIMITS), seed)
@@ -137,8 +137,8 @@ impl Neighbour for Kubelet {
         match phase {
             Phase::Registering | Phase::Detaching => LIMITS.register,
             Phase::WaitingForStream => LIMITS.stream,
-            Phase::Confirming => CONFIRM,
-            Phase::Beside => MAX_TIME_BESIDE + LIMITS.register,
+            Phase::Confirming => CONFIRM_TIMEOUT,
+            Phase::Overlapping => MAX_OVERLAP + LIMITS.register,
             _ => Duration::MAX,
         }
     }
@@ -154,14 +154,14 @@ impl Neighbour for Kubelet {
     }
 
     fn perform(world: &mut World, action: &OwnAction) {
-        let (beside, kubelet) = (world.phase() == Phase::Beside, &mut world.neighbour);
+        let (overlaps, kubelet) = (world.phase() == Phase::Overlapping, &mut world.neighbour);
         match action {
             OwnAction::Register | OwnAction::Renew => {
                 let socket = world.socket.expect("registers a socket that is served");
                 kubelet.books.kubelet = world.kubelet;
-                let twice = !beside && kubelet.books.registered;
+                let twice = !overlaps && kubelet.books.registered;
                 assert!(!socket.ended && !twice, "registers what has ended, or twice");
-                assert_eq!(beside, *action == OwnAction::Renew);
+                assert_eq!(overlaps, *action == OwnAction::Renew);
                 assert!(world.kubelet.is_some(), "registers without a kubelet");
                 (kubelet.registering, kubelet.disconnected) = (true, false);
             }
@@ -185,10 +185,10 @@ impl Neighbour for Kubelet {
         assert!(!socket.ended, "ready while the session ends");
         assert!(books.registered, "ready, and this very socket was not registered");
         assert!(books.streams > 0, "ready without a stream of the kubelet's");
-        assert!(books.asked, "ready before PodResources was asked");
+        assert!(books.was_asked, "ready before PodResources was asked");
         assert!(books.missing < 2, "ready though PodResources does not list our devices");
-        // Beside another plugin the kubelet has no client under the name, but not for ever.
-        let is_named = world.neighbour.named || world.phase() == Phase::Beside;
+        // While two plugins overlap, the kubelet has no client under the name, for a limited time.
+        let is_named = world.neighbour.named || world.phase() == Phase::Overlapping;
         assert!(is_named, "the kubelet would not notice our end");
     }
 
@@ -196,7 +196,7 @@ impl Neighbour for Kubelet {
         let serving = world.phase().is_serving();
         let kubelet = &mut world.neighbour;
         match happening {
-            Own::BindsBeside => {
+            Own::BindsWithPredecessor => {
                 if world.binding && kubelet.predecessor.stream_ends.is_none() {
                     kubelet.predecessor = Predecessor { stands: true, stream_ends: None, streams: true };
                 }
@@ -230,13 +230,13 @@ impl Neighbour for Kubelet {
             Own::StreamEnds => streams(world, |open| open.saturating_sub(1)),
             Own::AskEnds(listing) => {
                 if std::mem::take(&mut kubelet.asking) && world.socket.is_some() {
-                    // In doubt for one answer while we serve, and for none before.
+                    // While we serve, one answer without our devices may be wrong; before that, none.
                     kubelet.books.missing = match listing {
                         Listing::Missing if serving => kubelet.books.missing + 1,
                         Listing::Missing => 2,
                         Listing::Listed | Listing::Unknown => 0,
                     };
-                    kubelet.books.asked = true;
+                    kubelet.books.was_asked = true;
                     own_input(world, OwnInput::Listed(listing));
                 }
             }
@@ -254,7 +254,7 @@ impl Neighbour for Kubelet {
         }
     }
 
-    /// A kubelet up to 1.36 sees the end of the other plugin's stream, and ends the client under the name.
+    /// Lets a kubelet up to 1.36 see the end of the other plugin's stream and end the client under the name.
     fn passed(world: &mut World) {
         let (now, serving) = (world.now, world.phase().is_serving());
         let kubelet = &mut world.neighbour;
@@ -268,7 +268,7 @@ impl Neighbour for Kubelet {
         }
     }
 
-    /// Lost may be a Register that hangs, or a registration that is forgotten.
+    /// What is `lost` is a Register that hangs, or a registration that is forgotten.
     fn works(world: &mut World, lost: bool) {
         if !lost {
             does(world, Own::RegisterEnds(true));
@@ -285,7 +285,7 @@ impl Neighbour for Kubelet {
     fn happening() -> BoxedStrategy<Own> {
         let listing = || prop_oneof![Just(Listing::Listed), Just(Listing::Missing), Just(Listing::Unknown)];
         prop_oneof![
-            3 => Just(Own::BindsBeside),
+            3 => Just(Own::BindsWithPredecessor),
             3 => (0_u64..900).prop_map(Own::PredecessorEnds),
             3 => prop::bool::weighted(0.8).prop_map(Own::DetachEnds),
             1 => Just(Own::SuccessorEnds),
@@ -301,7 +301,7 @@ impl Neighbour for Kubelet {
     }
 }
 
-/// The actions that must not come in a storm, beside those of every plugin.
+/// The actions that must not come in a storm, in addition to those of every plugin.
 const CALLS: [OwnAction; 4] = [OwnAction::Register, OwnAction::Renew, OwnAction::Detach, OwnAction::Ask];
 
 proptest! {
@@ -352,7 +352,7 @@ proptest! {
         world.no_storm(&CALLS);
     }
 
-    /// Asked to end, it is over as soon as its connections are closed, half a second at the latest, wherever it was.
+    /// From any state, a machine that is asked to end is over once its connections are closed, within half a second.
     #[test]
     fn shutdown_ends_from_any_state(story in prop::collection::vec(happening::<Kubelet>(), 0..60)) {
         World::after(story, 0).shutdown_ends();

@@ -343,7 +343,7 @@ fn deleted_socket_is_made_anew() {
     let mut world = registered();
     world.now += Duration::from_secs(10);
     world.happens(Happening::OwnGone);
-    assert!(world.has_ended_with("our sockets are gone or not ours any more"));
+    assert!(world.has_ended_with("our sockets are gone or were replaced"));
     world.happens(Happening::ConnectionsClose);
     assert!(world.binding);
 }

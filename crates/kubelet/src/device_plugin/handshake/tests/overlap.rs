@@ -1,24 +1,24 @@
-//! Single stories: plugins of the resource that were there before ours, or that came after it.
+//! Single stories: plugins of the resource that registered before ours, or after it.
 
 use super::*;
 
-/// A world in which we have registered beside another plugin, and our devices are listed.
-fn beside() -> World {
+/// A world in which we have registered while another plugin still runs, and our devices are listed.
+fn registered_over_predecessor() -> World {
     let mut world = World::new(1);
     world.happens(Happening::KubeletNew);
-    let road = [Own::BindsBeside, Own::StreamOpens, Own::RegisterEnds(true), Own::AskEnds(Listing::Listed)];
+    let road = [Own::BindsWithPredecessor, Own::StreamOpens, Own::RegisterEnds(true), Own::AskEnds(Listing::Listed)];
     road.into_iter().for_each(|own| does(&mut world, own));
     world
 }
 
-/// Beside another plugin: detached from it before it is called serving, and registered again once its stream has ended.
+/// Our plugin detaches from the one before it, then serves, and registers again once the other's stream has ended.
 #[test]
 fn end_of_the_plugin_before_us_changes_nothing() {
-    let mut world = beside();
+    let mut world = registered_over_predecessor();
     assert_eq!(world.phase(), Phase::Detaching, "its end would end us");
     does(&mut world, Own::DetachEnds(true));
     world.happens(Happening::Passes(40_000));
-    assert_eq!(world.phase(), Phase::Beside, "it may live for long");
+    assert_eq!(world.phase(), Phase::Overlapping, "it may live for long");
     does(&mut world, Own::PredecessorEnds(900));
     world.happens(Happening::Passes(999));
     assert!(!world.neighbour.registering && world.neighbour.predecessor.stream_ends.is_none());
@@ -29,7 +29,7 @@ fn end_of_the_plugin_before_us_changes_nothing() {
     assert!(world.neighbour.named && world.sockets == 1 && !world.done.iter().any(ended));
 }
 
-/// One that registers over us and ends takes our registration with it: we register again at once.
+/// A plugin that registers after us and ends takes our registration with it: we register again at once.
 #[test]
 fn successor_that_ends_is_followed_by_a_registration() {
     let mut world = World::new(1);
@@ -41,7 +41,7 @@ fn successor_that_ends_is_followed_by_a_registration() {
     does(&mut world, Own::StreamOpens);
     does(&mut world, Own::RegisterEnds(true));
     assert!(world.phase() == Phase::Serving && world.neighbour.named && world.sockets == 1);
-    // The kubelet saw its end only now, and gave up the newer of our two connections.
+    // The kubelet sees the end of the other plugin only now, and closes the newer of our two connections.
     does(&mut world, Own::StreamEnds);
     assert_eq!(world.phase(), Phase::Ending);
     world.benign_until_registered(false, true);
@@ -51,7 +51,7 @@ fn successor_that_ends_is_followed_by_a_registration() {
 /// Where the kubelet did not forget the name, the end of the other plugin costs one session.
 #[test]
 fn failed_detachment_costs_one_session() {
-    let mut world = beside();
+    let mut world = registered_over_predecessor();
     does(&mut world, Own::DetachEnds(false));
     does(&mut world, Own::PredecessorEnds(5));
     world.happens(Happening::Passes(5));
@@ -63,7 +63,7 @@ fn failed_detachment_costs_one_session() {
 /// A kubelet that hangs while it is to forget the name costs one session too: nothing of the hung call is left.
 #[test]
 fn unanswered_detachment_costs_one_session() {
-    let mut world = beside();
+    let mut world = registered_over_predecessor();
     world.happens(Happening::Passes(15_000));
     assert!(world.phase() == Phase::Ending && !world.neighbour.detaching);
     world.benign_until_registered(false, true);
@@ -95,10 +95,10 @@ fn slow_answer_is_waited_for_over_a_second_registration() {
 /// A plugin that lives on beside ours does not keep the kubelet from noticing our end for ever.
 #[test]
 fn plugin_before_us_that_lives_on_is_waited_for_5_min() {
-    let mut world = beside();
+    let mut world = registered_over_predecessor();
     does(&mut world, Own::DetachEnds(true));
     world.happens(Happening::Passes(299_999));
-    assert!(world.phase() == Phase::Beside && !world.neighbour.registering);
+    assert!(world.phase() == Phase::Overlapping && !world.neighbour.registering);
     world.happens(Happening::Passes(1));
     assert!(world.neighbour.registering, "{:?}", world.phase());
     does(&mut world, Own::RegisterEnds(true));

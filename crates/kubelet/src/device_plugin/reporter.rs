@@ -1,4 +1,4 @@
-//! What is told of a resource's plugin: to the log, the metrics, /readyz, the node's state and its views.
+//! Reports of a resource's plugin: to the log, the metrics, /readyz, the node's state and its views.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -13,8 +13,8 @@ use linkwise_core::reported::Reported;
 use linkwise_core::state::{Event, ResourceName};
 use linkwise_system::lock;
 
-/// Those who are told.
-pub(super) struct Told {
+/// The reporter of one plugin, made by [`super::Plugin::run`].
+pub(super) struct Reporter {
     resource: ResourceName,
     journal: Journal,
     sources: Sources,
@@ -22,28 +22,27 @@ pub(super) struct Told {
     fallbacks: Mutex<Reported<FallbackReason>>,
 }
 
-impl Told {
+impl Reporter {
     pub fn new(resource: ResourceName, sources: Sources) -> Self {
         let journal = Journal::new(Part::Plugin(resource.clone()), sources.readiness.clone());
         Self { resource, journal, sources, fallbacks: Mutex::default() }
     }
 
-    /// Tells what happened between the plugin and the kubelet.
-    pub fn life(&self, event: &Life<Phase>) {
+    /// Reports an event between the plugin and the kubelet.
+    pub fn report(&self, event: &Life<Phase>) {
         self.sources.metrics.life(&self.resource, event);
         self.journal.note(event);
     }
 
-    /// Tells the answer to GetPreferredAllocation, and the time of the choice alone.
+    /// Reports an answer to GetPreferredAllocation. `elapsed` is the time of the choice, without the RPC around it.
     pub fn chosen(&self, report: AllocationReport, elapsed: Duration, narrowed: bool) {
         let (resource, report) = (&self.resource, Arc::new(report));
         self.sources.metrics.chosen(resource, &report, elapsed, narrowed);
         (self.sources.chosen)(resource, &report, narrowed);
-        // Only whole reasons are ever put in.
         let is_news = |reason| lock(&self.fallbacks).is_news(reason);
         match report.fallback {
             Some(reason) if is_news(reason) => {
-                let what = "preferred in sorted order; further ones are counted, not logged";
+                let what = "preferred in sorted order; further answers for this reason are only counted";
                 tracing::warn!(%resource, %report, "{what}");
             }
             Some(_) => tracing::debug!(%resource, %report, "preferred in sorted order"),
@@ -51,8 +50,8 @@ impl Told {
         }
     }
 
-    /// Tells the answer to Allocate; `offered` are the devices from which the kubelet let us choose, none if it did not
-    /// ask.
+    /// Reports an answer to Allocate. `offered` are the devices of the GetPreferredAllocation before it; empty if the
+    /// kubelet did not call that.
     pub fn allocated(&self, devices: Vec<DeviceId>, offered: Vec<DeviceId>, refusal: Option<&Status>) {
         let resource = &self.resource;
         self.sources.metrics.allocated(resource, refusal.is_none());
@@ -63,7 +62,7 @@ impl Told {
         let ids: Vec<&str> = devices.iter().map(DeviceId::as_str).collect();
         tracing::info!(%resource, devices = ids.join(","), "allocated");
         let devices = devices.into_iter().collect();
-        // The queue is full: the devices that were free then stay unknown.
+        // If the queue is full, the state does not learn which devices were free at this allocation.
         let _ = self.sources.events.try_send(Event::Allocated { resource: resource.clone(), devices, offered });
     }
 }
