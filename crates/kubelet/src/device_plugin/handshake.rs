@@ -54,7 +54,7 @@ pub(super) enum Listing {
 /// An input of the device plugin's own.
 #[derive(Clone, Debug)]
 pub(super) enum OwnInput {
-    /// The kubelet forgot the client under the resource's name, or the cause why it may not have.
+    /// The kubelet forgot the client under the resource's name, or why it may not have.
     Detached(Result<(), String>),
     /// The kubelet holds this many ListAndWatch streams.
     Streams(usize),

@@ -154,7 +154,7 @@ mod tests {
             assert!(kubelets.join(&prefix).as_os_str().len() + REST <= MAX_SOCKET_PATH + 1, "{prefix}");
         }
         assert_eq!(prefix(kubelets, &ResourceName::gpu()), "linkwise-nvidia.com_gpu-");
-        // Long names that differ at their end only have different sockets.
+        // Long names that differ only at their ends have different sockets.
         let prefixes =
             [1, 2].map(|last| prefix(kubelets, &format!("{longest}{last}").replace("bb", "b").parse().unwrap()));
         assert_ne!(prefixes[0], prefixes[1]);

@@ -1,7 +1,8 @@
-//! What DRA needs of others: of the node's loop claims entered into the ledger, of the API server slices written and
-//! claims read, of the driver MIG devices made, of another process MPS control daemons run.
+//! The channels and functions through which the DRA plugin uses the rest of the program: the node's loop enters claims
+//! into the ledger, the API server's client reads claims, a scan of the host finds CDI devices, and another process
+//! runs MPS control daemons.
 //!
-//! Each need is a channel, whose other end the program gives to what serves it, or a function.
+//! The program makes the channels and gives each one's other end to the task that serves it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use linkwise_core::publish::MpsShm;
 use linkwise_core::state::{Event, NodeState, ResourceName};
 use linkwise_core::topology::GpuUuid;
 
-/// The CDI devices of this node: what claims get copies of.
+/// The CDI devices of this node, as the last scan of the host found them. The CDI specs of claims copy their edits.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CdiDevices {
     /// The edits that every container with a GPU gets, as a spec's `containerEdits` in JSON; empty if there are none.
@@ -28,73 +29,74 @@ pub struct CdiDevices {
 /// Follows the CDI devices; `None` before the first scan of a host with GPUs.
 pub type CdiLink = watch::Receiver<Option<Arc<CdiDevices>>>;
 
-/// The way to the process that runs MPS control daemons.
+/// The channels to the task that passes orders to the process of the MPS control daemons, and reports what serves.
 #[derive(Clone, Debug)]
 pub struct MpsLink {
-    /// What is wanted; `None` before the checkpoints were read.
+    /// The ordered daemons; `None` while no claim manager has read the checkpoints.
     pub orders: watch::Sender<Option<MpsOrders>>,
-    /// What serves; `None` before the first look.
+    /// The daemons that serve; `None` before the task has looked for the first time.
     pub served: watch::Receiver<Option<MpsServed>>,
 }
 
-/// The control daemons that prepared claims call for.
+/// The MPS control daemons that prepared claims need. The claim manager writes them.
 #[derive(Clone, Debug, Default)]
 pub struct MpsOrders {
-    /// How many changes there were, and requests to look again.
+    /// The number of changes so far, plus the number of requests to look again.
     pub revision: u64,
     /// The daemons.
     pub daemons: BTreeMap<ResourceName, MpsOrder>,
-    /// The UIDs of the claims of each daemon: claims that share none of it share no memory.
+    /// The UIDs of the claims of each daemon. Claims that replace all claims of a daemon get new shared memory.
     pub claims: BTreeMap<ResourceName, BTreeSet<String>>,
-    /// True if daemons that were ordered before stay, because it cannot be seen who needs them.
+    /// True if daemons of earlier orders keep running, because checkpoints that cannot be read may need them.
     pub keeps_others: bool,
     /// The lock on claims, kept until the orders are written.
     pub lock: Option<ClaimsLock>,
 }
 
-/// What became of [`MpsOrders`].
+/// The state of the control daemons that were ordered. The task that passes the orders on writes it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MpsServed {
-    /// Of which revision.
+    /// The revision of the [`MpsOrders`] that were carried out.
     pub revision: u64,
-    /// Why orders reach no control daemon.
+    /// The cause if orders reach no control daemon.
     pub trouble: Option<String>,
-    /// The shared memory of each daemon that serves with its limits, or why it does not yet.
+    /// The shared memory of each daemon that serves with the ordered limits, or why it does not yet.
     pub daemons: BTreeMap<ResourceName, Result<MpsShm, String>>,
-    /// GPUs of DRA that are in the compute mode EXCLUSIVE_PROCESS for a control daemon, whosever.
+    /// The GPUs of DRA that are in the compute mode EXCLUSIVE_PROCESS for a control daemon of any claim or resource.
     pub exclusive: BTreeSet<GpuUuid>,
 }
 
-/// The entries into a ledger that may wait: a node starts few pods at once.
-const ENTRIES: usize = 16;
+/// The most entries that wait in the channel to the ledger: a node starts few pods at once.
+const MAX_WAITING_ENTRIES: usize = 16;
 
-/// A plan by the state as it is: the event that enters the claim, and the hardware that the claim gets.
+/// A function that plans a claim by the state. It returns the event that enters the claim into the ledger, and the
+/// hardware that the claim gets.
 type Plan = Box<dyn FnOnce(&NodeState) -> Result<(Event, Prepared), ClaimError> + Send>;
 
-/// An entry into the node's ledger, the book of claims. The state's one writer makes the plan, applies its event before
-/// anything else and then answers: so no hardware is given twice.
+/// A request to enter a claim into the node's ledger. The state's one writer calls the plan, applies its event before
+/// any other and then answers, so that no hardware is given to two claims.
 pub struct BookEntry {
-    /// True if the plan waits until the state is open: it gives hardware, and needs to know the holders.
+    /// True if the plan gives hardware. It waits until the state is open, because it has to know the holders.
     pub gives: bool,
-    /// Called with the state.
+    /// The plan, called with the current state.
     pub plan: Plan,
     /// The receiver of what the claim gets, or why it gets nothing.
     pub answer: oneshot::Sender<Result<Prepared, ClaimError>>,
 }
 
-/// The way to the state's writer.
+/// The channel to the state's writer, which alone changes the ledger.
 #[derive(Clone, Debug)]
 pub struct Book(mpsc::Sender<BookEntry>);
 
 impl Book {
-    /// The way, and its end at the writer.
+    /// Makes the channel; returns the writer's end too.
     pub fn new() -> (Self, mpsc::Receiver<BookEntry>) {
-        let (entries, written) = mpsc::channel(ENTRIES);
-        (Self(entries), written)
+        let (sender, receiver) = mpsc::channel(MAX_WAITING_ENTRIES);
+        (Self(sender), receiver)
     }
 
-    /// Waits until hardware is given by the state that is open, or refused; `None` if the node is ending. The entry may be
-    /// made though its caller gives up the wait.
+    /// Has a claim planned and entered, once the state is open. Returns the claim's hardware, or why it gets none;
+    /// `None` if the node is ending. If the caller stops waiting, the entry may still be made.
     pub async fn give(
         &self,
         plan: impl FnOnce(&NodeState) -> Result<(Event, Prepared), ClaimError> + Send + 'static,
@@ -102,7 +104,7 @@ impl Book {
         self.enter(true, Box::new(plan)).await
     }
 
-    /// Applies an event, made by the state as it is.
+    /// Has the event applied that a function makes of the current state, and waits for that.
     pub async fn change(&self, event: impl FnOnce(&NodeState) -> Event + Send + 'static) {
         self.enter(false, Box::new(|state| Ok((event(state), Prepared::default())))).await;
     }

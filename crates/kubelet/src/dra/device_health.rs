@@ -1,5 +1,6 @@
-//! The service DRAResourceHealth, in both versions: the health of all devices at once, on each change, and often enough
-//! that the kubelet does not take it as stale. The kubelet shows it in the status of pods; the scheduler reads taints.
+//! The service DRAResourceHealth, in both versions. It sends the health of all devices in one list, at each change and
+//! often enough that the kubelet does not consider it stale. The kubelet shows it in the status of pods; the scheduler
+//! reads taints.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -15,9 +16,9 @@ use crate::Answer;
 use linkwise_core::claims::devices;
 use linkwise_core::state::{Door, Health, MigInstance, NodeState, UnhealthyReason};
 use linkwise_core::topology::{Gpu, is_set};
-use linkwise_kubelet_api::dra_health::v1::dra_resource_health_server::DraResourceHealth as DraResourceHealthV1;
+use linkwise_kubelet_api::dra_health::v1::dra_resource_health_server::DraResourceHealth as HealthV1;
 use linkwise_kubelet_api::dra_health::v1alpha1 as wire;
-use linkwise_kubelet_api::dra_health::v1alpha1::dra_resource_health_server::DraResourceHealth as DraResourceHealthV1Alpha1;
+use linkwise_kubelet_api::dra_health::v1alpha1::dra_resource_health_server::DraResourceHealth as HealthV1Alpha1;
 
 /// The longest message, in characters: the kubelet cuts it there.
 const MAX_MESSAGE: usize = 1024;
@@ -33,14 +34,14 @@ pub(super) struct HealthService {
 /// The report of a device: its health, and why.
 type Report = (wire::HealthStatus, String);
 
-/// The health of each device that is offered through DRA, and of those that claims hold though they are gone, by name.
-/// A set of GPUs has no health of its own and is left out.
+/// The health, by name, of each device that is offered through DRA, and of each device that a claim holds though it is
+/// gone. A set of GPUs has no health of its own and is left out.
 fn report(state: &NodeState) -> BTreeMap<String, Report> {
     let hardware = state.hardware();
     let mut reports = BTreeMap::new();
     let held = state.ledger().claims().flat_map(|(_, prepared)| &prepared.devices);
     for device in held.filter(|device| !is_set(&device.device)) {
-        // Still here: overwritten below.
+        // The report of a device that still exists overwrites this one below.
         let gone = (wire::HealthStatus::Unhealthy, UnhealthyReason::Gone.to_string());
         reports.insert(device.device.clone(), gone);
     }
@@ -53,7 +54,7 @@ fn report(state: &NodeState) -> BTreeMap<String, Report> {
         let report = match hardware.health(&device.gpu.uuid, instance) {
             None => (wire::HealthStatus::Unknown, String::new()),
             Some(Health::Healthy) => (wire::HealthStatus::Healthy, String::new()),
-            // NVML that is away is no GPU's fault: the health is unknown.
+            // While NVML is unavailable, a GPU's health is unknown.
             Some(Health::Unhealthy { reason: reason @ UnhealthyReason::DriverAway { .. }, .. }) => {
                 (wire::HealthStatus::Unknown, reason.to_string())
             }
@@ -65,17 +66,17 @@ fn report(state: &NodeState) -> BTreeMap<String, Report> {
 }
 
 /// The state of one stream.
-struct Following {
+struct StreamState {
     shared: Shared,
     sent: Option<BTreeMap<String, Report>>,
-    /// The time at which the list is sent again though nothing changed.
+    /// The time at which the list is sent again even if nothing changed.
     due: Instant,
 }
 
 /// The next list of a stream.
 type List = Result<wire::NodeWatchResourcesResponse, Status>;
 
-impl Following {
+impl StreamState {
     /// The next list. `None`: the node is ending.
     async fn next(mut self) -> Option<(List, Self)> {
         loop {
@@ -112,15 +113,15 @@ type Lists = Pin<Box<dyn Stream<Item = List> + Send>>;
 
 impl HealthService {
     fn watch(&self) -> Lists {
-        let following = Following { shared: self.shared.clone(), sent: None, due: Instant::now() };
-        self.shared.told.metrics.streams.inc();
-        let lists = stream::unfold(following, Following::next);
+        let state = StreamState { shared: self.shared.clone(), sent: None, due: Instant::now() };
+        self.shared.reporter.metrics.streams.inc();
+        let lists = stream::unfold(state, StreamState::next);
         Box::pin(lists.take_until(self.end.clone().cancelled_owned()))
     }
 }
 
 #[tonic::async_trait]
-impl DraResourceHealthV1Alpha1 for HealthService {
+impl HealthV1Alpha1 for HealthService {
     type NodeWatchResourcesStream = Lists;
 
     async fn node_watch_resources(&self, _: Request<wire::NodeWatchResourcesRequest>) -> Answer<Lists> {
@@ -129,7 +130,7 @@ impl DraResourceHealthV1Alpha1 for HealthService {
 }
 
 #[tonic::async_trait]
-impl DraResourceHealthV1 for HealthService {
+impl HealthV1 for HealthService {
     type NodeWatchResourcesStream = Lists;
 
     async fn node_watch_resources(&self, _: Request<wire::NodeWatchResourcesRequest>) -> Answer<Lists> {
@@ -137,9 +138,9 @@ impl DraResourceHealthV1 for HealthService {
     }
 }
 
-impl Drop for Following {
-    /// The stream is no longer open, however it ended.
+impl Drop for StreamState {
+    /// Counts the stream as closed, however it ended.
     fn drop(&mut self) {
-        self.shared.told.metrics.streams.dec();
+        self.shared.reporter.metrics.streams.dec();
     }
 }

@@ -50,26 +50,27 @@ impl LifePhase for Phase {
 /// The state of the handshake in one session.
 #[derive(Debug)]
 pub(super) struct DraHandshake {
-    /// The deadline from sockets that are there, or a kubelet that is away, to the next sockets.
-    offer: Duration,
-    /// Connections to our services.
+    /// The time after which new sockets are made, if the kubelet has not registered these, or went away.
+    offer_timeout: Duration,
+    /// The number of open connections to our services.
     connections: usize,
 }
 
 impl DraHandshake {
-    /// A handshake with the deadline from sockets that are there, or a kubelet that is away, to the next sockets.
-    pub fn new(offer: Duration) -> Self {
-        Self { offer, connections: 0 }
+    /// A handshake that makes new sockets after `offer_timeout`, if the kubelet has not registered these, or went away.
+    pub fn new(offer_timeout: Duration) -> Self {
+        Self { offer_timeout, connections: 0 }
     }
 
-    /// The kubelet keeps a connection to our services. When the kubelet restarts, the connection ends first.
+    /// Takes the number of open connections to our services. The kubelet keeps one; when the kubelet restarts, that
+    /// ends first.
     fn connections(&mut self, attempts: &mut Attempts, open: usize, now: Duration) {
         let before = std::mem::replace(&mut self.connections, open);
         match attempts.phase() {
             Phase::Registered if open == 0 && before > 0 => {
-                attempts.enter(Phase::Disconnected, Some(now + self.offer));
+                attempts.enter(Phase::Disconnected, Some(now + self.offer_timeout));
             }
-            // A connection that was idle for long is closed, and opened again when it is needed.
+            // The kubelet closes a connection that was idle for long, and opens it again when it needs one.
             Phase::Accepted | Phase::Disconnected if open > 0 => attempts.enter(Phase::Registered, None),
             _ => {}
         }
@@ -78,8 +79,8 @@ impl DraHandshake {
 
 impl Handshake for DraHandshake {
     type Phase = Phase;
-    /// The folder says no more than that there is a kubelet. A kubelet that restarts keeps the folder: its connection
-    /// tells.
+    /// The folder shows only that there is a kubelet. A kubelet that restarts keeps the folder; the end of its
+    /// connection shows the restart.
     type Kubelet = ();
     type Others = ();
     type Bound = ();
@@ -87,12 +88,13 @@ impl Handshake for DraHandshake {
     type Action = Infallible;
 
     const SOCKETS_GONE: &str = "our sockets are gone or were replaced";
-    // The kubelet's registration ends the pauses: one that refuses at once must not make a storm.
+    // A registration resets the pauses. Without the least time between two binds, a kubelet that registers the plugin
+    // and refuses it at once would make a storm.
     const FIRST_RETRY_KEEPS_GAP: bool = true;
 
     fn bound(&mut self, attempts: &mut Attempts, (): (), now: Duration) {
         self.connections = 0;
-        attempts.enter(Phase::Offered, Some(now + self.offer));
+        attempts.enter(Phase::Offered, Some(now + self.offer_timeout));
     }
 
     fn registered(&mut self, attempts: &mut Attempts, result: Result<(), String>, now: Duration) {
@@ -102,12 +104,12 @@ impl Handshake for DraHandshake {
                 attempts.forget_waiting();
                 attempts.forget_failures();
                 match self.connections {
-                    0 => attempts.enter(Phase::Accepted, Some(now + self.offer)),
+                    0 => attempts.enter(Phase::Accepted, Some(now + self.offer_timeout)),
                     _ => attempts.enter(Phase::Registered, None),
                 }
             }
-            // Other sockets are another plugin to the kubelet: its refusal of this one does not hold for them.
-            Err(why) => attempts.end_if_open(format!("the kubelet refused to register it: {why}"), now),
+            // To the kubelet other sockets are another plugin, which it may accept.
+            Err(why) => attempts.end_if_open(format!("the kubelet refused to register the plugin: {why}"), now),
         }
     }
 
@@ -119,9 +121,10 @@ impl Handshake for DraHandshake {
         }
     }
 
-    /// New sockets for a kubelet that is not there, or that missed the file: reported once.
+    /// Ends the session, so that new sockets are made for a kubelet that is away or missed the file. The cause is
+    /// reported once.
     fn due(&mut self, attempts: &mut Attempts, now: Duration) {
-        let limit = self.offer;
+        let limit = self.offer_timeout;
         let why = match attempts.phase() {
             Phase::Offered => format!("the kubelet has not registered the plugin within {limit:?}"),
             Phase::Accepted => format!("the kubelet registered the plugin and did not connect to it within {limit:?}"),

@@ -1,4 +1,4 @@
-//! The DRA plugin as the executor of its life sees it: the kubelet's folder, what is told of it.
+//! The DRA plugin as the executor of its life sees it: it looks for the kubelet's folder and reports events.
 //!
 //! All the plugin's work is done in the task of [`super::Plugin::run`], which the node owns.
 
@@ -24,10 +24,9 @@ use linkwise_system::{files, or_never};
 /// The longest time that connections may take to close when a session ends; a shutdown has one second in all.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// The fate of pods whose claims are left, where the kubelet cannot reach a DRA plugin.
-const NOT_UNPREPARED: &str = ": without DRA's folders the kubelet cannot unprepare the claims that are left. Their pods stay \
-                              in Terminating until they are deleted with --force, or DRA's folders are mounted again \
-                              (dra.gpus: none is enough)";
+/// The consequence for pods whose claims are left, if the kubelet cannot reach a DRA plugin.
+const NOT_UNPREPARED: &str = ": without DRA's folders the kubelet cannot unprepare the claims that are left, and their \
+    pods stay in Terminating; mount DRA's folders again (dra.gpus: none is enough), or delete the pods with --force";
 
 /// The plugin's life with the kubelet, whenever it is this process's turn.
 pub(super) struct Registering {
@@ -69,17 +68,17 @@ impl Registering {
         let machine = RegistrationMachine::new(limits, Phase::WaitingForGpus, handshake, random());
         let watching = Watching { folder: settings.registry.clone(), poll: settings.poll, inotify: settings.inotify };
         let ready: BoxedFuture<()> = if settings.serves {
-            let opened = opened(shared.clone());
+            let ready = await_gpus_or_claims(shared.clone());
             let mut turn = turn.clone();
             Box::pin(async move {
                 tokio::select! {
-                    () = opened => {}
-                    // The calls wait: another process has written the specs and has the claims.
+                    () = ready => {}
+                    // Another process has the claims and has written their specs. The kubelet's calls wait here.
                     Ok(_) = turn.wait_for(Option::is_none) => {}
                 }
             })
         } else {
-            Box::pin(has_claims(shared.clone(), turn.clone()))
+            Box::pin(await_claims(shared.clone(), turn.clone()))
         };
         let registrant = DraPlugin { shared: shared.clone(), ready: Some(ready) };
         Executor::new(registrant, machine, phase.clone(), watching).run(end).await;
@@ -98,7 +97,7 @@ impl Registrant for DraPlugin {
     type Session = PluginSession;
 
     fn report(&self, event: Life<Phase>) {
-        self.shared.told.life(&event);
+        self.shared.reporter.report(&event);
     }
 
     fn kubelet(&self) -> Result<(), String> {
@@ -126,10 +125,10 @@ impl Registrant for DraPlugin {
     }
 }
 
-/// Completes when the checkpoints are read and have claims, which are unprepared without GPUs too: after a reboot with a
-/// broken driver their pods end. Without claims, it completes when GPUs have been seen and the host is scanned.
-async fn opened(Shared { settings, mut snapshot, claims, .. }: Shared) {
-    let mut manager = claims.subscribe();
+/// Completes when the checkpoints are read and have claims, or else when GPUs have been seen and the host is scanned.
+/// Claims are unprepared without GPUs too, so that their pods end after a reboot with a broken driver.
+async fn await_gpus_or_claims(Shared { settings, mut snapshot, manager, .. }: Shared) {
+    let mut manager = manager.subscribe();
     // An error means that the node is ending.
     let manager = manager.wait_for(Option::is_some).await.ok().and_then(|manager| manager.clone());
     if manager.is_some_and(|manager| manager.has_checkpoints()) {
@@ -139,13 +138,13 @@ async fn opened(Shared { settings, mut snapshot, claims, .. }: Shared) {
     or_never(settings.cdi.clone().wait_for(Option::is_some)).await;
 }
 
-/// Completes when there are claims that the kubelet may unprepare, though the node's door is the device plugin: they have
-/// checkpoints, or the kubelet lists them, since the answer that one is unprepared did not reach it. Without a plugin
-/// such a claim would keep its pod and its GPUs for ever. The folder of checkpoints, which goes when the kubelet has
-/// listed no claim for some time, says that they are ours: another driver may have our name.
-async fn has_claims(shared: Shared, mut turn: watch::Receiver<Option<ClaimsLock>>) {
-    let Shared { settings, mut snapshot, claims, .. } = shared;
-    let (mut manager, mut known) = (claims.subscribe(), snapshot.clone());
+/// Completes when there are claims that the kubelet may unprepare, though the node's door is the device plugin. They
+/// have checkpoints, or the kubelet lists them because it missed the answer to its Unprepare. Without a plugin such a
+/// claim would keep its pod and its GPUs for ever. Listed claims are ours if the folder of checkpoints exists: another
+/// driver may have our name. The folder is removed when the kubelet has listed no claim for some time.
+async fn await_claims(shared: Shared, mut turn: watch::Receiver<Option<ClaimsLock>>) {
+    let Shared { settings, mut snapshot, manager, .. } = shared;
+    let (mut manager, mut known) = (manager.subscribe(), snapshot.clone());
     let on_disk = |test: fn(&Path) -> bool| {
         let folder = settings.checkpoints.clone();
         async move { files::blocking(move || Ok(test(&folder))).await.unwrap_or_default() }
@@ -155,7 +154,7 @@ async fn has_claims(shared: Shared, mut turn: watch::Receiver<Option<ClaimsLock>
     loop {
         let waits = turn.borrow_and_update().is_none();
         let has_some = manager.borrow_and_update().as_ref().is_some_and(|manager| manager.has_checkpoints());
-        // Another process has the claims: the disk alone tells of them.
+        // While another process has the claims, only the disk shows them.
         if has_some || waits && on_disk(checkpoint::has_any).await {
             return;
         }

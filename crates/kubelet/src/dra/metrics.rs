@@ -15,7 +15,7 @@ use crate::registration::Life;
 use linkwise_system::grpc::Refusal;
 use linkwise_system::metrics::{new, number};
 
-/// Bounds of the requests' histogram, in seconds: from a checkpoint's answer to the kubelet's limit of 45 s.
+/// Bounds of the requests' histogram, in seconds: from an answer out of the checkpoint to the kubelet's limit of 45 s.
 const BUCKETS: [f64; 9] = [256e-6, 1e-3, 4e-3, 16e-3, 64e-3, 256e-3, 1.0, 4.0, 16.0];
 
 /// Labels by name, in the order in which they are shown.
@@ -35,7 +35,7 @@ pub struct PluginMetrics {
 }
 
 impl PluginMetrics {
-    /// Makes and registers them.
+    /// Makes and registers the metrics.
     pub fn register(registry: &mut Registry) -> Self {
         let seconds: Family<_, _, fn() -> Histogram> = Family::new_with_constructor(|| Histogram::new(BUCKETS));
         let help = "Time that preparing or unpreparing a claim took";
@@ -75,9 +75,9 @@ impl PluginMetrics {
         }
     }
 
-    /// Counts a claim that was prepared, or could not be; `repeated`, if the answer came from the checkpoint.
-    pub(super) fn prepared(&self, is_ok: bool, repeated: bool, elapsed: Duration) {
-        let result = match (is_ok, repeated) {
+    /// Counts a Prepare of a claim. `is_repeated` is true if the answer came from the checkpoint.
+    pub(super) fn prepared(&self, is_ok: bool, is_repeated: bool, elapsed: Duration) {
+        let result = match (is_ok, is_repeated) {
             (false, _) => "failed",
             (true, true) => "repeated",
             (true, false) => "ok",
@@ -85,17 +85,17 @@ impl PluginMetrics {
         self.request("prepare", result, Some(elapsed));
     }
 
-    /// Counts a claim that was unprepared, or could not be.
+    /// Counts an Unprepare of a claim.
     pub(super) fn unprepared(&self, is_ok: bool, elapsed: Duration) {
         self.request("unprepare", if is_ok { "ok" } else { "failed" }, Some(elapsed));
     }
 
-    /// Counts a claim that is over and was undone, or could not be.
+    /// Counts an attempt of a sweep to undo a claim that is over.
     pub(super) fn swept(&self, is_ok: bool) {
         self.request("sweep", if is_ok { "ok" } else { "failed" }, None);
     }
 
-    /// Shows the number of prepared claims, and of their devices.
+    /// Sets the number of prepared claims, and of their devices.
     pub fn held(&self, claims: usize, devices: usize) {
         self.claims.set(number(claims));
         self.devices.set(number(devices));

@@ -1,13 +1,13 @@
-//! The DRA plugin: the kubelet's other way to GPUs, beside the device plugin.
+//! The DRA plugin, by which the kubelet gives GPUs to pods with claims.
 //!
-//! Owns two sockets: the registration socket, which the kubelet finds in `plugins_registry`, and the one with the
-//! services DRAPlugin and DRAResourceHealth; further the checkpoints of prepared claims. The node makes a [`Plugin`]
+//! Owns the checkpoints of prepared claims and two sockets: the registration socket, which the kubelet finds in
+//! `plugins_registry`, and the socket of the services DRAPlugin and DRAResourceHealth. The node makes a [`Plugin`]
 //! and owns the task that runs it; this module starts no task. Wire types stop at `session.rs`, `service.rs` and
-//! `device_health.rs`. The life with the kubelet is `registration`'s, with this plugin's `handshake`. The core
-//! (`claims`) decides which devices a claim gets. `claim_manager` carries that out, and `checkpoint` keeps it.
+//! `device_health.rs`. `registration` runs the life with the kubelet, with this plugin's `handshake`. The core
+//! (`claims`) decides which devices a claim gets, `claim_manager` carries that out, and `checkpoint` keeps it on disk.
 //!
-//! `api` has the channels to the rest of the program. The API server is asked once for a claim, when the claim is
-//! prepared for the first time, and never when it is unprepared.
+//! `api` has the channels to the rest of the program. A claim is read from the API server when it is prepared and in
+//! sweeps, never when the kubelet unprepares it.
 
 mod api;
 mod checkpoint;
@@ -38,7 +38,7 @@ use linkwise_core::state::NodeState;
 use linkwise_kubelet_api::pluginregistration::InfoRequest;
 use linkwise_kubelet_api::pluginregistration::registration_client::RegistrationClient;
 use linkwise_system::uds::Callers;
-use turn::Holder;
+use turn::ManagerTask;
 
 pub use api::{Book, BookEntry, CdiDevices, CdiLink, MpsLink, MpsOrders, MpsServed, ReadClaim};
 pub use checkpoint::{Checkpoint, has_any as has_checkpoints, parse as parse_checkpoint};
@@ -47,7 +47,7 @@ pub use metrics::PluginMetrics;
 pub use session::is_registration_socket;
 pub use turn::{ClaimsLock, Handover};
 
-/// The time in which our own socket answers: the kubelet's probe waits for its timeout of 1 s or more.
+/// The time in which our own socket has to answer. It is below 1 s, the least timeout of the kubelet's probe.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(900);
 
 /// The plugin's settings.
@@ -66,7 +66,7 @@ pub struct Settings {
     pub checkpoints: PathBuf,
     /// The folder of CDI specs: each claim gets a file there.
     pub cdi_folder: PathBuf,
-    /// The kernel's name for this boot; where it is unknown, every claim is read again.
+    /// The kernel's id of this boot. If it is unknown, each Prepare reads its claim again.
     pub boot: Option<String>,
     /// The ways in which containers get their GPUs; always by CDI and UUID.
     pub injection: InjectionOptions,
@@ -74,13 +74,13 @@ pub struct Settings {
     pub host_devices: watch::Receiver<Arc<HostDevices>>,
     /// The devices as the node publishes them, for the metadata of claims.
     pub published: watch::Receiver<Option<Arc<Pool>>>,
-    /// The node's CDI devices: before there are any, no claim is prepared.
+    /// The node's CDI devices. Before the first scan, no claim is prepared.
     pub cdi: CdiLink,
-    /// The receiver of orders for MIG devices of claims; `None`: none can be made.
+    /// The channel for orders of MIG devices for claims; `None` if no MIG device can be made.
     pub mig: Option<mpsc::Sender<MigRequest>>,
-    /// True if new MIG devices are made. Otherwise those that claims have are still destroyed.
+    /// True if new MIG devices are made. If not, the MIG devices of claims are still destroyed.
     pub makes_mig: bool,
-    /// The receiver of orders for MPS control daemons of claims; `None`: a claim that asks for MPS is refused.
+    /// The channels for MPS control daemons of claims; `None` if claims that ask for MPS are refused.
     pub mps: Option<MpsLink>,
     /// The longest time that a claim waits for its MPS control daemon.
     pub mps_timeout: Duration,
@@ -90,23 +90,23 @@ pub struct Settings {
     pub claim_timeout: Duration,
     /// The longest time that a claim waits until a scan has found its devices.
     pub specs_timeout: Duration,
-    /// True if the node's door is DRA. Otherwise claims that are prepared are prepared again and unprepared, no other is
-    /// prepared, and the kubelet finds sockets only while there are such claims.
+    /// True if the node's door is DRA. If not, only claims that are prepared already are prepared again and unprepared,
+    /// and the kubelet finds sockets only while there are such claims.
     pub serves: bool,
-    /// Reads claims from the API server. `None`: no claim is prepared, and the kubelet's lists alone say which claims
-    /// are over.
+    /// Reads claims from the API server. If `None`, no claim is prepared, and the kubelet's lists alone say which
+    /// claims are over.
     pub read_claim: Option<ReadClaim>,
     /// The longest time that the preparation of one claim may take, disks included. The kubelet waits for 45 s.
     pub prepare_timeout: Duration,
-    /// The time after which the kubelet's lists of holders have a claim if a container does: after it was prepared, or
-    /// this process started. The lists are read every 30 s at least.
+    /// The time after which a list of holders without a claim shows that no container has it, counted from the claim's
+    /// preparation or this process's start. The lists are read every 30 s at least.
     pub listed_within: Duration,
     /// The time between two reports of all devices' health where nothing changes: the kubelet forgets one after 30 s.
     pub heartbeat: Duration,
-    /// The time between two searches for claims that are gone.
+    /// The time between two sweeps, which search for claims that are gone.
     pub sweep: Duration,
-    /// The time after which new sockets are made that the kubelet has not registered, or whose kubelet went away: a
-    /// kubelet may miss a file.
+    /// The time after which new sockets replace those that the kubelet has not registered, or whose kubelet went away:
+    /// a kubelet may miss a file.
     pub offer_timeout: Duration,
     /// The time between two checks of the sockets where inotify reports nothing.
     pub poll: Duration,
@@ -194,24 +194,24 @@ impl Phase {
     }
 }
 
-/// The cause where the plugin cannot run: the folder of checkpoints cannot be made, read or written.
+/// The cause of a plugin that cannot run: the folder of checkpoints cannot be made, read or written.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot keep checkpoints of claims in {}", .0.display())]
 pub struct PluginError(PathBuf, #[source] std::io::Error);
 
-/// Those who are told what happens in the plugin: the log, the metrics, /readyz.
+/// The reporter of the plugin's events, to the log, the metrics and /readyz.
 #[derive(Clone)]
-struct Told {
+struct Reporter {
     metrics: PluginMetrics,
     journal: Arc<Journal>,
     /// The registration socket, while it is served.
     socket: watch::Sender<Option<PathBuf>>,
 }
 
-impl Told {
-    /// Tells what happened between the plugin and the kubelet.
-    fn life(&self, event: &Life<Phase>) {
-        // The sockets go at once, and the session once its connections have closed.
+impl Reporter {
+    /// Reports an event between the plugin and the kubelet.
+    fn report(&self, event: &Life<Phase>) {
+        // The socket is removed now, though the session lives until its connections have closed.
         if matches!(event, Life::Phase(Phase::Ending)) {
             self.socket.send_replace(None);
         }
@@ -220,21 +220,21 @@ impl Told {
     }
 }
 
-/// What the parts of a running plugin share.
+/// The settings, the snapshot and the reporter, which the parts of a running plugin share.
 #[derive(Clone)]
 struct Shared {
     settings: Arc<Settings>,
     snapshot: watch::Receiver<Arc<NodeState>>,
-    told: Told,
+    reporter: Reporter,
     /// The claim manager, while this process has the right to touch claims.
-    claims: watch::Sender<Option<Arc<ClaimManager>>>,
+    manager: watch::Sender<Option<Arc<ClaimManager>>>,
 }
 
 /// The DRA plugin of this node. Clones share what they report.
 #[derive(Clone)]
 pub struct Plugin {
     settings: Arc<Settings>,
-    told: Told,
+    reporter: Reporter,
     phase: watch::Sender<Phase>,
     lock: watch::Sender<Option<ClaimsLock>>,
 }
@@ -243,11 +243,11 @@ impl Plugin {
     /// A plugin that does nothing until [`Self::run`].
     pub fn new(settings: Arc<Settings>, metrics: PluginMetrics, readiness: Readiness) -> Self {
         let journal = Arc::new(Journal::new(Part::DraPlugin, readiness));
-        let told = Told { metrics, journal, socket: watch::Sender::default() };
-        Self { settings, told, phase: watch::Sender::new(Phase::WaitingForGpus), lock: watch::Sender::new(None) }
+        let reporter = Reporter { metrics, journal, socket: watch::Sender::default() };
+        Self { settings, reporter, phase: watch::Sender::new(Phase::WaitingForGpus), lock: watch::Sender::new(None) }
     }
 
-    /// Follows the right to touch the node's claims: what is written for them keeps a clone until it is written.
+    /// Follows the right to touch the node's claims. A writer of anything for claims keeps a clone until it is written.
     pub fn lock(&self) -> watch::Receiver<Option<ClaimsLock>> {
         self.lock.subscribe()
     }
@@ -257,10 +257,11 @@ impl Plugin {
         self.phase.subscribe()
     }
 
-    /// Asks for the plugin's info on its own registration socket, as the kubelet does; returns false where no answer
-    /// comes in time. Connections to the services are the kubelet's alone. True while no socket is served.
+    /// Calls GetInfo on the plugin's own registration socket, as the kubelet does. Returns false if no answer comes in
+    /// time, true while no socket is served. The services' socket is not called: its connections count as the
+    /// kubelet's.
     pub fn answers(&self) -> impl Future<Output = bool> + use<> {
-        let socket = self.told.socket.borrow().clone();
+        let socket = self.reporter.socket.borrow().clone();
         async move {
             let Some(socket) = socket else { return true };
             let info = async {
@@ -271,7 +272,7 @@ impl Plugin {
         }
     }
 
-    /// Serves until `shutdown`, whenever it is this process's turn; then ends its connections, removes its sockets and
+    /// Serves until `shutdown`, whenever it is this process's turn. Then ends its connections, removes its sockets and
     /// returns. Claims stay prepared. While the folder of checkpoints cannot be used, no claim is prepared.
     pub async fn run(
         self,
@@ -280,15 +281,15 @@ impl Plugin {
         handover: Handover,
         shutdown: CancellationToken,
     ) {
-        let Self { settings, told, phase, lock } = self;
+        let Self { settings, reporter, phase, lock } = self;
         let Handover { offers, claims: turn } = handover;
-        let shared = Shared { settings, snapshot, told, claims: watch::Sender::new(None) };
-        let registers = life::Registering { shared: shared.clone(), phase, offers, turn: turn.clone() };
-        let holder = Holder { shared, book, lock, turn };
+        let shared = Shared { settings, snapshot, reporter, manager: watch::Sender::new(None) };
+        let registering = life::Registering { shared: shared.clone(), phase, offers, turn: turn.clone() };
+        let manager_task = ManagerTask { shared, book, lock, turn };
         tokio::select! {
             biased;
-            () = registers.run(&shutdown) => {}
-            () = holder.run() => {}
+            () = registering.run(&shutdown) => {}
+            () = manager_task.run() => {}
         }
     }
 }

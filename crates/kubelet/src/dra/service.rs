@@ -1,5 +1,5 @@
-//! The service DRAPlugin. An answer has an entry for each claim of the request. An error is in the entry of its claim
-//! alone: a gRPC error would fail all claims of the request.
+//! The service DRAPlugin. An answer has an entry for each claim of the request. An error is in its claim's entry alone,
+//! because a gRPC error would fail all claims of the request.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use linkwise_kubelet_api::dra::v1::dra_plugin_server::DraPlugin;
 pub(super) struct Service(pub Shared);
 
 impl Service {
-    /// Has the manager work on each claim of a request; one that is named twice counts once.
+    /// Has the manager work on each claim of a request. A claim that is named twice counts once.
     async fn each<T, F: Future<Output = Result<T, String>>>(
         &self,
         claims: Vec<wire::Claim>,

@@ -37,8 +37,8 @@ const KUBELETS_REGISTRY: &str = "/var/lib/kubelet/plugins_registry";
 const KUBELETS_PLUGINS: &str = "/var/lib/kubelet/plugins";
 /// The services of linkwise. The kubelet calls DRAPlugin and the newest health service that it knows.
 const SERVICES: [&str; 3] = [dra::v1::SERVICE, dra_health::v1::SERVICE, dra_health::v1alpha1::SERVICE];
-/// Verdicts of the kubelet that may wait.
-const VERDICTS: usize = 16;
+/// The most verdicts of the kubelet that wait.
+const MAX_WAITING_VERDICTS: usize = 16;
 
 /// The file name of a registration socket with this number.
 ///
@@ -52,30 +52,30 @@ fn registration_name(folder: &Path, driver: &str, number: u32) -> String {
     format!("{begin}{}{REGISTRATION}", shortened(driver, room))
 }
 
-/// The folder of our service sockets: one for each driver, as its name or shortened.
+/// The folder of our service sockets, one for each driver: its name, shortened if it is too long.
 fn service_folder(plugins: &Path, driver: &str) -> PathBuf {
     let folder = plugins.as_os_str().len().max(KUBELETS_PLUGINS.len());
     let room = MAX_SOCKET_PATH.saturating_sub(folder + 2 + PREFIX.len() + 8 + ".sock".len());
     plugins.join(shortened(driver, room))
 }
 
-/// Returns true for the file name of a registration socket of linkwise's DRA plugin, of whatever start.
+/// Returns true for the file name of a registration socket of linkwise's DRA plugin, of any start.
 pub fn is_registration_socket(name: &str) -> bool {
     is_ours(name, |rest| rest.starts_with('@') && rest.ends_with(REGISTRATION))
 }
 
-/// Returns true for the file name of a socket of ours, of whatever start: with these characters after the number.
+/// Returns true for the file name of a socket of ours, of any start, if `follows` holds for the text after the number.
 fn is_ours(name: &str, follows: impl Fn(&str) -> bool) -> bool {
     let rest = name.strip_prefix(PREFIX).and_then(|rest| rest.split_at_checked(8));
     rest.is_some_and(|(number, rest)| is_number(number) && follows(rest))
 }
 
-/// Sockets of ours that are served.
+/// Our two sockets, which are served.
 pub(super) struct PluginSession {
     servers: Servers,
     verdicts: mpsc::Receiver<Result<(), String>>,
     connections: watch::Receiver<usize>,
-    /// The registration socket's path, as long as the session lives.
+    /// The registration socket's path, while the session lives.
     socket: watch::Sender<Option<PathBuf>>,
 }
 
@@ -88,16 +88,16 @@ impl Drop for PluginSession {
 impl PluginSession {
     /// Removes dead predecessors' sockets, binds ours with this random number in their names and serves them.
     pub fn begin(shared: Shared, random: u64) -> Result<Self, BindError> {
-        let Shared { settings, told, .. } = shared.clone();
+        let Shared { settings, reporter, .. } = shared.clone();
         let number = u32::try_from(random & 0xFFFF_FFFF).unwrap_or_default();
         let folder = service_folder(&settings.plugins, &settings.driver);
         fs::create_dir_all(&folder).map_err(|source| BindError("make the folder", folder.clone(), source))?;
-        // Unique to this start: a kubelet that sees a socket come again at a path it knows may miss it.
+        // Unique to this start: a kubelet may miss a socket that appears again at a path that it knows.
         let endpoint = folder.join(format!("{PREFIX}{number:08x}.sock"));
         let bound = bind(&endpoint, &settings.callers, |name| is_ours(name, |rest| rest == ".sock"))?;
 
-        let socket = told.socket.clone();
-        let mut servers = Servers::new(Arc::new(move |event| told.life(&event)));
+        let socket = reporter.socket.clone();
+        let mut servers = Servers::new(Arc::new(move |event| reporter.report(&event)));
         let health = HealthService { shared: shared.clone(), end: servers.end_of_streams() };
         let routes = Routes::new(DraPluginServer::new(Service(shared)))
             .add_service(HealthV1::new(health.clone()))
@@ -105,8 +105,8 @@ impl PluginSession {
         let (open, connections) = watch::channel(0);
         servers.serve(bound, open, routes);
 
-        // Last: the kubelet asks as soon as it sees this socket.
-        let (sender, verdicts) = mpsc::channel(VERDICTS);
+        // Bound last, because the kubelet calls GetInfo as soon as it sees this socket.
+        let (sender, verdicts) = mpsc::channel(MAX_WAITING_VERDICTS);
         let (driver, endpoint) = (settings.driver.clone(), endpoint.display().to_string());
         let registration = RegistrationService { driver, endpoint, verdicts: sender };
         let path = settings.registry.join(registration_name(&settings.registry, &settings.driver, number));
@@ -136,8 +136,8 @@ impl Session<DraHandshake> for PluginSession {
     }
 }
 
-/// The service Registration: tells the kubelet the plugin's name and services, and hears whether the kubelet registered
-/// the plugin. It answers from memory: the kubelet waits for 1 s.
+/// The service Registration: gives the kubelet the plugin's name and services, and receives the kubelet's verdict,
+/// which is whether it registered the plugin. It answers from memory: the kubelet waits for 1 s.
 struct RegistrationService {
     /// The DRA driver's name.
     driver: String,
@@ -164,7 +164,7 @@ impl Registration for RegistrationService {
     ) -> Answer<wire::RegistrationStatusResponse> {
         let wire::RegistrationStatus { plugin_registered, error } = request.into_inner();
         let verdict = if plugin_registered { Ok(()) } else { Err(one_line(&error)) };
-        // Full: the same verdict is waiting already. An error in answer would make the kubelet drop the plugin.
+        // If the channel is full, the same verdict waits already. An error would make the kubelet drop the plugin.
         let _ = self.verdicts.try_send(verdict);
         Ok(Response::new(wire::RegistrationStatusResponse {}))
     }
@@ -184,7 +184,7 @@ mod tests {
             assert!(endpoint.as_os_str().len() <= MAX_SOCKET_PATH, "{}", endpoint.display());
         }
         assert_eq!(registration_name(registry, "gpu.nvidia.com", 7), "linkwise-00000007@gpu.nvidia.com-reg.sock");
-        // Long names that differ at their end only have different sockets.
+        // Long names that differ only at their ends have different sockets.
         let [one, other] = ["1", "2"].map(|last| registration_name(registry, &("x".repeat(62) + last), 7));
         assert_ne!(one, other);
     }

@@ -416,12 +416,8 @@ fn phases_from_kubelet_to_serving() {
 /// A registration can be lost with its stream still open.
 #[test]
 fn unlisted_devices_end_readiness_then_session() {
-    let mut world = World::new(1);
-    for happening in
-        [Happening::KubeletNew, Happening::Own(Own::AllWell), Happening::Own(Own::NextAsk(Listing::Missing))]
-    {
-        world.happens(happening);
-    }
+    let mut world = World::after(vec![Happening::KubeletNew, Happening::Own(Own::AllWell)], 1);
+    does(&mut world, Own::NextAsk(Listing::Missing));
     assert_eq!(world.phase(), Phase::Serving, "a device may just have changed its health");
     does(&mut world, Own::NextAsk(Listing::Listed));
     does(&mut world, Own::NextAsk(Listing::Missing));

@@ -72,7 +72,7 @@ pub(super) struct ClaimManager {
 impl ClaimManager {
     /// A manager with the claims that the checkpoints have.
     pub async fn open(shared: &Shared, book: Book, lock: ClaimsLock) -> Result<Self, PluginError> {
-        let Shared { settings, snapshot, told, .. } = shared.clone();
+        let Shared { settings, snapshot, reporter, .. } = shared.clone();
         let (folder, serves) = (settings.checkpoints.clone(), settings.serves);
         let opened = files::blocking_with(lock.clone(), move || CheckpointFolder::open(&folder, serves)).await;
         let (store, found, foreign) = opened.map_err(|error| PluginError(settings.checkpoints.clone(), error))?;
@@ -92,7 +92,7 @@ impl ClaimManager {
         let entries = known.map(|checkpoint| checkpoint.entry(settings.boot.as_deref())).collect();
         book.change(|_| Event::Prepared(entries)).await;
         let (store, slots, is_mig_known) = (Arc::new(store), Mutex::new(slots), OnceCell::new());
-        let manager = Self { settings, store, metrics: told.metrics, snapshot, book, slots, lock, is_mig_known };
+        let manager = Self { settings, store, metrics: reporter.metrics, snapshot, book, slots, lock, is_mig_known };
         manager.changed();
         Ok(manager)
     }

@@ -32,12 +32,9 @@ fn end_of_the_plugin_before_us_changes_nothing() {
 /// A plugin that registers after us and ends takes our registration with it: we register again at once.
 #[test]
 fn successor_that_ends_is_followed_by_a_registration() {
-    let mut world = World::new(1);
-    for happening in
-        [Happening::KubeletNew, Happening::Own(Own::AllWell), Happening::Own(Own::SuccessorEnds), Happening::Passes(20)]
-    {
-        world.happens(happening);
-    }
+    let mut world = World::after(vec![Happening::KubeletNew, Happening::Own(Own::AllWell)], 1);
+    does(&mut world, Own::SuccessorEnds);
+    world.happens(Happening::Passes(20));
     does(&mut world, Own::StreamOpens);
     does(&mut world, Own::RegisterEnds(true));
     assert!(world.phase() == Phase::Serving && world.neighbour.named && world.sockets == 1);
@@ -73,16 +70,10 @@ fn unanswered_detachment_costs_one_session() {
 /// A slow PodResources: the world refuses a second question at once. Its answer counts when we have registered again.
 #[test]
 fn slow_answer_is_waited_for_over_a_second_registration() {
-    let mut world = World::new(1);
-    for happening in [
-        Happening::KubeletNew,
-        Happening::Own(Own::AllWell),
-        Happening::Passes(30_000),
-        Happening::Own(Own::SuccessorEnds),
-        Happening::Passes(20),
-    ] {
-        world.happens(happening);
-    }
+    let mut world = World::after(vec![Happening::KubeletNew, Happening::Own(Own::AllWell)], 1);
+    world.happens(Happening::Passes(30_000));
+    does(&mut world, Own::SuccessorEnds);
+    world.happens(Happening::Passes(20));
     assert!(world.neighbour.asking && world.neighbour.registering);
     does(&mut world, Own::RegisterEnds(true));
     assert!(world.phase() == Phase::Serving && world.neighbour.asking);
