@@ -25,7 +25,7 @@ async fn claim_that_cannot_be_prepared_is_named_and_leaves_nothing() {
         ("h", Answer::Claim(configured(of("h"), mps)), "the claim asks for MPS, which this node does not have for"),
         ("i", Answer::Failed, "cannot read the claim ml/claim-i: connection refused"),
         ("j", Answer::Silent, "cannot read the claim ml/claim-j: the API server did not answer within 50ms"),
-        ("../x", Answer::Failed, "'../x' is no UID of a claim"),
+        ("../x", Answer::Failed, "'../x' is not the UID of a claim"),
     ] {
         let named = node.set(uid, answer);
         is_refused(&kubelet, &named, &[complaint]).await;
@@ -84,9 +84,9 @@ async fn bad_checkpoints_stay_and_hinder_nothing() {
         told,
         [
             "notes.txt its name is not that of a checkpoint",
-            "copy.json it is of the claim with the UID 'good'",
+            "copy.json it belongs to the claim with the UID 'good'",
             "folder.json Is a directory (os error 21)",
-            "half.json it is not whole JSON",
+            "half.json it is not complete JSON",
             "long.json it is longer than 1048576 bytes",
             "newer.json its version is 7; this linkwise reads 1",
         ]
@@ -152,7 +152,11 @@ async fn devices_that_no_scan_finds_are_waited_for_and_then_named() {
     node.scan_nothing();
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let error = refusal(&kubelet, &claim).await;
-    assert!(error.starts_with("no scan of the host has found ") && error.contains(&node.gpu(0)), "{error}");
+    assert!(
+        error.starts_with("cannot write the CDI spec of the claim: no scan of the host has found ")
+            && error.contains(&node.gpu(0)),
+        "{error}"
+    );
     assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
     node.scan();
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(0)]);
@@ -160,7 +164,7 @@ async fn devices_that_no_scan_finds_are_waited_for_and_then_named() {
     node.scan_nothing();
     restarted(&kubelet).await;
     let error = refusal(&kubelet, &name("a")).await;
-    assert!(error.starts_with("no scan of the host has found "), "{error}");
+    assert!(error.starts_with("cannot write the CDI spec of the claim: no scan of the host has found "), "{error}");
     assert_eq!(node.checkpoints(), ["a.json"], "its pod may run");
 }
 

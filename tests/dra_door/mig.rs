@@ -594,7 +594,7 @@ async fn device_of_a_claim_that_cannot_be_destroyed_is_left_behind_when_dra_is_o
     (node.settings.read_claim, node.settings.serves) = (None, false);
     set(&driver, Mood::InUse);
     node.start();
-    node.log.has(&["a claim that is over leaves something behind", DEVICE]).await;
+    node.log.has(&["cleanup of a finished claim is incomplete", DEVICE]).await;
     until(|| node.checkpoints().is_empty()).await;
     assert_eq!(instances(&driver).len(), 1, "it is an administrator's from now on");
 }

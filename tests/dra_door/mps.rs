@@ -134,10 +134,10 @@ async fn claim_without_a_daemon_is_refused_until_there_is_one() {
     let kubelet = node.serve().await;
     let asks = by_mps(&node, "a", &[("gpus", "gpu-0")]);
     for (mood, words) in [
-        (Mood::Away, "is not ready: the MPS daemon does not serve; `linkwise mps-control-daemon` has to run"),
+        (Mood::Away, "is not ready: the MPS daemon does not serve; run `linkwise mps-control-daemon`"),
         (
             Mood::Unreachable,
-            "does not have for claims: cannot write orders; the overlay dra-mps and the chart's dra.mps",
+            "does not have for claims: cannot write orders; install the overlay dra-mps, or set the chart's dra.mps",
         ),
     ] {
         daemons.mood.send_replace(mood);
@@ -256,7 +256,7 @@ async fn orders_of_an_unreadable_checkpoint_stay() {
             let now = daemons.orders.borrow().clone().unwrap();
             assert_eq!((now.daemons.len(), now.keeps_others), (1, false));
         } else {
-            is_refused(&kubelet, &name("a"), &["cannot be read, and is kept"]).await;
+            is_refused(&kubelet, &name("a"), &["cannot read the checkpoint of the claim, keeping it"]).await;
         }
         end(&kubelet, &name("a")).await;
         assert!(daemons.wanted().is_empty() && node.checkpoints().is_empty());

@@ -119,7 +119,7 @@ async fn spec_that_cannot_be_removed_is_left_behind() {
     std::fs::create_dir(&spec).unwrap();
     node.start();
     node.nothing_listed();
-    node.log.has(&["a claim that is over leaves something behind", "CDI spec"]).await;
+    node.log.has(&["cleanup of a finished claim is incomplete", "CDI spec"]).await;
     node.log.has(&[SWEPT]).await;
     node.holds(0).await;
     assert!(node.checkpoints().is_empty(), "it holds its GPU no more");

@@ -218,7 +218,7 @@ async fn unprepare_asks_nobody_and_knows_no_unknown_claim() {
     end(&kubelet, &unknown).await;
     // The log tells the two apart.
     node.log.has(&["claim unprepared claim=", "uid=\"a\""]).await;
-    node.log.has(&["claim unprepared: nothing of it was here", "uid=\"never\""]).await;
+    node.log.has(&["claim unprepared: it was not prepared here", "uid=\"never\""]).await;
 }
 
 #[tokio::test]

@@ -33,8 +33,8 @@ async fn checkpoint_of_a_later_version_holds_its_gpus() {
     type Change = fn(&mut Value);
     let changes: [(Change, &str); 3] = [
         (|it| it["version"] = json!(7), "its version is 7; this linkwise reads 1"),
-        (|it| it["progress"] = json!("Paused"), "it is no checkpoint: unknown variant"),
-        (|it| it["prepared"]["mps"] = json!("other"), "it is no checkpoint: invalid type"),
+        (|it| it["progress"] = json!("Paused"), "it is not a checkpoint: unknown variant"),
+        (|it| it["prepared"]["mps"] = json!("other"), "it is not a checkpoint: invalid type"),
     ];
     for (change, why) in changes {
         let (mut node, kubelet) = stopped().await;
@@ -48,7 +48,8 @@ async fn checkpoint_of_a_later_version_holds_its_gpus() {
         assert_eq!(node.claim_specs(), ["linkwise.dev-claim-a.json"]);
         let other = node.claim("b", &[("gpus", "gpu-0")]);
         is_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a"]).await;
-        is_refused(&kubelet, &name("a"), &[&format!("cannot be read, and is kept: {why}")]).await;
+        is_refused(&kubelet, &name("a"), &[&format!("cannot read the checkpoint of the claim, keeping it: {why}")])
+            .await;
         assert_eq!(node.kept("a"), text);
         end(&kubelet, &name("a")).await;
         assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
@@ -85,7 +86,7 @@ async fn disk_that_fails_for_a_moment_costs_no_claim() {
     let (other, free) = (node.claim("b", &[("gpus", "gpu-0")]), node.claim("c", &[("gpus", "gpu-1")]));
     is_refused(&kubelet, &other, &["the kubelet lists it with the claim ml/claim-a"]).await;
     start(&kubelet, &free).await.unwrap();
-    is_refused(&kubelet, &name("a"), &["cannot be read, and is kept: Is a directory"]).await;
+    is_refused(&kubelet, &name("a"), &["cannot read the checkpoint of the claim, keeping it: Is a directory"]).await;
     node.unlisted();
     is_refused(&kubelet, &node.claim("d", &[("gpus", "gpu-2")]), &["the kubelet cannot be asked"]).await;
     assert_eq!(node.claim_specs(), ["linkwise.dev-claim-a.json", "linkwise.dev-claim-c.json"]);

@@ -1,7 +1,7 @@
 //! Checkpoints: one file for each claim that is prepared, or was being prepared when the process ended.
 //!
-//! Called by `claim_manager`, in blocking tasks. A file that cannot be read is reported and stays: a disk may fail for a
-//! moment, and a later version may have written it. What can be read of it still holds its GPUs. Fields that this
+//! Called by `claim_manager`, in blocking tasks. A file that cannot be read is reported and stays: a disk may fail for
+//! a moment, and a later version may have written it. The GPUs that can be read in it are still held. Fields that this
 //! version does not know stay in a file that it writes again. While the disk is full, claims that cannot be prepared
 //! get that error. The core decides the content of a checkpoint.
 
@@ -21,14 +21,14 @@ use linkwise_system::files;
 /// The version of the files.
 const VERSION: u32 = 1;
 
-/// The longest file that is read. A claim has 32 devices at most, of some 300 bytes each; earlier versions kept some KiB
-/// of edits for each request.
+/// The longest file that is read. A claim has 32 devices at most, of some 300 bytes each; earlier versions kept some
+/// KiB of edits for each request.
 const MAX_FILE: u64 = 1 << 20;
 
-/// Only linkwise reads them.
+/// The mode of the files, which only linkwise reads.
 const MODE: u32 = 0o600;
 
-/// The end of the name of a file that a version before set aside, because it could not read it.
+/// The end of the names of files that an earlier version set aside, because it could not read them.
 const ASIDE: &str = ".ignored";
 
 /// The progress of the preparation of a claim.
@@ -36,7 +36,7 @@ const ASIDE: &str = ".ignored";
 pub enum Progress {
     /// Something may have been done.
     Started,
-    /// Everything is done, and the kubelet may have been told.
+    /// Everything is done, and the kubelet may have the answer.
     Completed,
 }
 
@@ -58,12 +58,12 @@ pub struct Checkpoint {
     unknown: Value,
 }
 
-/// A file that is there and is no checkpoint that this version understands.
+/// A file that this version cannot read as a checkpoint.
 #[derive(Clone, Debug)]
 pub(super) struct Unreadable {
     /// The fault in words.
     pub why: String,
-    /// True if nothing in it can be read by any version: it is not whole JSON.
+    /// True if no version can read anything in it: it is not complete JSON.
     pub is_torn: bool,
     /// The checkpoint as far as it can be read; `None` if not even its claim can.
     pub parts: Option<Box<Checkpoint>>,
@@ -72,8 +72,14 @@ pub(super) struct Unreadable {
 /// A file in the folder.
 pub(super) type Found = Result<Checkpoint, Box<Unreadable>>;
 
-/// A folder, its files of claims by UID, and the files in it whose names are not those of checkpoints.
-type Opened = (CheckpointFolder, Vec<(String, Found)>, Vec<PathBuf>);
+/// A folder with what was in it when it was opened.
+pub(super) struct Opened {
+    pub store: CheckpointFolder,
+    /// The files of claims, by UID.
+    pub found: Vec<(String, Found)>,
+    /// The files whose names are not those of checkpoints.
+    pub foreign: Vec<PathBuf>,
+}
 
 impl Checkpoint {
     /// A checkpoint of a preparation that begins.
@@ -81,12 +87,12 @@ impl Checkpoint {
         Self { version: VERSION, progress: Progress::Started, boot, claim, prepared, unknown: Value::Null }
     }
 
-    /// The same, with the fields that the claim's last checkpoint had and this version does not know.
+    /// The same, with the fields of the claim's last checkpoint that this version does not know.
     pub fn after(self, last: Option<&Self>) -> Self {
         Self { unknown: last.map(|last| last.unknown.clone()).unwrap_or_default(), ..self }
     }
 
-    /// The text of the file: this version's fields, and those of others that [`parse`] found.
+    /// The text of the file: this version's fields, and the fields of other versions that [`parse`] found.
     ///
     /// # Errors
     ///
@@ -113,14 +119,15 @@ impl Checkpoint {
         PreparedClaim { claim: self.claim.clone(), prepared: self.prepared.clone(), is_of_another_boot }
     }
 
-    /// Returns true if MIG devices were being made for the claim, in this boot, that the checkpoint does not have.
+    /// Returns true if, in this boot, MIG devices were being made for the claim whose UUIDs the checkpoint does not
+    /// have.
     pub fn is_half_made(&self, boot: Option<&str>) -> bool {
         !self.is_of_another_boot(boot) && self.prepared.devices.iter().any(PreparedDevice::is_unmade)
     }
 
     /// Returns true if the checkpoint was certainly written in another boot than this.
     pub fn is_of_another_boot(&self, boot: Option<&str>) -> bool {
-        self.boot.as_deref().zip(boot).is_some_and(|(of, this)| of != this)
+        self.boot.as_deref().zip(boot).is_some_and(|(written, this)| written != this)
     }
 
     /// Returns true if the preparation was completed in this boot.
@@ -147,10 +154,10 @@ pub(super) struct CheckpointFolder {
 }
 
 impl CheckpointFolder {
-    /// Opens a folder. One that is missing has no files; it is made if `makes` is true, or by the first write.
+    /// Opens a folder. A missing folder has no files; it is made if `makes` is true, or by the first write.
     pub fn open(folder: &Path, makes: bool) -> io::Result<Opened> {
         if makes {
-            // Where it cannot be made, the first write tries again.
+            // If the folder cannot be made, the first write tries again.
             let _ = fs::create_dir_all(folder);
         }
         let (mut found, mut foreign) = (Vec::new(), Vec::new());
@@ -161,7 +168,7 @@ impl CheckpointFolder {
         let paths = entries.into_iter().flatten().map(|entry| Ok(entry?.path()));
         let mut paths: Vec<PathBuf> = paths.collect::<io::Result<_>>()?;
         for path in &mut paths {
-            // This version may be able to read what another one set aside.
+            // This version may be able to read a file that another version set aside.
             let before = path.to_str().and_then(|name| name.strip_suffix(ASIDE)).map(PathBuf::from);
             if let Some(before) = before.filter(|before| !before.exists())
                 && fs::rename(&*path, &before).is_ok()
@@ -181,7 +188,7 @@ impl CheckpointFolder {
                 foreign.push(path);
             }
         }
-        Ok((Self { folder: folder.to_owned() }, found, foreign))
+        Ok(Opened { store: Self { folder: folder.to_owned() }, found, foreign })
     }
 
     /// Reads the checkpoint of a claim.
@@ -189,10 +196,10 @@ impl CheckpointFolder {
         read(&self.path(uid), uid)
     }
 
-    /// Writes a checkpoint, over the one that is there. Does not wait for the disk. A checkpoint is for the process after
-    /// one that was killed, which reads what the kernel has. After a crash of the machine nothing is left of what it
-    /// tells: no container runs, MIG devices and MPS control daemons are gone, and the kubelet has every claim prepared
-    /// anew. A file that the crash tore is unreadable then, and is written anew with its claim.
+    /// Writes a checkpoint, over the previous one. Does not wait for the disk: a checkpoint is read by the process that
+    /// follows a killed one, and the kernel has the file. After a crash of the machine no container runs, MIG devices
+    /// and MPS control daemons are gone, and the kubelet has every claim prepared again. That overwrites a file that
+    /// the crash tore.
     pub fn write(&self, checkpoint: &Checkpoint) -> io::Result<()> {
         let text = checkpoint.text()?;
         fs::create_dir_all(&self.folder)?;
@@ -212,8 +219,8 @@ impl CheckpointFolder {
 
 /// Reads one file; its name has the UID of its claim.
 fn read(path: &Path, uid: &str) -> Found {
-    let unread = |error: io::Error| Box::new(Unreadable { why: error.to_string(), is_torn: false, parts: None });
-    let bytes = files::read(path, MAX_FILE).map_err(unread)?;
+    let unreadable = |error: io::Error| Box::new(Unreadable { why: error.to_string(), is_torn: false, parts: None });
+    let bytes = files::read(path, MAX_FILE).map_err(unreadable)?;
     parse(&bytes, uid).map_err(|why| {
         let value = serde_json::from_slice::<Value>(&bytes).ok();
         let parts = value.as_ref().and_then(|value| parts(value, uid)).map(Box::new);
@@ -221,7 +228,7 @@ fn read(path: &Path, uid: &str) -> Found {
     })
 }
 
-/// The parts of a checkpoint that can be read: it may be a later version's.
+/// The parts of a checkpoint that can be read, which a later version may have written.
 fn parts(value: &Value, uid: &str) -> Option<Checkpoint> {
     let claim = ClaimName::deserialize(&value["claim"]).ok().filter(|claim| claim.uid == uid)?;
     let prepared = &value["prepared"];
@@ -236,26 +243,26 @@ fn parts(value: &Value, uid: &str) -> Option<Checkpoint> {
 ///
 /// # Errors
 ///
-/// The fault in words, on one line: no JSON, another version, no checkpoint, or another claim.
+/// The fault in words, on one line: not JSON, another version, not a checkpoint, or another claim's.
 pub fn parse(bytes: &[u8], uid: &str) -> Result<Checkpoint, String> {
-    let said = |error: serde_json::Error| one_line(&error.to_string());
+    let cause = |error: serde_json::Error| one_line(&error.to_string());
     let mut value: Value =
-        serde_json::from_slice(bytes).map_err(|error| format!("it is not whole JSON: {}", said(error)))?;
+        serde_json::from_slice(bytes).map_err(|error| format!("it is not complete JSON: {}", cause(error)))?;
     let version = value.get("version").cloned().unwrap_or_default();
     if version != VERSION {
         let version = one_line(&version.to_string());
         return Err(format!("its version is {version}; this linkwise reads {VERSION}"));
     }
     let mut checkpoint: Checkpoint =
-        Checkpoint::deserialize(&value).map_err(|error| format!("it is no checkpoint: {}", said(error)))?;
+        Checkpoint::deserialize(&value).map_err(|error| format!("it is not a checkpoint: {}", cause(error)))?;
     if checkpoint.claim.uid != uid {
-        return Err(format!("it is of the claim with the UID {}", quoted(&checkpoint.claim.uid)));
+        return Err(format!("it belongs to the claim with the UID {}", quoted(&checkpoint.claim.uid)));
     }
-    // The edits of versions before: the claim's CDI spec has them now.
+    // Earlier versions kept edits here. The claim's CDI spec has them now.
     if let Some(prepared) = value.get_mut("prepared").and_then(Value::as_object_mut) {
         prepared.remove("edits");
     }
-    checkpoint.unknown = unknown(&value, &serde_json::to_value(&checkpoint).map_err(said)?);
+    checkpoint.unknown = unknown(&value, &serde_json::to_value(&checkpoint).map_err(cause)?);
     Ok(checkpoint)
 }
 
@@ -277,7 +284,7 @@ fn unknown(all: &Value, known: &Value) -> Value {
     }
 }
 
-/// Adds fields at their depth. A list of another length is another list.
+/// Adds fields at their depth. A list whose length changed gets none: its elements may be others.
 fn add(value: &mut Value, more: &Value) {
     match (value, more) {
         (Value::Object(value), Value::Object(more)) => {

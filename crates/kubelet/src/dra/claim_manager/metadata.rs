@@ -1,5 +1,6 @@
-//! The metadata of a claim's devices, which its containers read (KEP-5304): a file for each request, with the attributes
-//! that the node publishes of the devices. The claim's CDI spec mounts it where the API says.
+//! The metadata of a claim's devices, which its containers read (KEP-5304): a file for each request, with the
+//! attributes that the node publishes of the devices. The claim's CDI spec mounts the file at the path that the API
+//! defines.
 //!
 //! Layout and fields are those of `k8s.io/dynamic-resource-allocation/api/metadata` of Kubernetes 1.36.2.
 
@@ -18,7 +19,8 @@ use crate::dra::checkpoint::Checkpoint;
 /// The folder of all metadata in a container (`ContainerDir`).
 const CONTAINER_FOLDER: &str = "/var/run/kubernetes.io/dra-device-attributes";
 
-/// The name of a claim's folder beside its CDI spec, before the UID. Readers of CDI specs look into no folder.
+/// The beginning of the name of a claim's folder, before the UID. The folder lies among the CDI specs, whose readers
+/// look into no folder.
 pub(super) const FOLDER: &str = "linkwise.dev-metadata-";
 
 /// The metadata of one request.
@@ -26,13 +28,13 @@ pub(super) const FOLDER: &str = "linkwise.dev-metadata-";
 pub(super) struct Metadata {
     /// The JSON.
     text: String,
-    /// True if the node publishes all of its devices now; otherwise an earlier file says more.
+    /// True if the node publishes all devices of the request now. If not, an earlier file says more and stays.
     is_whole: bool,
     /// Its path in a container.
     pub in_container: String,
 }
 
-/// The metadata of a claim's requests, by request. Its devices are as the node publishes them.
+/// The metadata of each request of a claim, with the devices as the node publishes them.
 pub(super) fn of_claim(checkpoint: &Checkpoint, published: Option<&Pool>) -> BTreeMap<String, Metadata> {
     let (claim, prepared) = (&checkpoint.claim, &checkpoint.prepared);
     let pod_claim_name = prepared.pod_claim_name.as_deref();
@@ -46,7 +48,7 @@ pub(super) fn of_claim(checkpoint: &Checkpoint, published: Option<&Pool>) -> BTr
         let (_, devices, is_whole) = requests
             .entry(&device.request)
             .or_insert_with(|| (full.unwrap_or_else(|| device.request.clone()), Vec::new(), true));
-        // A set of GPUs is one device, of several GPUs.
+        // A set of GPUs is one device with several GPUs, which follow each other.
         if devices.last().is_some_and(|last| last["name"] == device.device.as_str()) {
             continue;
         }
@@ -83,8 +85,8 @@ fn folder(cdi: &Path, uid: &str) -> PathBuf {
     cdi.join(format!("{FOLDER}{uid}"))
 }
 
-/// Writes the files of a claim that are not as they should be, each whole: a container keeps the file with which it
-/// started.
+/// Writes the files of a claim that differ from its metadata. Each is replaced as a whole, because a container keeps
+/// the file with which it started.
 pub(super) fn write(cdi: &Path, uid: &str, requests: &BTreeMap<String, Metadata>) -> io::Result<()> {
     if !requests.is_empty() {
         fs::create_dir_all(folder(cdi, uid))?;

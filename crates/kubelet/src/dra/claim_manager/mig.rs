@@ -1,11 +1,16 @@
 //! MIG devices made for a claim when it is prepared, and destroyed when it is unprepared.
 //!
-//! Called at the claim's turn. Who made a GPU instance is known by the checkpoints alone. The order
-//! of steps: checkpoint Started with GPU, profile and place, written while nothing is in that place; the order to make
-//! it; the device is in a scan; checkpoint Completed with its UUID. So an instance in a place that a Started checkpoint
-//! of this boot names was made by the process that wrote it, and by nobody between these two steps but an administrator
-//! who makes the same profile in the same place at the same moment. After Completed the UUID tells it from any other.
-//! Instances do not outlive a reboot: those of another boot's checkpoints are gone. Nothing else is ever destroyed.
+//! Called at the claim's turn. Only the checkpoints show who made a GPU instance. The steps are:
+//!
+//! 1. The checkpoint Started, with GPU, profile and place, is written while nothing is in that place.
+//! 2. The driver is ordered to make the instance.
+//! 3. A scan finds the device.
+//! 4. The checkpoint Completed, with the device's UUID, is written.
+//!
+//! So the process that wrote a Started checkpoint of this boot has made the instance in the place that the checkpoint
+//! names, unless an administrator made the same profile in the same place between steps 1 and 2. After step 4 the UUID
+//! distinguishes the device from any other. Instances do not outlive a reboot, so those of another boot's checkpoints
+//! are gone. Nothing else is ever destroyed.
 
 use std::sync::Arc;
 
@@ -23,11 +28,12 @@ use linkwise_core::topology::{MigDevice, MigSlot, MigUuid};
 /// The cause of a MIG device that was not made or not destroyed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum MigError {
-    #[error("cannot make the MIG device {device} ({gpu}, profile {profile}, memory slices from {start})", profile = slot.profile_id, start = slot.placement.start)]
-    Refused { device: String, gpu: String, slot: MigSlot, source: MigOrderError },
     #[error(
-        "cannot make the MIG device {0}: without the kernel's name of this boot nobody would know later whose it is"
+        "cannot make the MIG device {device} ({gpu}, profile {}, memory slices from {})",
+        .slot.profile_id, .slot.placement.start
     )]
+    Refused { device: String, gpu: String, slot: MigSlot, source: MigOrderError },
+    #[error("cannot make the MIG device {0}: the boot id is unknown, so later nobody would know who made it")]
     UnknownBoot(String),
     #[error("the MIG device {device} was made ({uuid}), and no scan has found it")]
     Unseen { device: String, uuid: MigUuid },
@@ -38,8 +44,8 @@ pub(super) enum MigError {
 }
 
 impl ClaimManager {
-    /// Makes the MIG devices that a checkpoint still lacks. Where that fails, the checkpoint that is kept names only
-    /// those that may be there.
+    /// Makes the MIG devices that a checkpoint still lacks. If that fails, the claim's entry and checkpoint in memory
+    /// name only those that may exist.
     pub(super) async fn make_mig(&self, mut checkpoint: Checkpoint) -> Result<Checkpoint, PrepareError> {
         let uid = checkpoint.claim.uid.clone();
         if !checkpoint.prepared.devices.iter().any(PreparedDevice::is_unmade) {
@@ -58,7 +64,7 @@ impl ClaimManager {
                 Err((error, may_exist)) => {
                     let begun = if may_exist { at + 1 } else { at };
                     let others = ordered.prepared.devices.iter_mut().skip(begun);
-                    others.filter(|device| device.is_unmade()).for_each(forget);
+                    others.filter(|device| device.is_unmade()).for_each(forget_order);
                     self.put(&uid, Some(ordered)).await;
                     return Err(error.into());
                 }
@@ -67,9 +73,9 @@ impl ClaimManager {
         for device in &checkpoint.prepared.devices {
             let Some(uuid) = device.made.and(device.mig.as_ref()) else { continue };
             let is_there = |state: &NodeState| {
-                knows(state, last) && state.topology().mig_devices().iter().any(|mig| mig.uuid == *uuid)
+                is_scanned_after(state, last) && state.topology().mig_devices().iter().any(|mig| mig.uuid == *uuid)
             };
-            if !self.comes(is_there).await {
+            if !self.await_snapshot(is_there).await {
                 return Err(MigError::Unseen { device: device.device.clone(), uuid: uuid.clone() }.into());
             }
         }
@@ -81,23 +87,23 @@ impl ClaimManager {
         self.destroy(uid, |device| device.made.is_some()).await
     }
 
-    /// Destroys the MIG devices of a claim that its checkpoint does not have.
+    /// Destroys the MIG devices of a claim whose UUIDs its checkpoint does not have.
     pub(super) async fn destroy_unmade(&self, uid: &str) -> Result<(), MigError> {
         self.destroy(uid, PreparedDevice::is_unmade).await?;
         self.forget_unmade(uid).await;
         Ok(())
     }
 
-    /// Takes the MIG devices out of a checkpoint that were never ordered.
+    /// Takes those MIG devices out of a checkpoint that were never ordered.
     pub(super) async fn forget_unmade(&self, uid: &str) {
         let Some(mut checkpoint) = self.checkpoint(uid) else { return };
-        checkpoint.prepared.devices.iter_mut().filter(|device| device.is_unmade()).for_each(forget);
+        checkpoint.prepared.devices.iter_mut().filter(|device| device.is_unmade()).for_each(forget_order);
         self.put(uid, Some(checkpoint)).await;
     }
 
     async fn destroy(&self, uid: &str, which: impl Fn(&PreparedDevice) -> bool) -> Result<(), MigError> {
         let Some(checkpoint) = self.known(uid) else { return Ok(()) };
-        // They went with the reboot; what is in their places is somebody else's.
+        // A reboot ends MIG devices. Devices in their places are of others.
         if checkpoint.is_of_another_boot(self.settings.boot.as_deref()) {
             return Ok(());
         }
@@ -113,30 +119,30 @@ impl ClaimManager {
                 None => mig.slot() == Some(slot),
             };
             let is_gone = |state: &NodeState| {
-                // Scans keep what they saw last of a GPU that is lost, and the driver has said that nothing is left.
+                // Scans keep the last state of a lost GPU, though the driver has confirmed that nothing is left.
                 if state.hardware().reasons(&gpu).any(|(reason, _)| reason.is_loss()) {
                     return true;
                 }
                 let topology = state.topology();
                 let place = topology.position(&gpu);
-                knows(state, number)
+                is_scanned_after(state, number)
                     && !topology.mig_devices().iter().any(|mig| Some(mig.parent) == place && is_it(mig))
             };
-            // Before that it would count as an administrator's.
-            if !self.comes(is_gone).await {
+            // Until a scan shows that it is gone, the device would count as an administrator's.
+            if !self.await_snapshot(is_gone).await {
                 return Err(MigError::StillSeen { device: name });
             }
         }
         Ok(())
     }
 
-    /// The UUID of the device and the number of the order, or the error and whether the device may be there.
+    /// Makes a MIG device. Returns its UUID and the order's number, or the error and true if the device may exist.
     async fn make(&self, device: &PreparedDevice) -> Result<(MigUuid, u64), (MigError, bool)> {
         let Some(slot) = device.made.filter(|_| self.settings.boot.is_some()) else {
             return Err((MigError::UnknownBoot(device.device.clone()), false));
         };
         let made = self.order(MigOrder { gpu: device.gpu.clone(), task: MigTask::Make(slot) }).await;
-        let nameless = || MigOrderError { why: "it was made without a UUID".to_owned(), may_exist: true };
+        let nameless = || MigOrderError { why: "the driver made it and reported no UUID".to_owned(), may_exist: true };
         let uuid = |mut made: MigDone| made.devices.pop().map(|uuid| (uuid, made.number)).ok_or_else(nameless);
         made.and_then(uuid).map_err(|source| {
             let (may_exist, gpu) = (source.may_exist, device.gpu.to_string());
@@ -147,7 +153,7 @@ impl ClaimManager {
     async fn order(&self, order: MigOrder) -> Result<MigDone, MigOrderError> {
         let failed = |why: &str, may_exist| MigOrderError { why: why.to_owned(), may_exist };
         let Some(mig) = &self.settings.mig else { return Err(failed("there is no driver to ask", false)) };
-        // A process that has just started has claims before it has an agent. Without one the order is refused.
+        // A process that has just started has claims before it has an agent, and without an agent the order is refused.
         let _ = self.sees_gpus().await;
         let (answer, answered) = oneshot::channel();
         let sent = mig.send(MigRequest { order, answer }).await;
@@ -155,14 +161,14 @@ impl ClaimManager {
         answered.await.unwrap_or_else(|_| Err(failed("the NVML agent ended before it answered", true)))
     }
 
-    /// Waits until the snapshot has the MIG devices that the driver has now: the last scan may be older than those which
-    /// the process before made and destroyed for its last claims. Later ones are this process's, and it waits for each.
-    /// Where the driver cannot be asked, the next caller asks again.
+    /// Waits until the snapshot has the MIG devices that the driver has now: the last scan may be older than the
+    /// devices that the previous process made and destroyed for its last claims. Each later device is made by this
+    /// process, which waits for it. If the driver cannot be asked, the next caller asks again.
     pub(super) async fn await_mig(&self) {
         if self.knows_mig() {
             return;
         }
-        let asked = self.is_mig_known.get_or_try_init(async || {
+        let listing = self.is_mig_known.get_or_try_init(async || {
             if !self.sees_gpus().await {
                 return Err(());
             }
@@ -170,38 +176,41 @@ impl ClaimManager {
             for gpu in state.topology().gpus().iter().filter(|gpu| gpu.mig_enabled) {
                 let listed = self.order(MigOrder { gpu: gpu.uuid.clone(), task: MigTask::List }).await;
                 let number = listed.map_err(|_| ())?.number;
-                if !self.comes(|state| knows(state, number)).await {
+                if !self.await_snapshot(|state| is_scanned_after(state, number)).await {
                     return Err(());
                 }
             }
             Ok(())
         });
-        // An error leaves the claim to what the last scan found.
-        let _ = asked.await;
+        // After an error, the claim gets what the last scan found.
+        let _ = listing.await;
     }
 
-    /// Returns true once the MIG devices that the process before left are known, or if there is no driver to ask.
+    /// Returns true once the MIG devices that the previous process left are known, or if there is no driver to ask.
     pub(super) fn knows_mig(&self) -> bool {
         self.is_mig_known.initialized() || self.settings.mig.is_none()
     }
 
     async fn sees_gpus(&self) -> bool {
-        self.comes(|state| !state.topology().gpus().is_empty()).await
+        self.await_snapshot(|state| !state.topology().gpus().is_empty()).await
     }
 
-    /// Waits, for the time that CDI specs have, for a snapshot for which this holds; false if none comes.
-    async fn comes(&self, wanted: impl Fn(&NodeState) -> bool) -> bool {
+    /// Waits for a snapshot for which `wanted` holds, at most for the time that CDI specs have. Returns false if none
+    /// follows.
+    async fn await_snapshot(&self, wanted: impl Fn(&NodeState) -> bool) -> bool {
         let mut snapshot = self.snapshot.clone();
-        let comes = snapshot.wait_for(|state| wanted(state));
-        matches!(timeout(self.settings.specs_timeout, comes).await, Ok(Ok(_)))
+        let found = snapshot.wait_for(|state| wanted(state));
+        matches!(timeout(self.settings.specs_timeout, found).await, Ok(Ok(_)))
     }
 }
 
-/// Whether a state is of a scan that was made after this order: the one before it may be published after its answer.
-fn knows(state: &NodeState, order: u64) -> bool {
+/// Returns true if a state has a scan that was made after an order. A scan from before the order may be published after
+/// the order's answer.
+fn is_scanned_after(state: &NodeState, order: u64) -> bool {
     state.hardware().mig_orders() >= order
 }
 
-fn forget(device: &mut PreparedDevice) {
+/// Takes the order to make a MIG device out of a checkpoint's device.
+fn forget_order(device: &mut PreparedDevice) {
     device.made = None;
 }

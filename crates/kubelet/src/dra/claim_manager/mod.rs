@@ -1,15 +1,16 @@
-//! Prepares and unprepares claims in steps each of which is safe to die in: reads the claim, has the node's loop plan it
-//! and enter it into the ledger, and carries that out.
+//! Prepares and unprepares claims: reads the claim, has the node's loop plan it and enter it into the ledger, and
+//! carries that out. linkwise may be killed in each step without harm.
 //!
 //! Called by `service` for the kubelet and by `turn` for claims that are gone. The ledger in the node's state says what
-//! each claim has: from before anything is done for it until all is undone, so that no other claim gets its GPUs. The
-//! manager keeps its files, which make the ledger again at the next start. Each claim is worked on by one caller at a
-//! time. Claims hardly wait for each other, and no lock is held during a wait for a disk or the API server. Nothing is
+//! each claim has, from before anything is done for it until all is undone, so that no other claim gets its GPUs. The
+//! manager keeps the checkpoints, from which the next process makes the ledger. One caller at a time works on a claim.
+//! Claims hardly wait for each other, no lock is held during a wait for a disk or the API server, and nothing is
 //! polled.
 //!
 //! The answer names a CDI device for each request of the claim. The kubelet keeps every name that it was given for a
-//! claim over its restarts and reboots, and hands on old and new ones together; so the names never change, and their
-//! spec follows the claim's hardware: it is written at each preparation, and when the node's CDI devices change.
+//! claim, over its restarts and reboots, and passes old and new names to the runtime together. So the names never
+//! change. Their spec follows the claim's hardware: it is written at each preparation, and when the node's CDI devices
+//! change.
 
 mod metadata;
 mod mig;
@@ -27,7 +28,7 @@ use tokio::sync::{OnceCell, OwnedMutexGuard, watch};
 use tokio::time::{Instant, timeout};
 
 use super::api::Book;
-use super::checkpoint::{Checkpoint, CheckpointFolder, Found, Unreadable};
+use super::checkpoint::{Checkpoint, CheckpointFolder, Found, Opened, Unreadable};
 use super::turn::ClaimsLock;
 use super::{PluginError, PluginMetrics, Settings, Shared};
 use linkwise_core::claims::{AllocatedDevice, Claim, ClaimName, ReadClaimError};
@@ -37,24 +38,24 @@ use linkwise_system::{files, lock};
 pub(super) use specs::keep_specs;
 pub(super) use sweep::keep_sweeping;
 
-/// The right to work on one claim, until its last clone is dropped: also while a disk has it.
+/// The right to work on one claim, until its last clone is dropped. A write to a disk has a clone, too.
 type Turn = Arc<(OwnedMutexGuard<()>, ClaimsLock)>;
 
 /// The state of one claim.
 #[derive(Default)]
 struct Slot {
     turn: Arc<tokio::sync::Mutex<()>>,
-    /// The file of the claim: its checkpoint, or what is in its place and cannot be read.
+    /// The file of the claim: its checkpoint, or the unreadable file in its place.
     found: Option<Found>,
-    /// The time at which the checkpoint was put in.
+    /// The time at which the checkpoint was read or written.
     since: Option<Instant>,
     /// The time at which undoing the claim was tried first.
     undoing: Option<Instant>,
-    /// The time since which sweeps have found the claim in no list of the kubelet, while only these count.
+    /// The time since which sweeps have found the claim in no list of the kubelet, if only these lists count.
     unlisted: Option<Instant>,
 }
 
-/// The claims of this node.
+/// The manager of this node's claims, made by `turn` while this process has the right to touch claims.
 pub(super) struct ClaimManager {
     settings: Arc<Settings>,
     store: Arc<CheckpointFolder>,
@@ -65,7 +66,7 @@ pub(super) struct ClaimManager {
     slots: Mutex<BTreeMap<String, Slot>>,
     /// The lock on claims, kept by each turn.
     lock: ClaimsLock,
-    /// Set once the snapshot has the MIG devices that the process before left.
+    /// Set once the snapshot has the MIG devices that the previous process left.
     is_mig_known: OnceCell<()>,
 }
 
@@ -75,7 +76,8 @@ impl ClaimManager {
         let Shared { settings, snapshot, reporter, .. } = shared.clone();
         let (folder, serves) = (settings.checkpoints.clone(), settings.serves);
         let opened = files::blocking_with(lock.clone(), move || CheckpointFolder::open(&folder, serves)).await;
-        let (store, found, foreign) = opened.map_err(|error| PluginError(settings.checkpoints.clone(), error))?;
+        let Opened { store, found, foreign } =
+            opened.map_err(|error| PluginError(settings.checkpoints.clone(), error))?;
         let unreadable = |path: &Path, why: &str| {
             tracing::warn!(path = %path.display(), why, "checkpoint of a claim unreadable, keeping it");
         };
@@ -98,7 +100,7 @@ impl ClaimManager {
     }
 
     /// Returns true if the node's door is the device plugin. Then a claim is over as soon as the kubelet lists it no
-    /// more, and what stands against undoing it does not keep its GPUs from the device plugin.
+    /// longer, and a step of its cleanup that fails does not keep its GPUs from the device plugin.
     fn is_off(&self) -> bool {
         !self.settings.serves
     }
@@ -146,12 +148,12 @@ impl ClaimManager {
         lock(&self.slots).get(uid)?.found.clone()?.ok()
     }
 
-    /// The checkpoint of a claim, or what can be read of it.
+    /// The checkpoint of a claim, or the parts of it that can be read.
     fn known(&self, uid: &str) -> Option<Checkpoint> {
         lock(&self.slots).get(uid)?.known().cloned()
     }
 
-    /// Enters what a claim has from now on into the ledger; `None`: it is over.
+    /// Enters what a claim has from now on into the ledger and the slot; `None` if the claim is over.
     async fn put(&self, uid: &str, checkpoint: Option<Checkpoint>) {
         let entry = checkpoint.as_ref().map(|checkpoint| checkpoint.entry(self.settings.boot.as_deref()));
         let named = uid.to_owned();
@@ -169,7 +171,7 @@ impl ClaimManager {
         Arc::new((turn.lock_owned().await, self.lock.clone()))
     }
 
-    /// The turn of a claim that nothing works on.
+    /// The turn of a claim, if nothing works on the claim.
     fn idle_turn(&self, uid: &str) -> Option<Turn> {
         let turn = Arc::clone(&lock(&self.slots).entry(uid.to_owned()).or_default().turn);
         turn.try_lock_owned().ok().map(|turn| Arc::new((turn, self.lock.clone())))
@@ -194,17 +196,17 @@ impl ClaimManager {
 }
 
 impl Slot {
-    /// The checkpoint, or what can be read of it.
+    /// The checkpoint, or the parts of it that can be read.
     fn known(&self) -> Option<&Checkpoint> {
         self.found.as_ref()?.as_ref().map_or_else(|fault| fault.parts.as_deref(), Some)
     }
 
-    /// The file in the checkpoint's place, if it cannot be read.
+    /// The unreadable file in the checkpoint's place, if there is one.
     fn unreadable(&self) -> Option<&Unreadable> {
         self.found.as_ref()?.as_ref().err().map(Box::as_ref)
     }
 
-    /// Returns true if there is a file of the claim, and it cannot be seen what the claim has.
+    /// Returns true if there is a file of the claim from which nothing can be read.
     fn is_blind(&self) -> bool {
         self.found.is_some() && self.known().is_none()
     }

@@ -1,8 +1,9 @@
-//! MPS control daemons for claims: ordered by what is prepared, and waited for before a claim counts as prepared.
+//! MPS control daemons for claims: ordered for the claims that are prepared, and waited for before a claim counts as
+//! prepared.
 //!
-//! Called at the claim's turn. What is ordered follows from the checkpoints alone, so that a
-//! process that was killed leaves nothing to undo: the next one orders what its checkpoints have. An order is there
-//! before the claim's checkpoint and goes after it. A process of its own carries it out (docs/mps.md).
+//! Called at the claim's turn. The orders follow from the checkpoints alone, so that a process that was killed leaves
+//! nothing to undo: the next one orders what the checkpoints have. An order is given before the claim's checkpoint is
+//! written, and withdrawn after it is removed. Another process carries orders out (docs/mps.md).
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,28 +18,26 @@ use linkwise_core::publish::MpsShm;
 use linkwise_core::state::ResourceName;
 use linkwise_system::or_never;
 
-/// The cause where a claim's GPUs are not shared by MPS, or still are.
+/// The cause of a claim whose GPUs are not shared by MPS yet, or still are by another control daemon.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum MpsError {
     #[error(
-        "the claim asks for MPS, which this node does not have for claims: {0}; the overlay dra-mps and the chart's dra.mps \
-         set it up (docs/mps.md)"
+        "the claim asks for MPS, which this node does not have for claims: {0}; install the overlay dra-mps, or set \
+         the chart's dra.mps (docs/mps.md)"
     )]
     NotHere(String),
-    #[error(
-        "the MPS control daemon of {gpus} is not ready: {why}; `linkwise mps-control-daemon` has to run on this node"
-    )]
+    #[error("the MPS control daemon of {gpus} is not ready: {why}; run `linkwise mps-control-daemon` on this node")]
     NotReady { gpus: String, why: String },
     #[error(
-        "device {device} ({gpu}) is in the compute mode EXCLUSIVE_PROCESS for an MPS control daemon of others: \
-         `linkwise mps-control-daemon` sets it back when that has ended"
+        "device {device} ({gpu}) is in the compute mode EXCLUSIVE_PROCESS for another MPS control daemon; run \
+         `linkwise mps-control-daemon` on this node, which resets the mode when that daemon has ended"
     )]
     Exclusive { device: String, gpu: String },
 }
 
 impl MpsLink {
-    /// Orders what these checkpoints call for. `keeps_others` is true if there are checkpoints that cannot be read: then
-    /// daemons that were ordered before stay.
+    /// Orders the daemons that these checkpoints need. `keeps_others` is true if there are checkpoints that cannot be
+    /// read; daemons of earlier orders then keep running.
     pub(super) fn order<'a>(
         &self,
         checkpoints: impl Iterator<Item = &'a Checkpoint>,
@@ -70,17 +69,17 @@ impl MpsLink {
         });
     }
 
-    /// The daemons that serve and have no shared memory of their own.
+    /// The daemons that serve without a shared memory of their own, as older releases ran them.
     pub(super) fn with_common_shm(&self) -> BTreeSet<ResourceName> {
         with_common_shm(&self.served.borrow())
     }
 
-    /// Waits until other daemons than these have no shared memory of their own.
+    /// Waits until [`Self::with_common_shm`] differs from `before`.
     pub(super) async fn common_shm_changes(&self, before: &BTreeSet<ResourceName>) {
         or_never(self.served.clone().wait_for(|served| with_common_shm(served) != *before)).await;
     }
 
-    /// Asks for a look at what serves now; the revision that it has.
+    /// Asks for a new look at the daemons that serve. Returns the revision with which the answer comes.
     fn look_again(&self) -> u64 {
         let mut revision = 0;
         self.orders.send_modify(|orders| {
@@ -93,12 +92,13 @@ impl MpsLink {
 }
 
 impl ClaimManager {
-    /// The control daemons that serve and have no shared memory of their own.
+    /// As [`MpsLink::with_common_shm`]; none without a link.
     pub(super) fn with_common_shm(&self) -> BTreeSet<ResourceName> {
         self.settings.mps.as_ref().map(MpsLink::with_common_shm).unwrap_or_default()
     }
 
-    /// Waits, in its time, until the control daemon of a claim serves, and no other has the claim's GPUs for itself.
+    /// Waits, at most for `mps_timeout`, until the control daemon of a claim serves, and no other control daemon has
+    /// the claim's GPUs in the compute mode EXCLUSIVE_PROCESS.
     pub(super) async fn await_mps(&self, checkpoint: &Checkpoint) -> Result<(), MpsError> {
         let order = checkpoint.prepared.mps.as_ref().map(|mps| &mps.order);
         let Some(link) = &self.settings.mps else {
@@ -106,24 +106,24 @@ impl ClaimManager {
             return order.map_or(Ok(()), |_| Err(MpsError::NotHere(none.to_owned())));
         };
         let revision = order.map_or(0, |_| link.look_again());
-        let standing = |served: &Option<MpsServed>| {
+        let check = |served: &Option<MpsServed>| {
             if let Some(order) = order {
                 let served = served.as_ref().filter(|served| served.revision >= revision);
-                serves(served.ok_or_else(|| not_ready(order, "its order is being written"))?, order)?;
+                check_serving(served.ok_or_else(|| not_ready(order, "its order is being written"))?, order)?;
             }
-            served.as_ref().map_or(Ok(()), |served| is_free(served, checkpoint))
+            served.as_ref().map_or(Ok(()), |served| check_exclusive(served, checkpoint))
         };
-        // Waiting helps where a daemon is not ready, or has to end.
-        let is_over = |served: &Option<MpsServed>| matches!(standing(served), Ok(()) | Err(MpsError::NotHere(_)));
+        // Waiting helps if the claim's daemon is not ready, or another daemon has to end.
+        let is_over = |served: &Option<MpsServed>| matches!(check(served), Ok(()) | Err(MpsError::NotHere(_)));
         let mut served = link.served.clone();
         // An error means that the node is ending, or that the time is over.
         let _ = timeout(self.settings.mps_timeout, served.wait_for(is_over)).await;
-        standing(&link.served.borrow())
+        check(&link.served.borrow())
     }
 }
 
 impl Drop for ClaimManager {
-    /// The orders have a clone of the lock. What was ordered stays, for the next process to follow.
+    /// Drops the orders, which have a clone of the lock. The daemons keep running, and the next process orders them.
     fn drop(&mut self) {
         if let Some(mps) = &self.settings.mps {
             mps.orders.send_replace(None);
@@ -136,7 +136,8 @@ fn with_common_shm(served: &Option<MpsServed>) -> BTreeSet<ResourceName> {
     daemons.filter(|(_, shm)| **shm == Ok(MpsShm::Common)).map(|(name, _)| name.clone()).collect()
 }
 
-fn serves(served: &MpsServed, order: &MpsOrder) -> Result<(), MpsError> {
+/// Checks that the ordered control daemon serves.
+fn check_serving(served: &MpsServed, order: &MpsOrder) -> Result<(), MpsError> {
     if let Some(trouble) = &served.trouble {
         return Err(MpsError::NotHere(trouble.clone()));
     }
@@ -153,7 +154,7 @@ fn not_ready(order: &MpsOrder, why: &str) -> MpsError {
 }
 
 /// Checks that no GPU of a claim is exclusive for another control daemon than its own.
-fn is_free(served: &MpsServed, checkpoint: &Checkpoint) -> Result<(), MpsError> {
+fn check_exclusive(served: &MpsServed, checkpoint: &Checkpoint) -> Result<(), MpsError> {
     let own = checkpoint.prepared.mps.as_ref().filter(|mps| mps.order.exclusive);
     let is_own =
         |device: &PreparedDevice| own.is_some_and(|mps| mps.order.gpus.iter().any(|gpu| gpu.gpu == device.gpu));

@@ -1,4 +1,4 @@
-//! Prepares a claim: reads it, lets the core decide, and carries that out in steps each of which is safe to die in.
+//! Prepares a claim: reads it, lets the core plan it, and carries the plan out. linkwise may be killed in each step.
 
 use std::collections::BTreeSet;
 use std::pin::pin;
@@ -22,20 +22,20 @@ use linkwise_core::quote::quoted;
 use linkwise_core::state::{ClaimedDevice, Event, NodeState, PreparedClaim, ResourceName};
 use linkwise_system::{files, lock};
 
-/// The time for which a repeated Prepare waits for the API server: it has an answer without it.
+/// The longest time that a repeated Prepare waits for the API server, without whose answer it can be answered, too.
 const RECHECK_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The time for which a claim waits until this process knows the node's slices.
-const PUBLISHED_WITHIN: Duration = Duration::from_secs(1);
+/// The longest time that a claim waits until this process knows the node's slices.
+const PUBLISHED_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The cause of a claim that was not prepared.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum PrepareError {
-    #[error("{} is no UID of a claim", quoted(.0))]
+    #[error("{} is not the UID of a claim", quoted(.0))]
     NoUid(String),
     #[error(
-        "this node's GPUs go through the device plugin (linkwise.dra.gpus: none), and the claim was not prepared before: \
-         delete the pod and its claim, or set dra.gpus to all"
+        "this node's GPUs go through the device plugin (linkwise.dra.gpus: none), and the claim was not prepared \
+         before; delete the pod and its claim, or set dra.gpus to all"
     )]
     NotServed,
     #[error("cannot read the claim {claim}")]
@@ -50,57 +50,59 @@ pub(super) enum PrepareError {
     Mig(#[from] MigError),
     #[error(transparent)]
     Mps(#[from] MpsError),
-    #[error("no scan of the host has found {0} yet, which the claim's CDI spec needs")]
+    #[error("cannot write the CDI spec of the claim: no scan of the host has found {0} yet")]
     NoDevices(String),
-    #[error("cannot undo the claim's last preparation, with devices that the cluster has taken from it")]
+    #[error("cannot undo the claim's previous preparation, whose devices the cluster has taken from it")]
     Reallocated(#[source] Box<UnprepareError>),
     #[error("linkwise is ending")]
     Ending,
-    #[error("what an earlier attempt has left of the claim is still there")]
+    #[error("cannot clean up after an earlier attempt to prepare the claim")]
     Left(#[source] MigError),
     #[error("the claim was not prepared within {0:?}")]
     Late(Duration),
-    #[error("the claim's checkpoint cannot be read, and is kept: {0}")]
+    #[error("cannot read the checkpoint of the claim, keeping it: {0}")]
     Unreadable(String),
     #[error(
-        "{device} may be another claim's: the checkpoint of the claim with the UID {uid} cannot be read ({why}), and {held}"
+        "device {device} may belong to another claim: cannot read the checkpoint of the claim with the UID {uid} \
+         ({why}), and {reason}"
     )]
-    Doubtful { device: String, uid: String, why: String, held: String },
+    Doubtful { device: String, uid: String, why: String, reason: String },
 }
 
 impl ClaimManager {
     /// Prepares a claim; the error is the text for the kubelet.
-    pub async fn prepare(&self, asked: ClaimName) -> Result<Prepared, String> {
+    pub async fn prepare(&self, name: ClaimName) -> Result<Prepared, String> {
         let (start, limit) = (Instant::now(), self.settings.prepare_timeout);
-        let work = timeout(limit, self.try_prepare(&asked)).await;
+        let work = timeout(limit, self.try_prepare(&name)).await;
         let result = work.unwrap_or(Err(PrepareError::Late(limit)));
         self.tidy();
         let repeated = result.as_ref().is_ok_and(|(_, repeated)| *repeated);
         let result = result.map(|(prepared, _)| prepared).map_err(|error| chain(&error));
-        let (elapsed, uid) = (start.elapsed(), &asked.uid);
+        let (elapsed, uid) = (start.elapsed(), &name.uid);
         self.metrics.prepared(result.is_ok(), repeated, elapsed);
         match &result {
             Ok(prepared) => {
                 let devices = prepared.names().join(",");
-                tracing::info!(claim = %asked, uid, devices, repeated, ?elapsed, "claim prepared");
+                tracing::info!(claim = %name, uid, devices, repeated, ?elapsed, "claim prepared");
             }
-            Err(error) => tracing::warn!(claim = %asked, uid, error, "claim not prepared"),
+            Err(error) => tracing::warn!(claim = %name, uid, error, "claim not prepared"),
         }
         result
     }
 
-    async fn try_prepare(&self, asked: &ClaimName) -> Result<(Prepared, bool), PrepareError> {
-        let uid = &asked.uid;
+    async fn try_prepare(&self, name: &ClaimName) -> Result<(Prepared, bool), PrepareError> {
+        let uid = &name.uid;
         if !is_uid(uid) {
             return Err(PrepareError::NoUid(uid.clone()));
         }
         let turn = self.turn(uid).await;
-        // The kubelet names the claim. Where nothing can be read of it, not even by a later version, it is prepared anew.
+        // No version can read a torn checkpoint. The kubelet has named the claim, so it is prepared again.
         if let Some(unreadable) = self.read_again(uid, &turn).await.filter(|unreadable| !unreadable.is_torn) {
             return Err(PrepareError::Unreadable(unreadable.why));
         }
         if self.checkpoint(uid).is_some_and(|checkpoint| checkpoint.is_half_made(self.settings.boot.as_deref())) {
-            // The claim keeps its entry: at a door that has changed since, this node would offer its GPUs, and refuse it.
+            // The claim keeps its entry in the ledger. Without it, if the node's door has changed, this node would
+            // offer the claim's GPUs and refuse the claim.
             self.destroy_unmade(uid).await.map_err(PrepareError::Left)?;
         }
         let mut before = self.checkpoint(uid);
@@ -120,11 +122,11 @@ impl ClaimManager {
             self.await_mps(checkpoint).await?;
             return Ok((checkpoint.prepared.clone(), true));
         }
-        let checkpoint = match self.reserve(asked).await {
+        let checkpoint = match self.reserve(name).await {
             Ok(checkpoint) => checkpoint,
             Err(error) => {
                 if before.is_some_and(|before| error.is_gone() && self.is_unused(&before)) {
-                    // Where that fails, it stays prepared, and the next sweep tries again.
+                    // If that fails, the claim stays prepared, and the next sweep tries again.
                     let _ = self.undo(uid, &turn).await;
                 }
                 return Err(error);
@@ -133,9 +135,10 @@ impl ClaimManager {
         let carried_out = self.carry_out(checkpoint, &turn).await;
         if carried_out.is_err() {
             match before {
-                // What is still there of its MIG devices has to be known.
+                // The entry stays, because it has to name the MIG devices that still exist.
                 Some(_) if self.destroy_unmade(uid).await.is_err() => {}
-                // A pod may run with it. The checkpoint too: what one names as begun is destroyed at the next start.
+                // A pod may run with the previous preparation, so it is restored. Its checkpoint is restored, too: MIG
+                // devices that a checkpoint names as begun are destroyed at the next start.
                 Some(before) => {
                     let _ = self.write(&before, None, &turn).await;
                     self.put(uid, Some(before)).await;
@@ -146,8 +149,9 @@ impl ClaimManager {
         Ok((carried_out?, false))
     }
 
-    /// Asks whether the cluster has given other devices to a prepared claim. It takes devices from a claim only when no pod
-    /// uses it any more: a kubelet that lost its state has not unprepared it. Without an answer the checkpoint holds.
+    /// Asks the API server whether a prepared claim has other devices now. The cluster takes devices from a claim only
+    /// when no pod uses it any more, and a kubelet that lost its state has not unprepared it. Without an answer the
+    /// checkpoint counts.
     async fn has_other_devices_now(&self, checkpoint: &Checkpoint) -> bool {
         let read = timeout(RECHECK_TIMEOUT, self.read_claim(&checkpoint.claim)).await;
         let Ok(Ok(found)) = read else { return false };
@@ -156,62 +160,63 @@ impl ClaimManager {
         found.metadata.uid == checkpoint.claim.uid && !now.is_empty() && now != before.collect()
     }
 
-    /// Reads the claim, and has it planned and entered into the ledger. The devices of claims that are gone are taken from
-    /// them first.
-    async fn reserve(&self, asked: &ClaimName) -> Result<Checkpoint, PrepareError> {
-        let claim = self.read_claim(asked).await;
-        let claim = claim.map_err(|source| PrepareError::Query { claim: asked.to_string(), source })?;
+    /// Reads the claim, and has it planned and entered into the ledger. Claims that are gone and hold its devices are
+    /// undone first.
+    async fn reserve(&self, name: &ClaimName) -> Result<Checkpoint, PrepareError> {
+        let claim = self.read_claim(name).await;
+        let claim = claim.map_err(|source| PrepareError::Query { claim: name.to_string(), source })?;
         if claim.asks_for_mig() {
             self.await_mig().await;
         }
-        let (claim, before) = (Arc::new(claim), self.checkpoint(&asked.uid));
+        let (claim, before) = (Arc::new(claim), self.checkpoint(&name.uid));
         loop {
-            let prepared = self.plan(asked, Arc::clone(&claim)).await.ok_or(PrepareError::Ending)?;
-            let taken = match prepared {
+            let prepared = self.plan(name, Arc::clone(&claim)).await.ok_or(PrepareError::Ending)?;
+            let error = match prepared {
                 Ok(prepared) => {
-                    let checkpoint = Checkpoint::started(self.settings.boot.clone(), asked.clone(), prepared);
+                    let checkpoint = Checkpoint::started(self.settings.boot.clone(), name.clone(), prepared);
                     let checkpoint = checkpoint.after(before.as_ref());
-                    self.set(&asked.uid, Some(checkpoint.clone()));
-                    let Some(doubt) = self.doubt(&checkpoint) else { return Ok(checkpoint) };
-                    // As it was: nothing is done yet.
-                    self.put(&asked.uid, before).await;
-                    return Err(doubt);
+                    self.set(&name.uid, Some(checkpoint.clone()));
+                    let Some(doubtful) = self.doubtful_device(&checkpoint) else { return Ok(checkpoint) };
+                    // Nothing was done for the claim yet, so its previous entry is restored.
+                    self.put(&name.uid, before).await;
+                    return Err(doubtful);
                 }
-                Err(taken) => taken,
+                Err(error) => error,
             };
             let mut any_gone = false;
-            for holder in taken.holders() {
+            for holder in error.holders() {
                 any_gone |= self.release_gone(holder).await;
             }
             if !any_gone {
-                return Err(taken.into());
+                return Err(error.into());
             }
         }
     }
 
-    /// Has the node's loop plan a claim, by the state as it is then, and enter it; `None` if the node is ending.
-    async fn plan(&self, asked: &ClaimName, claim: Arc<Claim>) -> Option<Result<Prepared, ClaimError>> {
+    /// Has the node's loop plan a claim by its current state, and enter it into the ledger; `None` if the node is
+    /// ending.
+    async fn plan(&self, name: &ClaimName, claim: Arc<Claim>) -> Option<Result<Prepared, ClaimError>> {
         let (settings, host) = (Arc::clone(&self.settings), self.settings.host_devices.borrow().clone());
-        let (common_shm, asked) = (self.with_common_shm(), asked.clone());
+        let (common_shm, name) = (self.with_common_shm(), name.clone());
         let planned = self.book.give(move |state| {
-            let prepared = plan(&claim, &asked, facts(&settings, state, &host, &common_shm))?;
-            let entry = PreparedClaim { claim: asked.clone(), prepared: prepared.clone(), is_of_another_boot: false };
-            Ok((Event::Prepared(state.ledger().claims_with(&asked.uid, Some(entry))), prepared))
+            let prepared = plan(&claim, &name, plan_inputs(&settings, state, &host, &common_shm))?;
+            let entry = PreparedClaim { claim: name.clone(), prepared: prepared.clone(), is_of_another_boot: false };
+            Ok((Event::Prepared(state.ledger().claims_with(&name.uid, Some(entry))), prepared))
         });
         planned.await
     }
 
-    /// Prepares a claim as its checkpoint says. Two things last longer than a process and are undone by the next one: the
-    /// MIG devices and the MPS control daemon of a claim that asks for any. For such a claim alone there is a
-    /// checkpoint from the beginning on, and the names that it has resolve from then on: the process after this one may
-    /// give them to the kubelet as they are, if it is of an older release. Of any other claim nothing is done before its
-    /// last step but its CDI spec, and one without a checkpoint is removed.
+    /// Prepares a claim as its checkpoint says. MIG devices and an MPS control daemon outlast this process, and the
+    /// next one has to undo them. A claim that needs them therefore has a checkpoint from the beginning. Its CDI
+    /// devices resolve from then on, too, because a next process of an older release may give them to the kubelet as
+    /// they are. For any other claim nothing outlasts this process before the last step but a CDI spec, and a spec
+    /// without a checkpoint is removed.
     async fn carry_out(&self, checkpoint: Checkpoint, turn: &Turn) -> Result<Prepared, PrepareError> {
         let uid = checkpoint.claim.uid.clone();
-        let asks_others =
+        let outlasts_process =
             checkpoint.prepared.mps.is_some() || checkpoint.prepared.devices.iter().any(PreparedDevice::is_unmade);
         let names = specs::of_names(&checkpoint.prepared);
-        if asks_others && let Err(error) = self.write(&checkpoint, Some(names), turn).await {
+        if outlasts_process && let Err(error) = self.write(&checkpoint, Some(names), turn).await {
             self.forget_unmade(&uid).await;
             return Err(error);
         }
@@ -223,17 +228,16 @@ impl ClaimManager {
                 mps.await?;
                 checkpoint
             }
-            // Not dropped: an order to the driver that is under way has to be known.
+            // `devices` is not dropped, because the outcome of an order to the driver has to be recorded.
             Either::Right((mps, devices)) => {
                 let devices = devices.await;
                 mps?;
                 devices?
             }
         };
-        // The containers of a claim keep the metadata with which they start: a process that has just begun waits for its
-        // slices.
+        // A container keeps the metadata with which it starts, so a process that has just begun waits for its slices.
         let mut published = self.settings.published.clone();
-        let _ = timeout(PUBLISHED_WITHIN, published.wait_for(Option::is_some)).await;
+        let _ = timeout(PUBLISHED_TIMEOUT, published.wait_for(Option::is_some)).await;
         let spec = self.await_spec(&checkpoint).await?;
         let checkpoint = checkpoint.completed();
         self.write(&checkpoint, Some(spec), turn).await?;
@@ -255,9 +259,9 @@ impl ClaimManager {
         written.await.map_err(|source| PrepareError::Checkpoint { source })?
     }
 
-    /// The reason why a device of a claim may be another claim's of which nothing can be read: the kubelet lists it, or
-    /// cannot be asked.
-    pub(super) fn doubt(&self, checkpoint: &Checkpoint) -> Option<PrepareError> {
+    /// The error for a device that may belong to another claim, whose checkpoint cannot be read: the kubelet lists the
+    /// device with that claim, or cannot be asked.
+    fn doubtful_device(&self, checkpoint: &Checkpoint) -> Option<PrepareError> {
         let (uid, why) = {
             let slots = lock(&self.slots);
             let (uid, slot) = slots.iter().find(|(_, slot)| slot.is_blind())?;
@@ -265,13 +269,13 @@ impl ClaimManager {
         };
         let devices = &checkpoint.prepared.devices;
         if !self.is_known() {
-            let (device, held) = (devices.first()?.device.clone(), "the kubelet cannot be asked".to_owned());
-            return Some(PrepareError::Doubtful { device, uid, why, held });
+            let (device, reason) = (devices.first()?.device.clone(), "the kubelet cannot be asked".to_owned());
+            return Some(PrepareError::Doubtful { device, uid, why, reason });
         }
         let has = |held: &ClaimedDevice| devices.iter().any(|device| !device.admin && device.device == held.device);
         let listed = self.unaccounted().find(has)?;
-        let held = format!("the kubelet lists it with the claim {}", listed.claim);
-        Some(PrepareError::Doubtful { device: listed.device, uid, why, held })
+        let reason = format!("the kubelet lists it with the claim {}", listed.claim);
+        Some(PrepareError::Doubtful { device: listed.device, uid, why, reason })
     }
 }
 
@@ -282,8 +286,8 @@ impl PrepareError {
     }
 }
 
-/// The facts that a plan is made from.
-pub(super) fn facts<'a>(
+/// The inputs of a plan.
+pub(super) fn plan_inputs<'a>(
     settings: &'a Settings,
     state: &'a NodeState,
     host: &'a HostDevices,

@@ -1,10 +1,10 @@
-//! The CDI specs of claims: a file for each claim, with a device for each of its requests; and a second file, with a
-//! device for each of the claim's own, which only has a name.
+//! The CDI specs of claims. Each claim has a file with a CDI device for each of its requests, and a second file with a
+//! CDI device for each of the claim's devices, which has a name and no edits that matter.
 //!
-//! A device has everything that a container of its request gets: the edits of its GPUs and of all that comes with them,
-//! copied from the node's CDI devices, and the claim's own. So a name means this claim's part of the node for as long as
-//! the claim lives, whatever the GPUs are called meanwhile. The specs are made from the present state, and renewed when
-//! it changes.
+//! The CDI device of a request has everything that a container of the request gets: the edits of its GPUs and of what
+//! belongs to them, copied from the node's CDI devices, and the claim's own edits. So its name means this claim's part
+//! of the node as long as the claim lives, even if the node's CDI devices get other names. The specs are made from the
+//! current state, and written again when it changes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -17,7 +17,7 @@ use serde_json::{Map, Value, json};
 use tokio::time::timeout;
 
 use super::metadata::{self, Metadata};
-use super::prepare::{PrepareError, facts};
+use super::prepare::{PrepareError, plan_inputs};
 use super::{ClaimManager, Turn};
 use crate::dra::api::{CdiDevices, MpsLink};
 use crate::dra::checkpoint::{Checkpoint, is_uid};
@@ -30,9 +30,9 @@ use linkwise_system::{files, or_never};
 /// The mode of a spec, which every user may read: runtimes run as other users.
 pub(super) const MODE: u32 = 0o644;
 
-/// Writes the claims' CDI specs each time that the node's CDI devices change: a driver was updated, a device node came
-/// late, an operator removed files; when the published devices do; and when a control daemon of an older release goes.
-/// For ever.
+/// Writes the claims' CDI specs for ever: each time that the node's CDI devices change (a driver was updated, a device
+/// node appeared late, an operator removed files), that the published devices change, or that a control daemon of an
+/// older release ends.
 pub(in crate::dra) async fn keep_specs(manager: &ClaimManager) {
     let settings = &manager.settings;
     let (mut cdi, mut host) = (settings.cdi.clone(), settings.host_devices.clone());
@@ -57,8 +57,7 @@ pub(in crate::dra) async fn keep_specs(manager: &ClaimManager) {
 }
 
 impl ClaimManager {
-    /// Writes the CDI specs of all prepared claims anew, as far as they are not as the node is now: containers that
-    /// restart get them.
+    /// Writes the CDI specs of all prepared claims that differ from the current state, for containers that restart.
     async fn renew_specs(&self) {
         let boot = self.settings.boot.as_deref();
         let prepared = self.checkpoints().into_iter().filter(|checkpoint| checkpoint.is_completed_in(boot));
@@ -73,12 +72,12 @@ impl ClaimManager {
         self.tidy();
     }
 
-    /// The text of a claim's CDI spec by the present state. Fails with the missing names if the last scan of the host is
-    /// older than that, and with `None` before the first one.
+    /// The texts of a claim's CDI specs by the current state. Fails with the missing names if the last scan of the host
+    /// is older than the state, and with `None` before the first scan.
     fn spec(&self, checkpoint: &Checkpoint) -> Result<Result<Specs, Option<Vec<String>>>, ClaimError> {
         let (state, host) = (self.snapshot.borrow().clone(), self.settings.host_devices.borrow().clone());
         let common_shm = self.with_common_shm();
-        let requests = containers(&checkpoint.prepared, facts(&self.settings, &state, &host, &common_shm))?;
+        let requests = containers(&checkpoint.prepared, plan_inputs(&self.settings, &state, &host, &common_shm))?;
         let Some(devices) = self.settings.cdi.borrow().clone() else { return Ok(Err(None)) };
         let metadata = metadata::of_claim(checkpoint, self.settings.published.borrow().as_deref());
         let claim = text(&self.settings.cdi_folder, &checkpoint.claim.uid, (&requests, &metadata), &devices);
@@ -86,8 +85,8 @@ impl ClaimManager {
         Ok(claim.map(|claim| Specs { claim, devices, metadata }).map_err(Some))
     }
 
-    /// The text of a claim's CDI spec. Waits until a scan of the host has found the claim's devices as they are: that
-    /// follows a change of the snapshot, such as a MIG device just made.
+    /// The texts of a claim's CDI specs. Waits until a scan of the host has found the claim's devices: a scan follows
+    /// each change of the snapshot, such as a new MIG device.
     pub(super) async fn await_spec(&self, checkpoint: &Checkpoint) -> Result<Specs, PrepareError> {
         let (mut cdi, mut last) = (self.settings.cdi.clone(), None);
         let found = async {
@@ -119,23 +118,23 @@ impl ClaimManager {
         }
     }
 
-    /// Writes the spec of a prepared claim by the present state, if it changed. If a device of the claim is gone, so is
-    /// its spec, where it could be another claim's by now.
+    /// Writes the spec of a prepared claim by the current state, if it changed. If a device of the claim is gone and
+    /// its nodes could be another claim's by now, the spec is removed.
     pub(super) async fn renew_spec(&self, checkpoint: &Checkpoint, turn: &Turn) {
         let uid = &checkpoint.claim.uid;
         match self.spec(checkpoint) {
-            // Where it cannot be written now, the next sweep does it.
+            // If the spec cannot be written now, the next sweep writes it.
             Ok(Ok(text)) => drop(self.write_spec(uid, text, turn).await),
-            // A scan follows.
+            // The next scan of the host brings another call.
             Ok(Err(_)) => {}
             Err(_) if !self.keeps_spec(checkpoint).await => drop(self.remove_spec(uid, turn).await),
             Err(_) => {}
         }
     }
 
-    /// Returns true if the spec of a claim whose devices are not all in the snapshot stays as it is, for containers that
-    /// restart: a GPU keeps its nodes while the driver runs. The nodes of a MIG device go to the next one, once it is
-    /// known to be gone.
+    /// Returns true if the spec of a claim whose devices are not all in the snapshot stays as it is, for containers
+    /// that restart: a GPU keeps its nodes while the driver runs. A claim with MIG devices does not keep its spec once
+    /// they are known to be gone, because the next MIG device gets their nodes.
     async fn keeps_spec(&self, checkpoint: &Checkpoint) -> bool {
         let (folder, uid) = (self.settings.cdi_folder.clone(), checkpoint.claim.uid.clone());
         let sees_gpus = !self.snapshot.borrow().topology().gpus().is_empty();
@@ -156,21 +155,22 @@ impl ClaimManager {
     }
 }
 
-/// The texts of a claim's specs; an empty one is not written.
+/// The texts of a claim's specs, and its metadata. An empty text is not written.
 pub(super) struct Specs {
     claim: String,
-    /// Empty for a claim that was prepared before its devices had names of their own.
+    /// The spec that names the claim's devices; empty for a claim of an older release, whose devices have no such
+    /// names.
     devices: String,
     metadata: BTreeMap<String, Metadata>,
 }
 
-/// The specs as far as they are known before the claim has its hardware: the one of the names.
+/// The specs that are known before the claim has its hardware: only the one that names the claim's devices.
 pub(super) fn of_names(prepared: &Prepared) -> Specs {
     Specs { claim: String::new(), devices: devices_text(prepared), metadata: BTreeMap::new() }
 }
 
-/// Makes the text of the spec that names a claim's devices. A CDI device has to have an edit: this one is in the claim's
-/// spec too.
+/// Makes the text of the spec that names a claim's devices. A CDI device has to have an edit; this edit is in the
+/// claim's other spec too.
 fn devices_text(prepared: &Prepared) -> String {
     let names = prepared.devices.iter().flat_map(|device| &device.cdi);
     let own: BTreeSet<&str> = names.filter_map(|name| name.strip_prefix(DEVICE_KIND)?.strip_prefix('=')).collect();
@@ -182,8 +182,8 @@ fn devices_text(prepared: &Prepared) -> String {
     format!("{{\"cdiVersion\":\"0.5.0\",\"kind\":\"{DEVICE_KIND}\",\"devices\":{devices}}}\n")
 }
 
-/// Makes the text of a claim's spec, or returns the names of the devices that the node does not have, or not yet with
-/// the nodes that they have by the snapshot.
+/// Makes the text of a claim's spec. Fails with the names of the node's CDI devices that are missing, or that lack
+/// nodes which they have by the snapshot.
 fn text(
     folder: &Path,
     uid: &str,
@@ -215,7 +215,7 @@ fn text(
     }
     let devices = Value::Array(devices);
     let common = if node.common.is_empty() { String::new() } else { format!(",\"containerEdits\":{}", node.common) };
-    // The version with names that begin with a digit, and `hostPath` of device nodes.
+    // CDI 0.5.0 has names that begin with a digit, and `hostPath` of device nodes.
     Ok(format!("{{\"cdiVersion\":\"0.5.0\",\"kind\":\"{CLAIM_KIND}\",\"devices\":{devices}{common}}}\n"))
 }
 
@@ -225,7 +225,7 @@ fn has_nodes(edits: &Map<String, Value>, device: &NodeDevice) -> bool {
     device.nodes.iter().all(|path| nodes().any(|node| node["path"] == path.as_str()))
 }
 
-/// Adds edits to edits. MIG devices of one GPU share its node.
+/// Adds edits that are not there yet: MIG devices of one GPU share its node.
 fn append(edits: &mut Map<String, Value>, more: &Map<String, Value>) {
     for (key, values) in more {
         let Value::Array(all) = edits.entry(key.clone()).or_insert_with(|| Value::Array(Vec::new())) else { continue };
@@ -251,10 +251,10 @@ fn own_edits(edits: &Injection) -> Map<String, Value> {
     own
 }
 
-/// Writes the specs of a claim, if the files are not as they should be. Does not wait for the disk: after a crash of the
-/// machine every claim is prepared anew, and its spec compared again.
+/// Writes the specs of a claim whose files differ. Does not wait for the disk: after a crash of the machine every claim
+/// is prepared again, and its files are compared again.
 pub(super) fn write(folder: &Path, uid: &str, specs: &Specs) -> io::Result<()> {
-    // First: the spec mounts them.
+    // Metadata is written first, because the spec mounts it.
     metadata::write(folder, uid, &specs.metadata)?;
     for (kind, text) in [(DEVICE_KIND, &specs.devices), (CLAIM_KIND, &specs.claim)] {
         let path = path(folder, kind, uid);

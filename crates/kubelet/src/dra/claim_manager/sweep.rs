@@ -1,9 +1,9 @@
 //! Sweeps: undoes claims that are over and that the kubelet never unprepared, and restores CDI specs that are missing.
 //!
 //! A checkpoint that cannot be read (a disk that fails, a later version's file, a file torn by a crash of the machine)
-//! stays until the kubelet unprepares its claim, or the claim is over by the cluster and the kubelet's list. It holds the
-//! GPUs, MIG devices and MPS control daemons that can be read in it. Where nothing can be read, the kubelet's list says
-//! which devices its claim has.
+//! stays until the kubelet unprepares its claim, or the cluster and the kubelet's list show that the claim is over. It
+//! holds the GPUs, MIG devices and MPS control daemons that can be read in it. If nothing can be read, the kubelet's
+//! list says which devices its claim has.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,26 +18,25 @@ use linkwise_core::errors::chain;
 use linkwise_core::state::{ClaimedDevice, NodeState};
 use linkwise_system::{files, lock, or_never};
 
-/// The time that a claim waits for the turn of one in its way: a sweep or an Unprepare writes and removes a few files.
-/// Without a limit two claims in each other's way would wait for ever.
+/// The longest time that a claim waits for the turn of another claim that has its devices: a sweep or an Unprepare
+/// writes and removes a few files. Without a limit, two claims could wait for each other for ever.
 const TURN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The time between two searches for claims that are over while DRA is off: the kubelet's list alone tells.
+/// The time between two sweeps while DRA is off: only the kubelet's list shows then that a claim is over.
 const OFF_SWEEP: Duration = Duration::from_secs(2);
 
-/// The words of the log for a claim that was undone because it is over, and for one that could not be.
-const GONE: [&str; 2] = ["claim unprepared: it no longer exists", "a claim that no longer exists cannot be unprepared"];
+/// The log's messages for a claim that is over: it was undone, it could not be undone.
+const GONE: [&str; 2] = ["claim unprepared: it no longer exists", "cannot unprepare a claim that no longer exists"];
 
-/// The words of the log for a claim of which MIG devices were made before linkwise was killed.
-const HALF_MADE: [&str; 2] = [
-    "MIG devices destroyed of a claim that an earlier process did not prepare to its end",
-    "half made MIG devices of a claim cannot be destroyed",
-];
+/// The log's messages for a claim whose MIG devices were being made when linkwise was killed: they were destroyed, they
+/// could not be destroyed.
+const HALF_MADE: [&str; 2] =
+    ["destroyed the half made MIG devices of a claim", "cannot destroy the half made MIG devices of a claim"];
 
-/// Sweeps the claims until `stop`. A claim that is being undone then is undone.
+/// Sweeps the claims until `stop`. Finishes the undoing of a claim that has begun by then.
 pub(in crate::dra) async fn keep_sweeping(manager: &ClaimManager, stop: &CancellationToken) {
     let (settings, mut snapshot) = (&manager.settings, manager.snapshot.clone());
-    // Lists tell of the claims of the last process from then on.
+    // After `listed_within`, the kubelet's lists have the claims of the previous process.
     let mut pause = settings.listed_within.min(settings.sweep);
     loop {
         let is_seen = |state: &NodeState| !state.topology().gpus().is_empty();
@@ -46,11 +45,11 @@ pub(in crate::dra) async fn keep_sweeping(manager: &ClaimManager, stop: &Cancell
             (state.ledger().lists_all(), is_seen(&state))
         };
         manager.sweep(stop).await;
-        // A sweep without the kubelet's list undoes nothing, one without the driver destroys no MIG device: the next
-        // follows when there is one.
+        // A sweep without the kubelet's list undoes nothing, and a sweep without the driver destroys no MIG device. The
+        // next sweep follows when the list or the driver is there.
         let news = |state: &Arc<NodeState>| !was_known && state.ledger().lists_all() || !was_seen && is_seen(state);
         let known = or_never(snapshot.wait_for(news));
-        // The end of a claim may reach nobody while DRA is off.
+        // While DRA is off, the kubelet may not be able to unprepare a claim, so sweeps are frequent.
         let limit = if manager.is_off() && manager.has_checkpoints() { pause.min(OFF_SWEEP) } else { pause };
         match stop.run_until_cancelled(tokio::time::timeout(limit, known)).await {
             None => return,
@@ -71,8 +70,8 @@ impl ClaimManager {
         }
         for checkpoint in self.checkpoints() {
             let uid = checkpoint.claim.uid.clone();
-            // The API server is asked before it is this claim's turn: the kubelet must not wait for that. A UID that is
-            // gone does not come back.
+            // The API server is asked before the claim's turn is taken, because the kubelet must not wait for that. A
+            // UID that is gone does not come back.
             let Some(is_gone) = stop.run_until_cancelled(self.is_gone(&checkpoint)).await else { return };
             let Some(turn) = stop.run_until_cancelled(self.turn(&uid)).await else { return };
             if self.checkpoint(&uid).as_ref() != Some(&checkpoint) {
@@ -81,7 +80,8 @@ impl ClaimManager {
             if is_gone {
                 self.sweep_one(&checkpoint.claim, &turn, GONE).await;
             } else if checkpoint.is_half_made(self.settings.boot.as_deref()) && !self.is_off() {
-                // The kubelet was told nothing, and asks again, if at all. Where DRA is off, it would be refused then.
+                // The kubelet has no answer for this claim, and may ask again. While DRA is off, it would be refused
+                // then.
                 self.sweep_one(&checkpoint.claim, &turn, HALF_MADE).await;
             } else if checkpoint.is_completed_in(self.settings.boot.as_deref()) {
                 self.renew_spec(&checkpoint, &turn).await;
@@ -90,8 +90,8 @@ impl ClaimManager {
         let folder = self.settings.cdi_folder.clone();
         let with_spec = files::blocking(move || Ok(specs::claims(&folder))).await.unwrap_or_default();
         let state = Arc::clone(&self.snapshot.borrow());
-        // A spec without a checkpoint may be that of a running container: of another state folder of this boot. The
-        // kubelet's list names the claims that containers have.
+        // A spec without a checkpoint may be that of a running container, whose checkpoint is in another state folder
+        // of this boot. The kubelet's list names the claims that containers have.
         let is_used = |uid: &String| {
             let mut names = state.ledger().claimed_lately().flat_map(|held| &held.cdi_names);
             !state.ledger().lists_all()
@@ -108,7 +108,7 @@ impl ClaimManager {
         self.tidy();
     }
 
-    /// Undoes a claim that needs it; returns true once it is done.
+    /// Undoes a claim, and logs one of the messages; returns true if it is undone.
     async fn sweep_one(&self, claim: &ClaimName, turn: &Turn, [done, failed]: [&str; 2]) -> bool {
         let (result, uid) = (self.undo_in_time(&claim.uid, turn).await, &claim.uid);
         self.metrics.swept(result.is_ok());
@@ -119,19 +119,20 @@ impl ClaimManager {
         result.is_ok()
     }
 
-    /// Undoes a claim if it is gone; returns true once it is out of the way.
+    /// Undoes a claim if it is gone; returns true if it is undone.
     pub(super) async fn release_gone(&self, holder: &ClaimName) -> bool {
         let Ok(turn) = timeout(TURN_TIMEOUT, self.turn(&holder.uid)).await else { return false };
         match self.checkpoint(&holder.uid) {
             Some(checkpoint) if self.is_gone(&checkpoint).await => self.sweep_one(&checkpoint.claim, &turn, GONE).await,
             Some(_) => false,
-            // One that cannot be read is the sweeps'. One that only the ledger has was given up before anything was done.
+            // Sweeps undo a claim whose checkpoint cannot be read. A claim that only the ledger has was given up before
+            // anything was done for it.
             None => self.known(&holder.uid).is_none() && self.undo_in_time(&holder.uid, &turn).await.is_ok(),
         }
     }
 
-    /// Asks whether the cluster has no such claim any more, or its devices have been taken from it, and no container of
-    /// this node has them. Where DRA is off and the API server cannot be asked, the containers alone count.
+    /// Returns true if the cluster no longer has the claim or has taken its devices from it, and no container of this
+    /// node has them. If DRA is off and there is no client of the API server, only the containers count.
     async fn is_gone(&self, checkpoint: &Checkpoint) -> bool {
         if self.is_off() && self.settings.read_claim.is_none() {
             return self.is_long_unlisted(&checkpoint.claim.uid, self.is_unused(checkpoint));
@@ -140,14 +141,14 @@ impl ClaimManager {
             Err(ReadClaimError::NotFound) => true,
             Err(ReadClaimError::Failed(_)) => false,
             Ok(found) if found.metadata.uid != checkpoint.claim.uid => true,
-            // Its pod has ended, and the kubelet should have unprepared it. One that was reinstalled does not.
+            // The claim's pod has ended, but a kubelet that was reinstalled has not unprepared the claim.
             Ok(found) => !self.is_allocated(&found, checkpoint),
         };
         is_over && self.is_unused(checkpoint)
     }
 
-    /// Returns true if the kubelet could be asked, and listed no container with a checkpoint's devices, each time that
-    /// a sweep looked for as long as its lists may be late: a kubelet that starts lists no pod at first.
+    /// Notes whether a claim is unused at this sweep. Returns true if it was unused at every sweep for `listed_within`:
+    /// the kubelet could be asked, and listed no container with it. A kubelet that starts lists no pod at first.
     fn is_long_unlisted(&self, uid: &str, is_unused: bool) -> bool {
         let now = Instant::now();
         let mut slots = lock(&self.slots);
@@ -156,9 +157,9 @@ impl ClaimManager {
         slot.unlisted.is_some_and(|since| now.saturating_duration_since(since) >= self.settings.listed_within)
     }
 
-    /// Returns true if the kubelet lists no container with a checkpoint's devices. While it cannot be asked, or has
-    /// just started, there may be one, and where it was asked before the claim was prepared: a claim that was deleted by
-    /// force is gone before its pod is.
+    /// Returns true if the kubelet lists no container with a checkpoint's devices. There may be one while the kubelet
+    /// cannot be asked or has just started, and while its list may be older than the claim's preparation. Containers
+    /// count, because a claim that was deleted by force is gone before its pod is.
     pub(super) fn is_unused(&self, checkpoint: &Checkpoint) -> bool {
         let state = self.snapshot.borrow().clone();
         let named = checkpoint.claim.to_string();
@@ -177,9 +178,9 @@ impl ClaimManager {
         self.ours(claim).any(|result| checkpoint.prepared.devices.iter().any(|device| device.device == result.device))
     }
 
-    /// Reads unreadable checkpoints again. Undoes those of claims that are over: the cluster and the kubelet have no such
-    /// claim, or, where the claim's name cannot be read, the kubelet has listed no claim but those with checkpoints for
-    /// as long as its lists may be late.
+    /// Reads unreadable checkpoints again. Undoes the claims that are over: the cluster and the kubelet have no such
+    /// claim. If the claim's name cannot be read, it is over once the kubelet has listed no claim but those with
+    /// readable checkpoints for `listed_within`.
     async fn sweep_unreadable(&self) {
         let unreadable = |(uid, slot): (&String, &Slot)| slot.unreadable().map(|_| uid.clone());
         let uids: Vec<String> = lock(&self.slots).iter().filter_map(unreadable).collect();
@@ -208,6 +209,7 @@ impl ClaimManager {
         listed.into_iter().filter(move |held| held.driver == driver && !known.contains(&held.claim))
     }
 
+    /// Returns true if the kubelet could be asked for its lists at the last attempt.
     pub(super) fn is_known(&self) -> bool {
         self.snapshot.borrow().ledger().is_known()
     }

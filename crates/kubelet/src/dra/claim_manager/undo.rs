@@ -1,4 +1,4 @@
-//! Undoes a claim: its MIG devices, its CDI spec, its checkpoint, its entry.
+//! Undoes a claim: destroys its MIG devices, and removes its CDI spec, its checkpoint and its entry in the ledger.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,23 +23,23 @@ pub(super) enum UnprepareError {
     Checkpoint { source: std::io::Error },
     #[error("the claim was not unprepared within {0:?}")]
     Late(Duration),
-    #[error("the claim's checkpoint cannot be read, and MIG devices may be made for it: {0}")]
+    #[error("cannot read the checkpoint of the claim, which may have MIG devices: {0}")]
     Unreadable(String),
 }
 
 impl ClaimManager {
-    /// Unprepares a claim; the error is the text for the kubelet. A claim that is not prepared is no error. The API
-    /// server is not asked: the claim may be deleted already.
-    pub async fn unprepare(&self, asked: ClaimName) -> Result<(), String> {
+    /// Unprepares a claim; the error is the text for the kubelet. A claim that is not prepared is not an error. The
+    /// API server is not asked, because the claim may be deleted already.
+    pub async fn unprepare(&self, name: ClaimName) -> Result<(), String> {
         let (start, limit) = (Instant::now(), self.settings.prepare_timeout);
         let mut repeated = false;
         let work = async {
-            if !is_uid(&asked.uid) {
+            if !is_uid(&name.uid) {
                 return Ok(());
             }
-            let turn = self.turn(&asked.uid).await;
-            let unreadable = self.read_again(&asked.uid, &turn).await;
-            repeated = unreadable.is_none() && self.checkpoint(&asked.uid).is_none();
+            let turn = self.turn(&name.uid).await;
+            let unreadable = self.read_again(&name.uid, &turn).await;
+            repeated = unreadable.is_none() && self.checkpoint(&name.uid).is_none();
             if let Some(unreadable) = unreadable
                 && !unreadable.is_torn
                 && unreadable.parts.is_none()
@@ -47,40 +47,40 @@ impl ClaimManager {
             {
                 return Err(UnprepareError::Unreadable(unreadable.why));
             }
-            self.undo(&asked.uid, &turn).await
+            self.undo(&name.uid, &turn).await
         };
         let result = timeout(limit, work).await.unwrap_or(Err(UnprepareError::Late(limit)));
         self.tidy();
         let result = result.map_err(|error| chain(&error));
-        let (elapsed, uid) = (start.elapsed(), &asked.uid);
+        let (elapsed, uid) = (start.elapsed(), &name.uid);
         self.metrics.unprepared(result.is_ok(), elapsed);
         match &result {
-            // The kubelet asks again while another driver of its pod fails.
+            // The kubelet repeats the call while another driver of the pod fails.
             Ok(()) if repeated => {
-                tracing::debug!(claim = %asked, uid, ?elapsed, "claim unprepared: nothing of it was here");
+                tracing::debug!(claim = %name, uid, ?elapsed, "claim unprepared: it was not prepared here");
             }
-            Ok(()) => tracing::info!(claim = %asked, uid, ?elapsed, "claim unprepared"),
-            Err(error) => tracing::warn!(claim = %asked, uid, error, "claim not unprepared"),
+            Ok(()) => tracing::info!(claim = %name, uid, ?elapsed, "claim unprepared"),
+            Err(error) => tracing::warn!(claim = %name, uid, error, "claim not unprepared"),
         }
         result
     }
 
-    /// As [`Self::undo`], in the time that a call of the kubelet has: an order that the driver never answers holds up
-    /// no other claim.
+    /// As [`Self::undo`], within the time that a call of the kubelet has, so that an order that the driver never
+    /// answers holds up no other claim.
     pub(super) async fn undo_in_time(&self, uid: &str, turn: &Turn) -> Result<(), UnprepareError> {
         let limit = self.settings.prepare_timeout;
         timeout(limit, self.undo(uid, turn)).await.unwrap_or(Err(UnprepareError::Late(limit)))
     }
 
     /// Undoes all steps for a claim: the MIG devices that were made for it, its spec, its checkpoint, its entry. While
-    /// DRA is off, a step that cannot be undone for some time is left out.
+    /// DRA is off, a step that has failed for some time is skipped.
     pub(super) async fn undo(&self, uid: &str, turn: &Turn) -> Result<(), UnprepareError> {
         let gives_up = self.gives_up(uid);
         let done = |result: Result<(), UnprepareError>| match result {
             Err(error) if gives_up => {
                 if let Some(Checkpoint { claim, .. }) = self.checkpoint(uid) {
                     let what = chain(&error);
-                    tracing::warn!(%claim, uid, what, "DRA is off: a claim that is over leaves something behind");
+                    tracing::warn!(%claim, uid, what, "DRA is off: cleanup of a finished claim is incomplete");
                 }
                 Ok(())
             }
@@ -95,7 +95,7 @@ impl ClaimManager {
         Ok(())
     }
 
-    /// Returns true if DRA is off, and undoing the claim was tried first some time ago.
+    /// Returns true if DRA is off, and the first attempt to undo the claim was long enough ago.
     fn gives_up(&self, uid: &str) -> bool {
         let mut slots = lock(&self.slots);
         let first = slots.get_mut(uid).map(|slot| *slot.undoing.get_or_insert_with(Instant::now));
