@@ -1,7 +1,7 @@
 //! Compiles `proto/` into Rust with protox, so that no machine needs `protoc`.
 //!
-//! One output folder per API: several kubelet APIs are `package v1`, and a second
-//! file of one package name would silently overwrite the first. APIs that share messages have one folder.
+//! One output folder per API: several kubelet APIs are `package v1`, and a second file of one package name would
+//! silently overwrite the first. APIs that share messages have one folder.
 
 use std::path::{Path, PathBuf};
 use std::{env, error::Error, fs};
@@ -9,7 +9,7 @@ use std::{env, error::Error, fs};
 /// The folder of the definitions, from this crate.
 const PROTO: &str = "../../proto";
 
-#[expect(clippy::disallowed_methods, reason = "a build script is told by its environment")]
+#[expect(clippy::disallowed_methods, reason = "a build script gets its settings from the environment")]
 fn main() -> Result<(), Box<dyn Error>> {
     for (apis, folder) in [
         (["deviceplugin/v1beta1/api.proto"].as_slice(), "deviceplugin"),

@@ -150,7 +150,7 @@ async fn unanswered_register_is_retried_and_counted() {
     let register_timeout = Duration::from_millis(50);
     let alone = Alone::start(Settings { register_timeout, ..quick(folder.path().join("kubelet.sock")) });
     alone.log.has(&["not registered", "error=\"the kubelet did not answer Register within 50ms\""]).await;
-    alone.log.has_times(2, &["again", "Registered(Err(\"the kubelet did not answer Register within 50ms\"))"]).await;
+    alone.log.has_times(2, &["repeated", "Registered(Err(\"the kubelet did not answer Register within 50ms\"))"]).await;
     alone.end().await;
 }
 

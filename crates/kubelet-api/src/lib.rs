@@ -1,7 +1,7 @@
 //! The generated wire types of the kubelet's APIs.
 //!
-//! Generated from `proto/` by the build script. linkwise's `kubelet` and `dra` modules speak the plugin's side, the
-//! kubelet in the box (`lab/kubelet-box`) the kubelet's.
+//! Generated from `proto/` by the build script. `crates/kubelet` uses them on the plugin's side, the kubelet in the box
+//! (`lab/kubelet-box`) on the kubelet's side.
 
 /// Device plugin API v1beta1 (`proto/deviceplugin/v1beta1/api.proto`).
 #[allow(clippy::all, clippy::pedantic, clippy::restriction, missing_docs, reason = "generated")]

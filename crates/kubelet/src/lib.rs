@@ -1,7 +1,7 @@
-//! Both doors' lives with the kubelet: the device plugin, and the DRA plugin with its claims; and the answer to its
-//! readiness probe.
+//! The parts that talk with the kubelet: the device plugin, the DRA plugin with its claims, and the readiness of the
+//! node's parts, for the kubelet's probe.
 //!
-//! Wire types of `linkwise_kubelet_api` stop here. The API server is asked by others, over the channels of `dra`.
+//! Wire types of `linkwise_kubelet_api` stop here. Other crates call the API server, through the channels of `dra`.
 
 pub mod device_plugin;
 pub mod dra;

@@ -42,8 +42,7 @@ impl Reporter {
         let is_news = |reason| lock(&self.fallbacks).is_news(reason);
         match report.fallback {
             Some(reason) if is_news(reason) => {
-                let what = "preferred in sorted order; further answers for this reason are only counted";
-                tracing::warn!(%resource, %report, "{what}");
+                tracing::warn!(%resource, %report, "preferred in sorted order; later ones are logged at debug level");
             }
             Some(_) => tracing::debug!(%resource, %report, "preferred in sorted order"),
             None => tracing::info!(%resource, %report, ?elapsed, narrowed, "preferred"),

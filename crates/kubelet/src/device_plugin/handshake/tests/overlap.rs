@@ -83,7 +83,7 @@ fn slow_answer_is_waited_for_over_a_second_registration() {
     assert_eq!((world.phase(), world.sockets), (Phase::Confirming, 1));
 }
 
-/// A plugin that lives on beside ours does not keep the kubelet from noticing our end for ever.
+/// If the plugin before us never ends, the kubelet still notices our end after 5 minutes.
 #[test]
 fn plugin_before_us_that_lives_on_is_waited_for_5_min() {
     let mut world = registered_over_predecessor();
