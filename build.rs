@@ -1,12 +1,13 @@
-//! Tells the tests which programs this machine has. A test without its program is ignored, with the reason.
+//! Sets a cfg for each program that tests need and this machine has. A test without its program is ignored, with the
+//! reason.
 //!
-//! `make tools` brings the programs and touches this file, so that cargo looks for them again. The program itself is built
-//! without this file: it is not among the Dockerfile's sources.
+//! `make tools` installs the programs and touches this file, so that cargo runs it again. The image is built without
+//! this file: the Dockerfile does not copy it.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// What tests ask for, and the names of files in `target/tools` or on the PATH that are enough for it.
+/// The cfg that tests check, and the files in `target/tools` or on the PATH, any of which sets it.
 const PROGRAMS: [(&str, &[&str]); 14] = [
     ("has_actionlint", &["actionlint"]),
     ("has_docker_registry", &["docker-registry"]),
@@ -25,7 +26,7 @@ const PROGRAMS: [(&str, &[&str]); 14] = [
 ];
 
 #[expect(clippy::disallowed_methods, reason = "a build script has no configuration")]
-fn is_there(name: &str) -> bool {
+fn is_installed(name: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     Path::new("target/tools").join(name).exists()
         || std::env::split_paths(&path).any(|folder| folder.join(name).is_file())
@@ -39,8 +40,8 @@ fn may_mount(options: &[&str]) -> bool {
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
-    let programs = PROGRAMS.iter().map(|(cfg, names)| (*cfg, names.iter().any(|name| is_there(name))));
-    // A release is made of a clone.
+    let programs = PROGRAMS.iter().map(|(cfg, names)| (*cfg, names.iter().any(|name| is_installed(name))));
+    // The tests of a release need a clone, because it is made from a commit.
     let rest = [
         ("has_clone", Path::new(".git").exists()),
         ("has_recorded", Path::new("../shared/topologies/raw").exists()),

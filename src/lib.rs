@@ -14,12 +14,12 @@ use std::process::ExitCode;
 
 use config::Command;
 
-/// Runs a command and reports its error: all of the program.
+/// Runs a command, and prints the error with which it fails.
 pub fn run_command(command: Command) -> ExitCode {
     let result = match command {
-        Command::Verify(args) => return ended(block_on(commands::verify(&args))),
-        Command::Doctor(args) => return ended(block_on(commands::doctor(&args))),
-        Command::MpsControlDaemon(args) => return ended(run::mps_control_daemon(&args)),
+        Command::Verify(args) => return exit_code(block_on(commands::verify(&args))),
+        Command::Doctor(args) => return exit_code(block_on(commands::doctor(&args))),
+        Command::MpsControlDaemon(args) => return exit_code(run::mps_control_daemon(&args)),
         Command::Run(args) => run::run(&args),
         Command::Topology(args) => block_on(commands::topology(&args)),
         Command::Allocate(args) => block_on(commands::allocate(&args)),
@@ -39,11 +39,11 @@ pub fn run_command(command: Command) -> ExitCode {
         Command::Man(args) => commands::man(&args),
         Command::NvmlAgent(args) => linkwise_nvml::agent::main(&args.command),
     };
-    ended(result.map(|()| ExitCode::SUCCESS))
+    exit_code(result.map(|()| ExitCode::SUCCESS))
 }
 
-/// The exit code of a command; an error is printed with its causes.
-fn ended(result: anyhow::Result<ExitCode>) -> ExitCode {
+/// The exit code of a command. Prints an error with its causes.
+fn exit_code(result: anyhow::Result<ExitCode>) -> ExitCode {
     result.unwrap_or_else(|error| {
         complain("linkwise", [error]);
         ExitCode::FAILURE
