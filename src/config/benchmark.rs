@@ -19,7 +19,7 @@ pub struct ExpectArgs {
     /// The GPUs, as indices or UUIDs with commas; by default all
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = gpu)]
     pub gpus: Option<Vec<GpuSelector>>,
-    /// The GPUs by a pod that has them.
+    /// The pod that has the GPUs.
     #[command(flatten)]
     pub pod: PodArgs,
     /// Text for people or JSON for scripts
@@ -29,23 +29,26 @@ pub struct ExpectArgs {
 
 /// `linkwise verify`.
 #[derive(Clone, Debug, Args)]
-#[command(after_help = "Exits with 0 if the bandwidth is as expected, or no claim is made; with 1 if it is not, if \
-                        nccl-tests counted wrong values, or if the text cannot be read; with 2 if the command line is wrong.")]
+#[command(
+    after_help = "Exits with 0 if the bandwidth is as expected or cannot be judged; with 1 if it is not as expected, \
+                        if nccl-tests counted wrong values, or if the text cannot be read; with 2 if the command line is \
+                        wrong."
+)]
 pub struct VerifyArgs {
     /// The machine; in a container it has the container's GPUs only.
     #[command(flatten)]
     pub node: NodeArgs,
-    /// The GPUs of the run, as indices or UUIDs with commas; by default those that the text lists by their PCI
-    /// addresses, or all of a machine that has as many
+    /// The GPUs of the run, as indices or UUIDs with commas; by default those whose PCI addresses the text lists, or
+    /// all GPUs of the machine if the run had as many
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = gpu)]
     pub gpus: Option<Vec<GpuSelector>>,
-    /// The GPUs by a pod that has them.
+    /// The pod that has the GPUs.
     #[command(flatten)]
     pub pod: PodArgs,
     /// Text for people or JSON for scripts
     #[arg(long, default_value = "text")]
     pub format: Format,
-    /// What all_reduce_perf of nccl-tests printed, with NCCL's log or without (- for standard input)
+    /// The output of all_reduce_perf of nccl-tests, with or without NCCL's log (- for standard input)
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
 }
@@ -58,7 +61,7 @@ pub struct PodArgs {
     pub pod: Option<String>,
     /// The admin socket of the running linkwise (its --admin-socket), which knows the pods
     #[arg(long, value_name = "PATH", env = "LINKWISE_ADMIN_SOCKET", default_value = "/run/linkwise/admin.sock")]
-    // An empty variable is no error of a command that needs no socket.
+    // clap would refuse an empty variable, also for a command that needs no socket.
     #[arg(value_parser = |text: &str| Ok::<_, Infallible>(PathBuf::from(text)))]
     pub socket: PathBuf,
 }

@@ -19,7 +19,7 @@ const SIGNALS: [(&str, i32); 6] = [("HUP", 1), ("INT", 2), ("QUIT", 3), ("USR1",
 /// `linkwise config-manager`.
 #[derive(Clone, Debug, Args)]
 pub struct ConfigManagerArgs {
-    /// Select the configuration once and end: in an init container
+    /// Select the configuration once and end, for an init container
     #[arg(
         long,
         value_name = "BOOL",
@@ -43,14 +43,14 @@ pub struct ConfigManagerArgs {
     /// The folder of the configuration files, one for each name
     #[arg(long, value_name = "FOLDER", env = "CONFIG_FILE_SRCDIR", default_value = "", hide_default_value = true)]
     pub config_file_srcdir: String,
-    /// Where the link to the selected file is written
+    /// Path of the link to the selected file
     #[arg(long, value_name = "PATH", env = "CONFIG_FILE_DST", default_value = "", hide_default_value = true)]
     pub config_file_dst: String,
     /// The configuration of a node without the label
     #[arg(long, value_name = "NAME", env = "DEFAULT_CONFIG", default_value = "", hide_default_value = true)]
     pub default_config: String,
-    /// What to try, in this order, on a node without the label where there is no default: named (the configuration
-    /// 'default'), single (the only one there is), empty (an empty one)
+    /// Configurations to try, in this order, on a node without the label if there is no default: named (the
+    /// configuration 'default'), single (the only configuration), empty (an empty one)
     #[arg(long, value_name = "LIST", env = "FALLBACK_STRATEGIES", value_delimiter = ',')]
     pub fallback_strategies: Vec<String>,
     /// Signal the process after a change
@@ -68,14 +68,14 @@ pub struct ConfigManagerArgs {
     /// The signal: a number, or a name such as SIGHUP
     #[arg(long, value_name = "SIGNAL", env = "SIGNAL", default_value = "1")]
     pub signal: String,
-    /// The process that is signalled: the first word of its command line, in the PID namespace that the pod's
-    /// containers share
+    /// The process to signal, by the first word of its command line, in the PID namespace that the pod's containers
+    /// share
     #[arg(long, value_name = "NAME", env = "PROCESS_TO_SIGNAL", default_value = "nvidia-device-plugin")]
     pub process_to_signal: String,
     /// Serve /metrics, /livez and /readyz at this address; by default nowhere
     #[arg(long, value_name = "ADDRESS", env = "LINKWISE_CONFIG_MANAGER_METRICS_ADDRESS")]
     pub metrics_address: Option<SocketAddr>,
-    /// With --oneshot: how long to wait for the API server where a configuration is in place already
+    /// With --oneshot: the longest time to wait for the API server if a configuration is in place already
     #[arg(long, value_name = "N", default_value_t = 30_000, hide = true)]
     pub keep_after_ms: u64,
     /// The first pause after a request that failed
@@ -86,7 +86,7 @@ pub struct ConfigManagerArgs {
     pub log: LogArgs,
 }
 
-/// The task of config-manager.
+/// The options of config-manager, checked by [`ConfigManagerArgs::settings`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConfigManagerSettings {
     /// Set if it ends after the first selection.
@@ -101,9 +101,9 @@ pub struct ConfigManagerSettings {
     pub destination: PathBuf,
     /// The configuration of a node without the label.
     pub default: Option<String>,
-    /// The ways to another one: the first one that exists counts.
+    /// The ways to a configuration if there is neither a label nor a default; the first that leads to one counts.
     pub fallbacks: Vec<Fallback>,
-    /// The process to signal and the signal's number; `None` if there is none to signal.
+    /// The process to signal and the signal's number; `None` if no signal is sent.
     pub signal: Option<(String, i32)>,
     /// The time that a oneshot waits for the API server if a configuration is in place.
     pub keep_after: Duration,

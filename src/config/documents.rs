@@ -22,7 +22,7 @@ pub struct CompletionsArgs {
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "To read one: linkwise man /tmp/man && man /tmp/man/linkwise.1")]
 pub struct ManArgs {
-    /// The folder; it is made where it is missing
+    /// The folder; it is made if it is missing
     #[arg(value_name = "FOLDER")]
     pub folder: PathBuf,
 }
@@ -36,13 +36,13 @@ pub const MACHINE_NAMES: &str = "LINKWISE_MACHINE_NAMES";
 
 /// All commands as pages of a manual describe them, `linkwise` itself first.
 pub fn documented() -> Vec<Command> {
-    fn with_those_below(command: &Command) -> Vec<Command> {
-        let below = command.get_subcommands().filter(|command| is_shown(command)).flat_map(with_those_below);
+    fn with_subcommands(command: &Command) -> Vec<Command> {
+        let below = command.get_subcommands().filter(|command| is_shown(command)).flat_map(with_subcommands);
         std::iter::once(command.clone()).chain(below).collect()
     }
     let mut root = Cli::command().disable_help_subcommand(true);
     root.build();
-    with_those_below(&root)
+    with_subcommands(&root)
 }
 
 /// All commands with their flags, as shells complete them.
@@ -58,7 +58,7 @@ fn is_shown(command: &Command) -> bool {
 
 /// A copy of a command with the parts that shells need.
 fn without_hidden(command: &Command) -> Command {
-    // clap keeps names for ever; this program makes them once and ends.
+    // clap takes only names that live for ever. The leak is small: this program makes them once and ends.
     let mut copy = Command::new(&*command.get_name().to_owned().leak());
     copy = copy.about(command.get_about().cloned().unwrap_or_default());
     // The flags for help and version are among the copied ones; the version flag needs a version to print.
@@ -66,7 +66,7 @@ fn without_hidden(command: &Command) -> Command {
     copy = copy.disable_help_flag(true).disable_version_flag(true).disable_help_subcommand(true);
     let is_machine = |arg: &Arg| arg.get_value_names().is_some_and(|names| names.iter().any(|name| *name == MACHINE));
     let args = command.get_arguments().filter(|arg| !arg.is_hide_set()).cloned().map(|arg| match is_machine(&arg) {
-        // The default would not be one of the values.
+        // The default is removed because it is not one of the values.
         true => arg.value_parser(PossibleValuesParser::new([MACHINE_NAMES])).default_value(Resettable::Reset),
         false => arg,
     });

@@ -30,52 +30,53 @@ pub struct DraArgs {
 /// `linkwise claim`.
 #[derive(Clone, Debug, Args)]
 pub struct ClaimArgs {
-    /// How many GPUs, or with --mig MIG devices: 1 to 32
+    /// Number of GPUs, or of MIG devices with --mig: 1 to 32
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=32))]
     pub gpus: u8,
     /// Ask for MIG devices of this profile, such as 1g.10gb, instead of whole GPUs
     #[arg(long, value_name = "PROFILE")]
     pub mig: Option<MigProfile>,
-    /// Ask for so many shares of a GPU that several claims have (docs/sharing.md); with its memory's part of one share
-    /// only, unless --memory says more
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), conflicts_with_all = ["mig", "strict", "node"])]
+    /// Ask for this number of shares of a GPU that claims share (docs/sharing.md). The claim gets the memory of one
+    /// share, unless --memory asks for more
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(conflicts_with_all = ["mig", "strict", "node"])]
     pub shares: Option<u32>,
-    /// Ask for so much memory of such a GPU, as 20Gi
+    /// Ask for this amount of memory of a GPU that claims share, such as 20Gi
     #[arg(long, value_name = "QUANTITY", value_parser = memory, conflicts_with_all = ["mig", "strict", "node"])]
     pub memory: Option<String>,
-    /// Beside each GPU ask for an RDMA NIC of DRANET on its PCIe root, or for CPUs of dra-driver-cpu on its NUMA node; for
-    /// up to 16 GPUs
+    /// Ask for a device near each GPU: an RDMA NIC of DRANET on its PCIe root, or CPUs of dra-driver-cpu on its NUMA
+    /// node; for up to 16 GPUs
     #[arg(long, value_name = "DEVICE", conflicts_with = "mig")]
     pub near: Option<Near>,
-    /// Take as many GPUs on each of these rails as on the others, such as 0-3 or 0,2,4-5: pods of a job get the same rails
-    /// on each node
+    /// Take the same number of GPUs on each of these rails, such as 0-3 or 0,2,4-5, so that the pods of a job get the
+    /// same rails on each node
     #[arg(long, value_name = "LIST", conflicts_with_all = ["mig", "near", "shares", "memory", "strict", "exact"])]
     pub rails: Option<Rails>,
     /// Take GPUs of one group only: wait while no group has enough of them free, instead of taking any GPUs
     #[arg(long, conflicts_with_all = ["mig", "near"])]
     pub strict: bool,
-    /// A claim that pods share, a template of which each pod gets a claim of its own, or a pod or deployment with its
-    /// template
+    /// Kind of object: a claim that pods share, a template from which each pod gets its own claim, or a pod or
+    /// deployment with its template
     #[arg(long, default_value = "claim")]
     pub kind: ClaimKind,
     /// The name of the objects; by default gpu, gpus-N, or mig- and the profile
     #[arg(long, value_name = "NAME", value_parser = label)]
     pub name: Option<String>,
-    /// List the groups of this machine only, or check that it has the rails: a built-in name or a file, as --node of other
-    /// commands. Several times: the groups of these machines, the best of all first; with --cluster: what nodes like these
-    /// carry
+    /// List the groups of this machine only, or check that it has the rails: a built-in name or a file, as for --node
+    /// of other commands. Given several times: the groups of these machines, the best of all first. With --cluster: the
+    /// machines from which the bandwidths of nodes with the same groups are known
     #[arg(long, value_name = "NAME|FILE", conflicts_with = "mig")]
     pub node: Vec<String>,
     /// The form of the manifest
     #[arg(long, default_value = "yaml")]
     pub format: ManifestFormat,
-    /// Name one group instead of alternatives, for schedulers that read none (docs/schedulers.md): of --node or --cluster
-    /// the one that most machines meet at their best. Such a claim waits while no group has enough free GPUs; what it
-    /// gives up is printed to standard error. Kueue needs a deviceClassMapping of gpu.nvidia.com, and a request of CPU in
-    /// each pod
+    /// Name one kind of group instead of alternatives, for schedulers that do not read alternatives
+    /// (docs/schedulers.md). With --node or --cluster it is the kind that is the best one on most machines. The claim
+    /// waits while no such group has enough free GPUs; its disadvantages are printed to standard error. Kueue needs a
+    /// deviceClassMapping of gpu.nvidia.com, and a request of CPU in each pod
     #[arg(long, conflicts_with_all = ["mig", "strict", "shares", "memory"])]
     pub exact: bool,
-    /// The cluster of the claim.
+    /// The cluster for the claim.
     #[command(flatten)]
     pub fleet: FleetArgs,
 }
@@ -83,9 +84,9 @@ pub struct ClaimArgs {
 /// The cluster in which a claim is to find its groups.
 #[derive(Clone, Debug, Args)]
 pub struct FleetArgs {
-    /// List the groups of this cluster's nodes, the best of all nodes first; with --exact name the one that most of them
-    /// meet at their best. Read from the ResourceSlices at the API server, or from a file with them (`kubectl get
-    /// resourceslices -o json`; - is standard input)
+    /// List the groups of this cluster's nodes, the best of all nodes first; with --exact name the kind of group that
+    /// is the best one on most nodes. The nodes are read from the ResourceSlices at the API server, or from a file with
+    /// them (`kubectl get resourceslices -o json`; - for standard input)
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "")]
     pub cluster: Option<String>,
     /// The API server.
@@ -116,7 +117,8 @@ pub enum Near {
 pub enum ClaimKind {
     /// A ResourceClaim.
     Claim,
-    /// A ResourceClaimTemplate; where it lists groups and then any GPUs, before it the one of a pod's further claims.
+    /// A ResourceClaimTemplate. If it lists alternatives, a second template, without alternatives, for further claims
+    /// of the same pod comes first.
     Template,
     /// A ResourceClaimTemplate, and a Pod that uses it.
     Pod,

@@ -9,7 +9,7 @@ use super::{ApiServerArgs, Flags, LogArgs, NodeArgs, NvmlArgs};
 /// `linkwise labels`.
 #[derive(Clone, Debug, Args)]
 pub struct LabelsArgs {
-    /// The settings' flags, which have to be the same as the plugin's where both have them.
+    /// The settings' flags. Those that `linkwise run` takes too need the same values as there.
     #[command(flatten)]
     pub flags: Flags,
     /// The machine; with --node, its labels are printed and nothing else happens.
@@ -48,8 +48,8 @@ mod tests {
 
     use crate::config::{Cli, Command, Environment, settings};
 
-    /// The labels' settings from these words of the command line, this environment and this file, by the last part of their
-    /// keys.
+    /// The labels' settings from these words of the command line, this environment and this file, by the last part of
+    /// their keys.
     fn labels(args: &[&str], environment: &Environment, text: &str) -> Value {
         let cli = Cli::try_parse_from(["linkwise", "labels"].iter().chain(args)).unwrap();
         let Command::Labels(args) = cli.command else { panic!("{cli:?}") };

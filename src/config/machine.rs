@@ -10,11 +10,11 @@ use linkwise_core::allocation::AllocationPolicy;
 use linkwise_core::quote::quoted;
 use linkwise_core::state::GpuSelector;
 
-/// The default of [`HostArgs::nvml_memory_mib`]. Two agents that leak, one of which is to take over, fit with linkwise
-/// itself into 128 MiB, the container's limit in manifests and chart (docs/nvml.md has the sum).
+/// The default of [`HostArgs::nvml_memory_mib`]. linkwise itself and two leaking agents, the second of which replaces
+/// the first, fit into 128 MiB, the container's limit in manifests and chart (docs/nvml.md has the sum).
 const AGENT_MEMORY_MIB: u64 = 48;
 
-/// The most that [`HostArgs::nvml_memory_mib`] can be, 1 TiB: no bound.
+/// The largest value of [`HostArgs::nvml_memory_mib`], 1 TiB: no limit in practice.
 const MAX_AGENT_MEMORY_MIB: u64 = 1 << 20;
 
 /// The driver and the host.
@@ -24,7 +24,7 @@ pub struct HostArgs {
     /// installation, which is searched at the usual places each time the library is loaded
     #[arg(long, value_name = "PATH", env = "LINKWISE_NVML_LIBRARY")]
     pub nvml_library: Option<PathBuf>,
-    /// How much memory that the kernel cannot take back the process that calls NVML may have, in MiB: with more it is
+    /// The most memory, in MiB and without what the kernel can reclaim, of the process that calls NVML: with more it is
     /// killed and replaced
     #[arg(
         long,
@@ -49,11 +49,11 @@ pub struct HostArgs {
 #[derive(Clone, Debug, Args)]
 pub struct NodeArgs {
     /// The machine: a built-in name (see `linkwise topology --list`), a node file (`linkwise snapshot` writes one), an
-    /// NCCL topology dump (NCCL_TOPO_DUMP_FILE), a hwloc XML or the text of `nvidia-smi topo -m`, - being standard input;
-    /// by default this machine
+    /// NCCL topology dump (NCCL_TOPO_DUMP_FILE), a hwloc XML or the text of `nvidia-smi topo -m` (- for standard
+    /// input); by default this machine
     #[arg(long, value_name = "NAME|FILE")]
     pub node: Option<String>,
-    /// The model of GPUs for which the file has none, such as "NVIDIA A100-SXM4-80GB": it gives their links a rate
+    /// The model of GPUs for which the file has none, such as "NVIDIA A100-SXM4-80GB", which gives their links a rate
     #[arg(long, value_name = "MODEL", requires = "node")]
     pub gpu_model: Option<String>,
     /// The driver and the host, used without --node.
@@ -92,7 +92,7 @@ pub struct AllocateArgs {
     /// The machine.
     #[command(flatten)]
     pub node: NodeArgs,
-    /// How many GPUs; with --replicas, how many slots
+    /// Number of GPUs; with --replicas, of slots
     #[arg(long, value_name = "N")]
     pub size: usize,
     /// The available GPUs, as indices or UUIDs with commas; by default all. With --replicas, slots as INDEX::SLOT or
@@ -106,11 +106,11 @@ pub struct AllocateArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=16_384))]
     pub replicas: Option<u16>,
     /// The allocation policy: best-effort takes the best set (default), distributed the slots of the least used GPUs
-    /// (default with --replicas), packed those of the most used GPU. Of whole GPUs all three choose the best set
+    /// (default with --replicas), packed those of the most used GPU. For whole GPUs all three choose the best set
     #[arg(long, value_name = "POLICY", value_parser = word::<AllocationPolicy>())]
     pub policy: Option<AllocationPolicy>,
-    /// Explain the choice: its values beside the runner-up's and the idle machine's best set, the GPUs that stay free
-    /// and the best sets among those, the nearest NICs
+    /// Explain the choice: its values, those of the runner-up and of the idle machine's best set, the GPUs that stay
+    /// free, the best sets of these, the nearest NICs
     #[arg(long)]
     pub explain: bool,
     /// Text for people or JSON for scripts
@@ -133,8 +133,8 @@ pub struct SnapshotArgs {
     /// The machine's name; by default the host's name
     #[arg(long, value_name = "NAME")]
     pub name: Option<String>,
-    /// Replace what identifies this machine by made-up values: the UUIDs of GPUs and of the NVLink fabric, the host's
-    /// name. PCI addresses, models and NIC names stay
+    /// Replace the values that identify this machine by made-up ones: the UUIDs of GPUs and of the NVLink fabric, the
+    /// host's name. PCI addresses, models and NIC names stay
     #[arg(long)]
     pub redact: bool,
 }
@@ -152,7 +152,7 @@ pub struct UnitName {
 pub(super) fn gpu(text: &str) -> Result<GpuSelector, String> {
     let text = text.trim();
     match GpuSelector::from(text) {
-        // A UUID that does not begin with GPU-: node files may have such.
+        // Node files may have UUIDs that do not begin with GPU-.
         GpuSelector::Model(_) => {
             let problem = |_| format!("{} is neither a GPU index nor a GPU UUID", quoted(text));
             text.parse().map(GpuSelector::Uuid).map_err(problem)

@@ -1,7 +1,7 @@
 //! The command line, the environment and the configuration file: only this module reads them.
 //!
-//! Owns the options, their names, defaults and help texts. Called by `main`, `src/run` and `src/commands`, which build live
-//! objects from its plain data.
+//! Owns the options, their names, defaults and help texts. Called by `main`, `src/run` and `src/commands`, which build
+//! live objects from its plain data.
 
 mod benchmark;
 mod config_manager;
@@ -61,7 +61,8 @@ pub struct LogArgs {
     #[arg(long, value_name = "FILTER", env = "LINKWISE_LOG", default_value = "info")]
     pub log: String,
     /// Form of the log lines
-    #[arg(long, value_name = "FORMAT", env = "LINKWISE_LOG_FORMAT", default_value = "text", value_parser = word::<LogFormat>())]
+    #[arg(long, value_name = "FORMAT", env = "LINKWISE_LOG_FORMAT", default_value = "text")]
+    #[arg(value_parser = word::<LogFormat>())]
     pub log_format: LogFormat,
 }
 
@@ -77,7 +78,7 @@ pub enum Format {
 /// `linkwise nvml-agent`.
 #[derive(Clone, Debug, Args)]
 pub struct AgentArgs {
-    /// What its parent wants of it, as JSON
+    /// The order of the parent process, as JSON
     pub command: String,
 }
 
@@ -94,8 +95,8 @@ impl Cli {
     }
 }
 
-/// The variables with linkwise's prefix that nothing reads: they are probably misspelt. Under the name of NVIDIA's DRA
-/// driver also those of its variables that ask for what linkwise does otherwise.
+/// The variables with linkwise's prefix that are set and that nothing reads, probably because they are misspelt. Under
+/// the name of NVIDIA's DRA driver, also the variables of that driver that linkwise does not follow.
 pub fn unknown_variables() -> Vec<String> {
     fn variables(command: &clap::Command, all: &mut BTreeSet<String>) {
         let names = command.get_arguments().filter_map(|arg| arg.get_env());
@@ -103,18 +104,18 @@ pub fn unknown_variables() -> Vec<String> {
         command.get_subcommands().for_each(|below| variables(below, all));
     }
     let (mut known, mut all) = (BTreeSet::new(), Cli::command());
-    // The arguments of a subcommand are made late otherwise.
+    // Without this call, the arguments of a subcommand are missing: clap builds them when the subcommand is called.
     all.build();
     variables(&all, &mut known);
-    #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
+    #[expect(clippy::disallowed_methods, reason = "config may read argv and the environment")]
     let (program, variable) = (std::env::args_os().next(), |name: &str| std::env::var(name).ok());
     let unread = program::unread(&program.unwrap_or_default(), variable);
     Environment::unknown(&known).into_iter().chain(unread).collect()
 }
 
-/// Returns argv, the program first and then the subcommand, even if the program's name stands for it.
+/// Returns argv with the program first and the subcommand second, also if the program's name implies the subcommand.
 pub fn command_line() -> impl Iterator<Item = OsString> {
-    #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
+    #[expect(clippy::disallowed_methods, reason = "config may read argv and the environment")]
     let (words, variable) = (std::env::args_os(), |name: &str| std::env::var(name).ok());
     program::words(words, variable).into_iter()
 }

@@ -34,25 +34,25 @@ pub enum AdminOrder {
     Release,
     /// Use the driver again after a release
     Resume,
-    /// Clear a GPU's faults: it is healthy, and offered to pods again
+    /// Clear a GPU's faults, so that it is healthy and offered to pods again
     Clear {
         /// The GPU's UUID
         #[arg(value_name = "UUID")]
         gpu: GpuUuid,
     },
-    /// Give a GPU, its MIG devices and its slots to no new pod until uncordon, over restarts and reboots. Pods that have it
-    /// keep it
+    /// Give a GPU, its MIG devices and its slots to no new pod until uncordon, over restarts and reboots. Pods that
+    /// have the GPU keep it
     Cordon {
         /// The GPU's UUID
         #[arg(value_name = "UUID")]
         gpu: GpuUuid,
-        /// Why: shown wherever the GPU is
+        /// The reason, which is shown with the GPU
         #[arg(long, value_name = "TEXT")]
         reason: String,
-        /// Who says so; by default the user of this command
+        /// The name of the person who orders it; by default the user of this command
         #[arg(long, value_name = "NAME")]
         by: Option<String>,
-        /// Evict the pods that have it by a claim (under DRA: a NoExecute taint of the device)
+        /// Evict the pods that have the GPU by a claim (under DRA, by a NoExecute taint of the device)
         #[arg(long)]
         evict: bool,
     },
@@ -72,13 +72,13 @@ pub struct TopArgs {
     /// The admin socket of the running linkwise (its --admin-socket)
     #[arg(long, value_name = "PATH", env = "LINKWISE_ADMIN_SOCKET", default_value = "/run/linkwise/admin.sock")]
     pub socket: PathBuf,
-    /// Seconds between two looks
+    /// Seconds between two updates
     #[arg(long, value_name = "SECONDS", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub interval: u32,
-    /// Look once, print and end; text that goes to a pipe or a file is printed once in any case
+    /// Print the state once and end; to a pipe or a file it is printed once in any case
     #[arg(long)]
     pub once: bool,
-    /// Text is all that there is; the JSON of earlier versions is refused by name
+    /// Text is the only format; json, which earlier versions had, is refused with what to do instead
     #[arg(long, hide = true, value_parser = ["text"])]
     pub format: Option<String>,
 }
@@ -120,7 +120,7 @@ pub struct DoctorArgs {
     /// The API server.
     #[command(flatten)]
     pub api: ApiServerArgs,
-    /// How long each check may take; one that takes longer has failed
+    /// The longest time for each check; a check that takes longer fails
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub timeout: u64,
     /// Text for people or JSON for scripts
@@ -134,8 +134,8 @@ pub struct DoctorArgs {
 /// `linkwise wait`.
 #[derive(Clone, Debug, Args)]
 #[command(
-    after_help = "Exits with 0 once the kubelet has devices of linkwise, or its DRA driver listens, with 1 if it \
-                        does not in time, with 2 if the command line is wrong."
+    after_help = "Exits with 0 once the kubelet has devices of linkwise or linkwise's DRA driver listens, with 1 if \
+                        neither happens in time, with 2 if the command line is wrong."
 )]
 pub struct WaitArgs {
     /// The kubelet's registration socket; linkwise's own sockets are beside it
@@ -150,7 +150,7 @@ pub struct WaitArgs {
     /// The node's name, for the answer
     #[arg(long, value_name = "NAME", env = "NODE_NAME", default_value = "this node", hide_default_value = true)]
     pub node_name: String,
-    /// Seconds to wait at most
+    /// The longest time to wait
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub timeout: u64,
 }

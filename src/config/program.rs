@@ -20,14 +20,14 @@ const PROGRAMS: [(&str, &str); 5] = [
     ("config-manager", "config-manager"),
 ];
 
-/// The kubelet's folder, unless a variable says otherwise.
+/// The kubelet's folder if no variable names another one.
 const KUBELET_ROOT: &str = "/var/lib/kubelet";
-/// The admin socket, where the commands look for it.
+/// The admin socket to which the commands connect by default.
 const ADMIN_SOCKET: &str = "/run/linkwise/admin.sock";
 
-/// The command line with its missing subcommand: that of the program's name, or `run` if the first word is a flag other
-/// than help and version. `linkwise` alone shows its help. Under the name of NVIDIA's DRA driver the flags that its
-/// variables stand for come too.
+/// Inserts the missing subcommand into a command line: the one that the program's name implies, or `run` if the first
+/// word is a flag other than help and version. `linkwise` alone gets none, and shows its help. Under the name of
+/// NVIDIA's DRA driver, also inserts the flags that its variables imply.
 pub(super) fn words(
     words: impl IntoIterator<Item = OsString>,
     variable: impl Fn(&str) -> Option<String>,
@@ -55,10 +55,11 @@ pub(super) fn words(
     words
 }
 
-/// The flags for what the variables of NVIDIA's DRA driver say (`cmd/gpu-kubelet-plugin/main.go`), as the GPU
-/// Operator's GPUCluster sets them (`manifests/state-dra-driver/0500_daemonset.yaml`). linkwise's own flags and variables
-/// win over them. All GPUs go through DRA. The pod has no folder of device plugins: what linkwise keeps beside the
-/// kubelet's socket of these lies among the drivers' folders instead, where there is no such socket.
+/// The flags with the effect of the variables of NVIDIA's DRA driver (`cmd/gpu-kubelet-plugin/main.go`), which the GPU
+/// Operator sets for a GPUCluster (`manifests/state-dra-driver/0500_daemonset.yaml`). linkwise's own flags and
+/// variables win over them. All GPUs go through DRA. The pod does not mount the kubelet's folder of device plugins,
+/// where linkwise otherwise keeps its files beside the kubelet's socket. So `kubelet-socket` names the folder of the
+/// DRA drivers, which has no such socket.
 fn dra_driver_flags(words: &[OsString], variable: impl Fn(&str) -> Option<String>) -> Vec<String> {
     let given = |name: &str| variable(name).filter(|value| !value.is_empty());
     let plugins = given("KUBELET_PLUGINS_DIRECTORY_PATH").unwrap_or_else(|| format!("{KUBELET_ROOT}/plugins"));
@@ -75,9 +76,9 @@ fn dra_driver_flags(words: &[OsString], variable: impl Fn(&str) -> Option<String
     });
     let gates = given("FEATURE_GATES").unwrap_or_default();
     let dynamic_mig = gates.split(',').filter_map(|gate| gate.trim().strip_prefix("DynamicMIG=")).next_back();
-    // A negative port is none, there.
+    // In NVIDIA's driver a negative port means that there is no such service.
     let health = given("HEALTHCHECK_PORT").filter(|port| !port.starts_with('-'));
-    // There only numbers are XIDs; here `all` and 0 would turn every check off.
+    // NVIDIA's driver takes only numbers as XIDs; linkwise would turn every check off at `all` or 0.
     let is_xid = |item: &&str| item.parse::<u64>().is_ok_and(|xid| xid > 0);
     let ignored = given("ADDITIONAL_XIDS_TO_IGNORE")
         .map(|list| list.split(',').map(str::trim).filter(is_xid).collect::<Vec<_>>().join(","));
@@ -95,16 +96,17 @@ fn dra_driver_flags(words: &[OsString], variable: impl Fn(&str) -> Option<String
         ("disable-healthchecks", "DP_DISABLE_HEALTHCHECKS", ignored),
         ("healthcheck-port", "LINKWISE_HEALTHCHECK_PORT", health),
     ];
-    let is_said = |flag: &str| {
-        let word = |word: &OsString| Some(word.to_str()?.strip_prefix("--")?.split('=').next()? == flag);
-        words.iter().any(|said| word(said) == Some(true))
+    let has_flag = |flag: &str| {
+        let is_flag = |word: &OsString| Some(word.to_str()?.strip_prefix("--")?.split('=').next()? == flag);
+        words.iter().any(|word| is_flag(word) == Some(true))
     };
-    let wanted = flags.into_iter().filter(|(flag, ours, _)| given(ours).is_none() && !is_said(flag));
+    let wanted = flags.into_iter().filter(|(flag, ours, _)| given(ours).is_none() && !has_flag(flag));
     wanted.filter_map(|(flag, _, value)| Some(format!("--{flag}={}", value?))).collect()
 }
 
-/// What the variables of NVIDIA's DRA driver ask for under its name, and nothing here gives: a number of shares, and
-/// feature gates. DynamicMIG is read, and health is always watched.
+/// The settings in the variables of NVIDIA's DRA driver that linkwise does not follow under that driver's name: a
+/// number of shares, and feature gates. The gate DynamicMIG is read; the gate for health changes nothing, because
+/// linkwise always watches health.
 pub(super) fn unread(program: &OsStr, variable: impl Fn(&str) -> Option<String>) -> Vec<String> {
     if Path::new(program).file_name().is_none_or(|name| name != DRA_DRIVER) {
         return Vec::new();
@@ -136,7 +138,7 @@ fn double_dashes(words: &mut [OsString]) {
     fn flag(word: &OsString) -> Option<&str> {
         word.to_str()?.strip_prefix('-').filter(|flag| flag.len() > 1 && !flag.starts_with('-'))
     }
-    // The flags are built at each start of the subcommand; they are not built more often than that.
+    // The subcommand builds the flags at its start in any case. They are built here only if a word needs them.
     if !words.iter().any(|word| flag(word).is_some()) {
         return;
     }
@@ -257,7 +259,7 @@ mod tests {
         let off =
             super::unread("gpu-kubelet-plugin".as_ref(), |name| name.contains("SHARES").then(|| "disabled".to_owned()));
         assert_eq!(off, Vec::<String>::new());
-        // linkwise's own variables and flags win, and a subcommand is one.
+        // linkwise's own variables and flags win; with a subcommand nothing is inserted.
         let ours =
             [("LINKWISE_DRA_GPUS", "0,1"), ("KUBELET_SOCKET", "/k/kubelet.sock"), ("LINKWISE_ADMIN_SOCKET", "/a")];
         assert_eq!(

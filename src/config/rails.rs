@@ -6,7 +6,7 @@ use std::str::FromStr;
 use linkwise_core::quote::excerpt;
 use linkwise_core::topology::NodeTopology;
 
-/// Rails, in the order in which they were given. There is at least one, and none is there twice.
+/// Rails, in the order in which they were given: at least one, and none twice.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rails {
     /// The rails.
@@ -33,7 +33,7 @@ impl FromStr for Rails {
             }
             for rail in first..=last {
                 if rails.contains(&rail) {
-                    return Err(format!("rail {rail} is there twice"));
+                    return Err(format!("rail {rail} is given twice"));
                 }
                 rails.push(rail);
             }
@@ -44,8 +44,8 @@ impl FromStr for Rails {
 
 fn rail(text: &str) -> Result<u8, String> {
     let number = text.parse().ok().filter(|rail| usize::from(*rail) < NodeTopology::MAX_GPUS);
-    let most = NodeTopology::MAX_GPUS - 1;
-    number.ok_or_else(|| format!("'{}' is no rail (expected 0 to {most}, as in 0-3 or 0,2,4-5)", excerpt(text)))
+    let last = NodeTopology::MAX_GPUS - 1;
+    number.ok_or_else(|| format!("'{}' is not a rail (expected 0 to {last}, as in 0-3 or 0,2,4-5)", excerpt(text)))
 }
 
 #[cfg(test)]
@@ -59,15 +59,15 @@ mod tests {
             assert_eq!((read.rails.as_slice(), read.to_string().as_str()), (rails, text));
         }
         for (text, error) in [
-            ("", "'' is no rail"),
-            ("0-", "'' is no rail"),
-            ("0,,1", "'' is no rail"),
-            ("64", "'64' is no rail"),
-            ("0-999", "'999' is no rail"),
-            ("-1", "'' is no rail"),
-            ("0-1-2", "'1-2' is no rail"),
+            ("", "'' is not a rail"),
+            ("0-", "'' is not a rail"),
+            ("0,,1", "'' is not a rail"),
+            ("64", "'64' is not a rail"),
+            ("0-999", "'999' is not a rail"),
+            ("-1", "'' is not a rail"),
+            ("0-1-2", "'1-2' is not a rail"),
             ("3-0", "3-0 goes backwards: expected 0-3"),
-            ("0-3,2", "rail 2 is there twice"),
+            ("0-3,2", "rail 2 is given twice"),
         ] {
             let refused = text.parse::<Rails>().unwrap_err();
             assert!(refused.starts_with(error), "{text}: {refused}");

@@ -1,18 +1,19 @@
-//! Names of earlier versions that are gone: commands, flags, values of flags, variables and keys of the file. Each that is
-//! still set is refused by its name, with what to do instead.
+//! Names that earlier versions had: commands, flags, values of flags, variables and keys of the file. A removed name
+//! that is still set is refused, with what to do instead.
 
 use clap::Error;
 use clap::error::{ContextKind, ContextValue};
 
 use linkwise_core::quote::excerpt;
 
-/// The names, and what to do instead.
+/// The removed names, and what to do instead.
 const REMOVED: &[(&[&str], &str)] = &[
     (&["gang"], "ready examples for kube-scheduler, Kueue, KAI and Volcano are in manifests/examples/claims"),
     (&["--requests"], "linkwise allocate answers one request; run it for each"),
     (
         &["linkwise.policies"],
-        "flags.plugin.sharedDevicesAllocationPolicy holds for slots and MIG devices of all resources; leave policies out",
+        "flags.plugin.sharedDevicesAllocationPolicy holds for slots and MIG devices of all resources; leave policies \
+         out",
     ),
     (
         &["--allowed-uids", "LINKWISE_ALLOWED_UIDS", "linkwise.allowedUids"],
@@ -43,15 +44,16 @@ const REMOVED: &[(&[&str], &str)] = &[
     ),
     (
         &["--dra-sets", "LINKWISE_DRA_SETS", "linkwise.dra.sets"],
-        "sets of GPUs are no devices; leave it out, pods ask for nvidia.com/gpu or have claims (linkwise claim --gpus 4)",
+        "sets of GPUs are not devices; leave it out, pods ask for nvidia.com/gpu or have claims (linkwise claim \
+         --gpus 4)",
     ),
     (&["linkwise.filter.keepDisplay"], "use linkwise.filter.excludeDisplays: true instead of keepDisplay: false"),
     (&["demo", "simulate"], "use the program linkwise-lab"),
     (
         &["--standby", "LINKWISE_STANDBY"],
-        "no process stands by for a crash; leave it out, and take the container that has it out of the pod",
+        "linkwise has no standby for crashes; leave it out, and remove the container that sets it from the pod",
     ),
-    (&["LINKWISE_AGENT_PROGRAM"], "one program does it all; leave it out"),
+    (&["LINKWISE_AGENT_PROGRAM"], "the NVML agent is part of linkwise itself; leave it out"),
     (&["--format dot"], "there is no output for Graphviz; use --format svg, a picture"),
     (&["--format json"], "linkwise top prints text; use linkwise admin state, which prints JSON"),
     (&["--no-color"], "linkwise top has no colours; leave it out"),
@@ -59,11 +61,11 @@ const REMOVED: &[(&[&str], &str)] = &[
     (&["--host"], "a file is a whole machine; use --node, and edit the file that linkwise snapshot writes"),
     (
         &["--spare-nvswitch"],
-        "a claim lists the best groups first; leave it out, and give the machines with NVSwitches a taint to spare them",
+        "a claim lists the best groups first; leave it out, and taint the machines with NVSwitches to spare them",
     ),
 ];
 
-/// What to do instead of something that is gone, in words; `None` for any other name.
+/// The message about a removed name, with what to do instead; `None` for any other name.
 pub fn refusal(name: &str) -> Option<String> {
     let (_, instead) = REMOVED.iter().find(|(names, _)| names.contains(&name))?;
     Some(format!("removed: {instead}"))
@@ -75,13 +77,13 @@ pub fn variables() -> impl Iterator<Item = &'static str> {
     names.filter(|name| name.bytes().all(|byte| byte == b'_' || byte.is_ascii_uppercase()))
 }
 
-/// The error of a command line with a word that is gone, in place of clap's: one line.
+/// Replaces clap's error about a removed word by one line with what to do instead. Returns other errors unchanged.
 pub fn explained(error: Error) -> Error {
     let text = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.as_str()),
         _ => None,
     };
-    // Beside a value that is none, clap names the flag with its placeholder: `--format <FORMAT>`.
+    // For an invalid value clap names the flag with its placeholder: `--format <FORMAT>`.
     let flag = text(ContextKind::InvalidArg).and_then(|flag| flag.split(' ').next());
     let value = flag.zip(text(ContextKind::InvalidValue)).map(|(flag, value)| format!("{flag} {value}"));
     let words = [text(ContextKind::InvalidSubcommand), value.as_deref(), flag].into_iter().flatten();

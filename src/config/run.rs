@@ -27,7 +27,7 @@ pub struct RunArgs {
     /// The API server, for --dra-gpus.
     #[command(flatten)]
     pub api: ApiServerArgs,
-    /// The UID of this process's pod, by which a container that starts again does not take over a second time
+    /// The UID of this process's pod, so that a container of it that starts again does not take over a second time
     #[arg(long, value_name = "UID", env = "LINKWISE_POD_UID", default_value = "")]
     pub pod_uid: String,
     /// The MPS root.
@@ -40,7 +40,7 @@ pub struct RunArgs {
     /// XIDs that do not make a GPU unhealthy: numbers with commas, or all (see docs/health.md)
     #[arg(long, value_name = "LIST", env = "DP_DISABLE_HEALTHCHECKS", default_value = "", hide_default_value = true)]
     pub disable_healthchecks: String,
-    /// XIDs that make a GPU unhealthy, before all other settings but linkwise.health.xids: numbers with commas, or all
+    /// XIDs that make a GPU unhealthy; only linkwise.health.xids wins over this list: numbers with commas, or all
     #[arg(long, value_name = "LIST", env = "DP_ENABLE_HEALTHCHECKS", default_value = "", hide_default_value = true)]
     pub enable_healthchecks: String,
     /// The driver and the host.
@@ -67,7 +67,8 @@ pub struct ApiServerArgs {
     #[arg(long, value_name = "PORT", env = "KUBERNETES_SERVICE_PORT", default_value_t = 443, hide = true)]
     pub api_server_port: u16,
     /// The folder into which the kubelet mounts the pod's token and the API server's CA
-    #[arg(long, value_name = "FOLDER", env = "LINKWISE_SERVICE_ACCOUNT_DIR", default_value = SERVICE_ACCOUNT, hide = true)]
+    #[arg(long, value_name = "FOLDER", env = "LINKWISE_SERVICE_ACCOUNT_DIR", default_value = SERVICE_ACCOUNT)]
+    #[arg(hide = true)]
     pub service_account_dir: PathBuf,
 }
 
@@ -77,12 +78,12 @@ impl ApiServerArgs {
         Access::of(&self.kubeconfig, (&self.api_server_host, self.api_server_port), &self.service_account_dir)
     }
 
-    /// Returns true if there are credentials for it. It reads a file's metadata.
+    /// Returns true if there are credentials for the API server. Reads a file's metadata, so it may block.
     pub fn has_credentials(&self) -> bool {
         !self.kubeconfig.is_empty() || self.service_account_dir.join("token").exists()
     }
 
-    /// Returns true if there is an API server: in a pod, or by a kubeconfig.
+    /// Returns true if a kubeconfig or the pod's environment names an API server.
     pub fn is_given(&self) -> bool {
         !self.kubeconfig.is_empty() || !self.api_server_host.is_empty()
     }
@@ -94,25 +95,25 @@ pub struct NvmlArgs {
     /// The interval of polls
     #[arg(long, value_name = "N", default_value_t = 10_000, hide = true)]
     pub nvml_poll_ms: u64,
-    /// How long one NVML call may take
+    /// The longest time for one NVML call
     #[arg(long, value_name = "N", default_value_t = 30_000, hide = true)]
     pub nvml_call_ms: u64,
-    /// How long initialising NVML, and the first call to each GPU, may take
+    /// The longest time for initialising NVML, and for the first call to each GPU
     #[arg(long, value_name = "N", default_value_t = 120_000, hide = true)]
     pub nvml_start_ms: u64,
-    /// The pause before a failed agent is restarted; doubles up to 60 times
+    /// The pause before a failed agent is restarted; doubles, up to 60 times this value
     #[arg(long, value_name = "N", default_value_t = 1_000, hide = true)]
     pub nvml_pause_ms: u64,
-    /// How long NVML may be unavailable before --on-nvml-loss applies
+    /// The time for which NVML may be unavailable before --on-nvml-loss applies
     #[arg(long, value_name = "N", default_value_t = 60_000, hide = true)]
     pub nvml_grace_ms: u64,
-    /// How long a GPU is quarantined before its first trial; doubles up to 60 times
+    /// The time for which a GPU is quarantined before its first trial; doubles, up to 60 times this value
     #[arg(long, value_name = "N", default_value_t = 60_000, hide = true)]
     pub nvml_trial_ms: u64,
-    /// How long polls have to show a GPU as recovered, by default 60000; doubles up to 60 times
+    /// The time for which polls have to show a GPU as recovered, by default 60000; doubles, up to 60 times this value
     #[arg(long, value_name = "N", hide = true)]
     pub health_hold_ms: Option<u64>,
-    /// How long the kubelet's lists may lack a claim that a container has, by default 90000
+    /// The time for which the kubelet's lists may lack a claim that a container has, by default 90000
     #[arg(long, value_name = "N", hide = true)]
     pub claims_listed_ms: Option<u64>,
     /// The interval of PCI bus scans on a node without GPUs
@@ -121,7 +122,7 @@ pub struct NvmlArgs {
 }
 
 impl RunArgs {
-    /// The policy of the lists of XIDs, and their items that are not XIDs, by variable.
+    /// The policy of the two lists of XIDs, and each of their items that is not an XID, with its variable.
     pub fn xid_policy(&self) -> (XidPolicy, impl Iterator<Item = (&'static str, String)> + use<>) {
         let (disabled, of_disabled) = XidSet::parse(&self.disable_healthchecks);
         let (enabled, of_enabled) = XidSet::parse(&self.enable_healthchecks);
@@ -137,17 +138,17 @@ pub const INIT_FLAG: &str = "--init";
 /// `linkwise mps-control-daemon`.
 #[derive(Clone, Debug, Args)]
 pub struct MpsControlDaemonArgs {
-    /// Another task than running the daemons.
+    /// A task other than running the daemons.
     #[command(subcommand)]
     pub command: Option<MpsCommand>,
-    /// Be the first process of the container, and run the daemons in a child: what process 1 does unasked
+    /// Act as the container's first process, and run the daemons in a child; process 1 does so without this flag
     #[arg(long, hide = true)]
     pub init: bool,
     /// The MPS root.
     #[command(flatten)]
     pub root: MpsRootArgs,
-    /// The settings' flags, which the NVIDIA plugin's command takes. Only the kubelet's socket counts: beside it lies an
-    /// operator's order to release the driver.
+    /// The settings' flags, because the NVIDIA plugin's command takes them. Only the kubelet's socket has an effect: an
+    /// operator's order to release the driver lies beside it.
     #[command(flatten)]
     pub flags: Flags,
     /// The log.

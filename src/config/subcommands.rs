@@ -66,16 +66,18 @@ subcommands! {
     "topology" => Topology(TopologyArgs), "Show a machine: its tree, and its matrix as `nvidia-smi topo -m` prints it";
     "allocate" => Allocate(AllocateArgs), "Show which GPUs would be chosen on a machine, and why";
     "expect" => Expect(ExpectArgs), "Show the bus bandwidth that an all-reduce over GPUs should reach";
-    "verify" => Verify(VerifyArgs), "Compare what nccl-tests measured with that, and name the likeliest cause if less";
+    "verify" => Verify(VerifyArgs),
+        "Compare a result of nccl-tests with that, and name the likeliest cause if it is lower";
     "snapshot" => Snapshot(SnapshotArgs),
         "Write this machine, as NVML and hwloc see it, as a node file that every --node takes";
     "doctor" => Doctor(DoctorArgs), "Check this node, and print what is wrong and how to repair it";
-    "labels" => Labels(Box<LabelsArgs>), "Write what schedulers read of this node (as gpu-feature-discovery)";
+    "labels" => Labels(Box<LabelsArgs>), "Write this node's labels for schedulers (as gpu-feature-discovery)";
     "dra" => Dra(Box<DraArgs>), "Print the resource slices that this node would publish through DRA";
     "claim" => Claim(Box<ClaimArgs>), "Print a manifest that asks for GPUs through DRA";
     "admin" => Admin(AdminArgs),
-        "Print the state of the linkwise on this host, or order: release the driver, clear a GPU's health";
-    "top" => Top(TopArgs), "Print this node's state again and again: who holds which GPUs, how good they are";
+        "Print the state of the linkwise on this host, or give it an order, such as to release the driver";
+    "top" => Top(TopArgs),
+        "Show this node's state continuously: which pods hold which GPUs, and how good the choice is";
     "wait" => Wait(WaitArgs), "Wait until linkwise serves this node's kubelet, and print what it serves";
     "mps-control-daemon" => MpsControlDaemon(Box<MpsControlDaemonArgs>),
         "Run the control daemons of the GPUs that are shared by MPS (see docs/mps.md)";
@@ -86,7 +88,7 @@ subcommands! {
     "config" => Config(ConfigArgs), "Check a configuration file, or show the effective configuration and its origins";
     "completions" => Completions(CompletionsArgs), "Print the completions of a shell";
     "man" => Man(ManArgs), "Write a manual page for each command into a folder";
-    "nvml-agent" => NvmlAgent(AgentArgs), "The process that calls NVML, started by the others";
+    "nvml-agent" => NvmlAgent(AgentArgs), "The process that calls NVML, started by other subcommands";
 }
 
 #[cfg(test)]
@@ -97,10 +99,10 @@ mod tests {
 
     #[test]
     fn subcommand_reads_its_own_arguments() {
-        let lines = "run --log warn; topology --list; allocate --size 2; expect --gpus 0,1; verify -; snapshot; doctor; \
-                     labels --oneshot; dra --node-name gpu-1; claim --gpus 4; admin state; top --once; wait --timeout 5; \
-                     mps-control-daemon; config-manager --oneshot; config show; completions bash; man folder; \
-                     nvml-agent {}";
+        let lines = "run --log warn; topology --list; allocate --size 2; expect --gpus 0,1; verify -; snapshot; \
+                     doctor; labels --oneshot; dra --node-name gpu-1; claim --gpus 4; admin state; top --once; \
+                     wait --timeout 5; mps-control-daemon; config-manager --oneshot; config show; completions bash; \
+                     man folder; nvml-agent {}";
         for line in lines.split("; ") {
             let cli = Cli::try_parse_from(["linkwise"].into_iter().chain(line.split(' ')));
             let read = cli.map(|cli| format!("{:?}", cli.command)).unwrap_or_else(|error| panic!("{line}: {error}"));

@@ -13,8 +13,8 @@ use super::settings::{ConfigError, read};
 use linkwise_system::files;
 use linkwise_system::inotify::FolderWatch;
 
-/// The time from one reading of the file to the next without a notification: it may be a link into a folder that is not
-/// watched.
+/// The time from one reading of the file to the next without a notification. It is bounded because the file may be a
+/// link into a folder that is not watched.
 const POLL: Duration = Duration::from_secs(10);
 
 /// The time for which a new text has to stay the same. Without it, an editor that truncates the file before it writes
@@ -40,7 +40,7 @@ impl FileWatch {
     pub async fn read(&mut self) -> Result<String, ConfigError> {
         let Some((path, _)) = &self.file else { return Ok(String::new()) };
         let text = text(path).await;
-        self.returned(text)
+        self.keep_text(text)
     }
 
     /// Waits until the file has another text than the one returned last, or becomes unreadable, and returns that text.
@@ -51,7 +51,7 @@ impl FileWatch {
             if now.as_ref().ok() != self.text.as_ref() {
                 tokio::time::sleep(SETTLE).await;
                 if now.as_ref().ok() == text(path).await.as_ref().ok() {
-                    return self.returned(now);
+                    return self.keep_text(now);
                 }
                 continue;
             }
@@ -59,7 +59,7 @@ impl FileWatch {
         }
     }
 
-    fn returned(&mut self, text: Result<String, ConfigError>) -> Result<String, ConfigError> {
+    fn keep_text(&mut self, text: Result<String, ConfigError>) -> Result<String, ConfigError> {
         self.text = text.as_ref().ok().cloned();
         text
     }
