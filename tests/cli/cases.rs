@@ -408,7 +408,7 @@ fn configuration_with_no_known_key_is_refused() {
     let files = Files::new();
     let whole = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: slicing}\ndata:\n  any: |-\n    version: v1\n";
     let (status, text) = said(&["config", "show", "--config-file", &files.put("map.yaml", whole)]);
-    assert!(status == 1 && text.contains("no key in this file is one of a configuration"), "{text}");
+    assert!(status == 1 && text.contains("this file has no key of a configuration"), "{text}");
     // One unknown key beside known ones is a warning, as before.
     let one = files.put("one.yaml", "version: v1\nflags: {renameByDefault: true}\n");
     assert_eq!(said(&["config", "show", "--config-file", &one]).0, 0);

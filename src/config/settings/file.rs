@@ -17,8 +17,8 @@ use linkwise_host::yaml::fault;
 
 const VERSION: &str = "v1";
 
-/// Keys whose values are read as a whole, as paths; `[]` stands for the items of a list. The keys of single settings
-/// come from the settings' table.
+/// The keys that are not in the settings' table, as paths: those of lists and mappings. `[]` stands for the items of a
+/// list.
 const COMPOUND: [&str; 19] = [
     "version",
     "resources.gpus[].pattern",
@@ -45,10 +45,10 @@ const COMPOUND: [&str; 19] = [
 /// ignores case. linkwise's own keys are case-sensitive too.
 const CASE_SENSITIVE: [&str; 5] = ["resources.gpus", "resources.mig", "sharing.timeSlicing", "sharing.mps", "linkwise"];
 
-/// The number of letters in one of which a suggestion may differ from the unknown key.
-const SLIP: usize = 3;
+/// The letters of a suggested key for each edit by which it may differ from the unknown key.
+const LETTERS_PER_EDIT: usize = 3;
 
-/// One thing in a configuration that an operator should see.
+/// A fault of a configuration, or a note about it, for the operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
     /// The line of the file, from 1; `None` for a flag, a variable, or the file as a whole.
@@ -84,7 +84,7 @@ impl Finding {
         Self { line: line.into(), key: key.into(), severity, problem: problem.into() }
     }
 
-    /// An error, as [`Self::at`] has it.
+    /// An error at a place, which is given as for [`Self::at`].
     pub(super) fn error(line: impl Into<Option<u64>>, key: impl Into<String>, problem: impl Into<String>) -> Self {
         Self::at(line, key, Severity::Error, problem)
     }
@@ -102,7 +102,7 @@ impl fmt::Display for Finding {
     }
 }
 
-/// A value of the file and its line, from 1; or all of a file.
+/// A value of the file and its line, from 1. The root is the value of the whole file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Node {
     pub(super) line: u64,
@@ -118,15 +118,15 @@ pub(super) struct Entry {
 }
 
 impl Node {
-    /// Reads a text, with serde-saphyr's limits on depth, size and aliases, and with findings about its YAML, its keys
-    /// and its version. Broken YAML is an empty file. An empty text is an empty mapping, as it is for the NVIDIA
-    /// plugin.
+    /// Reads a text, within serde-saphyr's limits on depth, size and aliases. Returns also the findings about its YAML,
+    /// its keys and its version. Broken YAML counts as an empty file. An empty text counts as an empty mapping, as it
+    /// does for the NVIDIA plugin.
     pub fn parse(text: &str) -> (Self, Vec<Finding>) {
         let mut findings = Vec::new();
         let mut root = Self { line: 1, value: Value::Null };
-        let written =
+        let has_content =
             text.lines().map(str::trim).any(|line| !line.is_empty() && !line.starts_with('#') && line != "---");
-        if written {
+        if has_content {
             match serde_saphyr::from_str(text) {
                 Ok(read) => root = read,
                 Err(error) => {
@@ -141,8 +141,8 @@ impl Node {
             && !entries.is_empty()
             && entries.iter().all(|entry| !known.iter().any(|key| key.split('.').next() == Some(&entry.key)))
         {
-            let problem = "no key in this file is one of a configuration; of a ConfigMap, give the text below one of its \
-                           data keys";
+            let problem = "this file has no key of a configuration; if it is a ConfigMap, pass the text below one of \
+                           its data keys";
             findings.push(Finding::error(None, "", problem));
         }
         if let Some(node) = root.get("version")
@@ -162,7 +162,7 @@ impl Node {
     /// The value of a key of this mapping; null counts as missing.
     pub(super) fn get(&self, key: &str) -> Option<&Self> {
         let Value::Map(entries) = &self.value else { return None };
-        // Of two spellings of one key the last counts, as in Go.
+        // If a key is there in two spellings, the last one counts, as in Go.
         let entry = entries.iter().rev().find(|entry| entry.key == key)?;
         (entry.node.value != Value::Null).then_some(&entry.node)
     }
@@ -181,7 +181,7 @@ impl<'de> Deserialize<'de> for Value {
     }
 }
 
-/// Takes any value, by YAML's rules (for booleans those of version 1.1, as the NVIDIA plugin's reader: `yes` is true).
+/// Takes any value by YAML's rules. Booleans are those of YAML 1.1, as for the NVIDIA plugin: `yes` is true.
 struct Any;
 
 impl<'de> Visitor<'de> for Any {
@@ -233,8 +233,8 @@ struct Keys<'a> {
 }
 
 impl<'a> Keys<'a> {
-    /// Reports unknown keys and wrong shapes; keys in another case are renamed to the known spelling. `path` is the
-    /// pattern of this node's path, `shown` the same with the numbers of list items, for messages.
+    /// Reports unknown keys and wrong shapes, and renames keys in another case to the known spelling. `path` is the
+    /// path of this node with `[]` for list items; `shown` has their numbers instead, for messages.
     fn check(&mut self, node: &mut Node, path: &str, shown: &str) {
         let is_list = self.known.iter().any(|known| known.starts_with(&format!("{path}[]")));
         let keys = self.below(path);
@@ -269,7 +269,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// The keys that may stand below a path, each once; none below a leaf.
+    /// The keys that are known below a path, each once; none below a single setting.
     fn below(&self, path: &str) -> BTreeSet<&'a str> {
         let below = |known: &'a str| match path {
             "" => Some(known),
@@ -279,7 +279,7 @@ impl<'a> Keys<'a> {
         rests.filter_map(|rest| rest.split(['.', '[']).next()).collect()
     }
 
-    /// The known spelling of a key; an unknown one is reported. `whole` is its path, for messages.
+    /// Returns the known spelling of a key, or reports the key as unknown. `whole` is its path, for messages.
     fn key(&mut self, entry: &Entry, path: &str, keys: &BTreeSet<&str>, whole: &str) -> Option<String> {
         if keys.contains(entry.key.as_str()) {
             return Some(entry.key.clone());
@@ -304,7 +304,7 @@ impl<'a> Keys<'a> {
         let close = |candidate: &str| {
             let (ours, theirs) = (excerpt(key).to_lowercase(), candidate.to_lowercase());
             let distance = strsim::damerau_levenshtein(&ours, &theirs);
-            (distance <= candidate.chars().count().div_ceil(SLIP)).then_some(distance)
+            (distance <= candidate.chars().count().div_ceil(LETTERS_PER_EDIT)).then_some(distance)
         };
         let sibling = siblings.iter().filter_map(|sibling| Some((close(sibling)?, *sibling))).min();
         let elsewhere = || {

@@ -1,5 +1,6 @@
-//! The settings that are mappings or lists, which only the file can make: `resources`, `sharing`,
-//! `linkwise.filter.exclude` and `linkwise.health.xids`. `rules` needs their items with their places.
+//! The settings that are mappings or lists, which only the file can set: `resources`, `sharing`,
+//! `linkwise.filter.exclude` and `linkwise.health.xids`. Items keep their places in the file, because `rules` reports
+//! them.
 //!
 //! Without `linkwise.naming` the effect of `sharing` is the NVIDIA plugin's: a shared resource has its own name or the
 //! default one with `.shared`, and all devices of it are shared.
@@ -19,7 +20,7 @@ use linkwise_core::state::{
 
 /// The note on settings that need `linkwise.naming`.
 const NAMING_OFF: &str =
-    "ignored, as the NVIDIA plugin ignores it; 'linkwise: {naming: true}' in this file makes it count";
+    "ignored, as the NVIDIA plugin ignores it; set 'linkwise: {naming: true}' in this file to apply it";
 
 /// Names for GPUs and MIG devices.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -41,7 +42,7 @@ pub(super) struct Item<T> {
 }
 
 impl<T> Item<T> {
-    /// An error of one of its keys.
+    /// An error at one of the item's keys.
     pub fn error(&self, key: &str, problem: impl Into<String>) -> Finding {
         Finding::error(self.line, format!("{}.{key}", self.key), problem)
     }
@@ -51,7 +52,7 @@ impl<T> Item<T> {
     }
 }
 
-/// The lists of the file that are in the settings.
+/// The lists of the file, as [`Reader::lists`] reads them.
 pub(super) struct Lists {
     pub gpus: Vec<Item<NamePattern>>,
     pub mig: Vec<Item<NamePattern>>,
@@ -75,7 +76,7 @@ pub(super) fn key(kind: SharingKind) -> &'static str {
     }
 }
 
-/// A setting that only the file can make, with the origin that it has there.
+/// A setting that only the file can set, with its line there as its origin.
 pub(super) fn from_file<T: Default>(file: &Node, path: &str, value: Option<T>) -> Setting<T> {
     let read = value.zip(file.at(path)).map(|(value, node)| Setting { value, origin: Origin::File(node.line) });
     read.unwrap_or_default()
@@ -86,7 +87,7 @@ pub(super) fn values<T: Clone>(items: &[Item<T>]) -> Vec<T> {
     items.iter().map(|item| item.value.clone()).collect()
 }
 
-/// Reads lists and mappings, and collects what is wrong with them.
+/// Reads lists and mappings, and collects the findings about them.
 pub(super) struct Reader<'a> {
     pub file: &'a Node,
     /// The value of `linkwise.naming`.
@@ -106,20 +107,20 @@ impl Reader<'_> {
         }
         let (slicing, mps) = (self.sharing(SharingKind::TimeSlicing), self.sharing(SharingKind::Mps));
         if let (Some(_), Some(_), Some(node)) = (&slicing, &mps, self.file.at("sharing.timeSlicing")) {
-            let problem = "time-slicing and MPS exclude each other: sharing.timeSlicing is ignored, as the NVIDIA plugin \
-                           ignores it";
+            let problem = "time-slicing and MPS exclude each other: sharing.timeSlicing is ignored, as the NVIDIA \
+                           plugin ignores it";
             self.findings.push(Finding::at(node.line, "sharing.timeSlicing", Severity::Warning, problem));
         }
         let (sharing, shared) = mps.or(slicing).unzip();
         Lists { gpus, mig, sharing, shared: shared.unwrap_or_default(), exclude }
     }
 
-    /// Notes something about a value, where there is one.
+    /// Adds a note about a value, if there is one.
     fn note(&mut self, node: Option<&Node>, key: &str, problem: &str) {
         self.findings.extend(node.map(|node| Finding::at(node.line, key, Severity::Note, problem)));
     }
 
-    /// The result of a reader; an error is reported.
+    /// Returns the value that a reader returned, or reports its error.
     fn read<T>(&mut self, line: u64, key: &str, read: Result<T, String>) -> Option<T> {
         read.map_err(|problem| self.findings.push(Finding::error(line, key, problem))).ok()
     }
@@ -203,8 +204,8 @@ impl Reader<'_> {
             *value = self.optional(&whole, key, boolean).flatten().unwrap_or(*value);
         }
         let list = node.get("resources");
-        let empty = list.is_none_or(|list| matches!(&list.value, Value::List(items) if items.is_empty()));
-        if empty && matches!(node.value, Value::Map(_)) {
+        let is_empty = list.is_none_or(|list| matches!(&list.value, Value::List(items) if items.is_empty()));
+        if is_empty && matches!(node.value, Value::Map(_)) {
             self.findings.push(Finding::error(node.line, &whole.key, "'resources' is missing"));
         }
         let mut resources: Vec<Item<SharedResource>> = Vec::new();
@@ -224,13 +225,13 @@ impl Reader<'_> {
         (!resources.is_empty()).then_some((sharing, resources))
     }
 
-    /// One resource in its effective form, in which `rename` may be the default name.
+    /// Reads one resource in its effective form, in which `rename` may be the default name.
     fn shared(&mut self, kind: SharingKind, item: &Item<&Node>, rename_by_default: bool) -> Option<SharedResource> {
         let name = self.required(item, "name", resource_name);
         let rename = self.optional(item, "rename", resource_name);
         let devices = self.optional(item, "devices", value::devices);
-        let most = if kind == SharingKind::Mps { MAX_MPS_CLIENTS } else { MAX_SLOTS };
-        let replicas = self.required(item, "replicas", |value| whole(value, 2, most));
+        let limit = if kind == SharingKind::Mps { MAX_MPS_CLIENTS } else { MAX_SLOTS };
+        let replicas = self.required(item, "replicas", |value| whole(value, 2, limit));
         let (name, mut rename, mut devices) = (name?, rename?, devices?.unwrap_or_default());
         let by_default = match rename_by_default.then(|| format!("{name}.shared").parse::<ResourceName>()) {
             Some(Err(error)) if rename.is_none() || !self.naming => {

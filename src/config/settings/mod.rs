@@ -1,7 +1,7 @@
 //! The effective configuration: each setting with its value and the origin of that value.
 //!
-//! A flag wins over a variable, a variable over the file, the file over the default. The table in this file lists each
-//! setting's key, reader, flag, variables and default, and tells if a change applies at once; nothing else lists them.
+//! A flag wins over a variable, a variable over the file, the file over the default. Only the table in this file lists
+//! each setting's key, reader, flag, variables and default, and whether a change applies at once.
 //! Plain data: `src/run` and `src/commands` build live objects from it, and `linkwise config show` prints it. Only
 //! [`load`] and [`check`] touch the file system.
 
@@ -50,11 +50,12 @@ pub(super) const POD_RESOURCES_SOCKET: &str = "/var/lib/kubelet/pod-resources/ku
 /// The kubelet's usual folder in which DRA drivers register.
 pub(super) const DRA_REGISTRY: &str = "/var/lib/kubelet/plugins_registry";
 
-/// The percentage of the machine's best below which an event is due. The bandwidths of NVLinks and PCIe paths mostly
-/// differ by a factor of two or more (docs/bandwidth.md): the percentage lies between the best and half of it.
+/// The default percentage of the machine's best below which an event is due. The bandwidths of NVLinks and PCIe paths
+/// mostly differ by a factor of two or more (docs/bandwidth.md), so the percentage lies between the best and half of
+/// it.
 const EVENTS_BELOW: u8 = 75;
 
-/// A setting.
+/// A setting's effective value, and the source that it comes from.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Setting<T> {
     /// The effective value.
@@ -118,7 +119,7 @@ fn shown<T: Serialize>(key: &'static str, setting: &Setting<T>, at_once: bool) -
     Shown { key, value: json(&setting.value), origin: setting.origin, at_once }
 }
 
-/// The value as JSON. Every setting can be one: plain data with texts as keys.
+/// The value as JSON. This does not fail: each setting is plain data with texts as keys.
 fn json<T: Serialize>(value: &T) -> Json {
     serde_json::to_value(value).unwrap_or(Json::Null)
 }
@@ -134,7 +135,7 @@ pub fn plain(value: &Json) -> String {
     }
 }
 
-/// Makes [`Settings`] and all functions over the single settings, from the table below.
+/// Makes [`Settings`], and all functions about single settings, from the table below.
 macro_rules! settings {
     (@flag) => { None };
     (@flag $flag:literal $takes:literal) => { Some(($flag, $takes)) };
@@ -142,8 +143,8 @@ macro_rules! settings {
     (@at_once at once) => { true };
     ($($(#[doc = $help:literal])+ $field:ident: $type:ty = $default:expr, $key:literal $($at:ident $once:ident)?,
         $read:expr $(, $flag:literal $takes:literal $(or [$($alias:literal),+])? [$($variable:literal),+])?;)+) => {
-        /// The effective configuration. `sharing` and `resources` have values that the NVIDIA plugin ignores only with
-        /// `linkwise.naming`.
+        /// The effective configuration. Without `linkwise.naming`, `sharing` and `resources` lack the values that the
+        /// NVIDIA plugin ignores.
         #[derive(Clone, Debug, PartialEq, Eq)]
         pub struct Settings {
             $($(#[doc = $help])+ pub $field: Setting<$type>,)+
@@ -171,8 +172,8 @@ macro_rules! settings {
         }
 
         impl Settings {
-            /// The effective configuration of these flags, this environment and the text of a file, without its wrong
-            /// values; and what is wrong and odd, by line.
+            /// The effective configuration of these flags, this environment and the text of a file, without wrong
+            /// values; and the findings, by line.
             pub fn build(flags: &Flags, environment: &Environment, text: &str) -> (Self, Vec<Finding>) {
                 let (ref file, mut findings) = file::Node::parse(text);
                 findings.extend(environment.removed());
@@ -236,16 +237,16 @@ settings! {
     /// when it changes and at SIGHUP
     config_file: Option<PathBuf> = None, "configFile", |value| path(value).map(Some),
         "config-file" "FILE" ["GFD_CONFIG_FILE", "CONFIG_FILE"];
-    /// How MIG devices are offered: none, single or mixed
+    /// The strategy for offering MIG devices: none, single or mixed
     mig_strategy: MigStrategy = MigStrategy::None, "flags.migStrategy" at once, choice,
         "mig-strategy" "STRATEGY" ["GFD_MIG_STRATEGY", "MIG_STRATEGY"];
-    /// When NVML cannot be initialised: exit with an error (true), or log it and retry (false). Without it: exit if the
-    /// PCI bus has an NVIDIA GPU, retry if it has none
+    /// If NVML cannot be initialised, exit with an error (true), or log it and retry (false). Without this setting,
+    /// exit if the PCI bus has an NVIDIA GPU, and retry if it has none
     fail_on_init_error: Option<bool> = None, "flags.failOnInitError", |value| boolean(value).map(Some),
         "fail-on-init-error" "BOOL" ["GFD_FAIL_ON_INIT_ERROR", "FAIL_ON_INIT_ERROR"];
     /// The folder on the host for the pipes, logs and shared memory of MPS
     mps_root: PathBuf = PathBuf::from("/run/nvidia/mps"), "flags.mpsRoot", absolute, "mps-root" "PATH" ["MPS_ROOT"];
-    /// The root of the driver's installation on the host: / or such as /run/nvidia/driver
+    /// The root of the driver's installation on the host, such as / or /run/nvidia/driver
     driver_root: PathBuf = PathBuf::from("/"), "flags.nvidiaDriverRoot", absolute,
         "driver-root" "PATH" or ["nvidia-driver-root"] ["NVIDIA_DRIVER_ROOT"];
     /// The root of the device nodes on the host; by default the driver's root
@@ -257,22 +258,22 @@ settings! {
     gds_enabled: bool = false, "flags.gdsEnabled", boolean, "gds-enabled" "BOOL" ["GDS_ENABLED"];
     /// Give containers Mellanox's devices
     mofed_enabled: bool = false, "flags.mofedEnabled", boolean, "mofed-enabled" "BOOL" ["MOFED_ENABLED"];
-    /// linkwise labels: write the labels to a NodeFeature object; false: to the file that NFD reads
+    /// linkwise labels: write the labels to a NodeFeature object (true), or to the file that NFD reads (false)
     use_node_feature_api: bool = true, "flags.useNodeFeatureAPI", boolean,
         "use-node-feature-api" "BOOL" ["GFD_USE_NODE_FEATURE_API", "USE_NODE_FEATURE_API"];
-    /// How devices are discovered: auto or nvml, both by NVML; tegra and vfio are refused
+    /// The source of devices: auto or nvml, which both mean NVML; tegra and vfio are refused
     device_discovery_strategy: DiscoveryStrategy = DiscoveryStrategy::Auto, "flags.deviceDiscoveryStrategy", choice,
         "device-discovery-strategy" "STRATEGY" ["DEVICE_DISCOVERY_STRATEGY"];
     /// List the device nodes (/dev/nvidia0, /dev/nvidiactl ...) in the answer to Allocate, for runtimes that give a
     /// container only the listed nodes
     pass_device_specs: bool = false, "flags.plugin.passDeviceSpecs", boolean,
         "pass-device-specs" "BOOL" ["PASS_DEVICE_SPECS"];
-    /// How the container runtime gets the list of GPUs: envvar, volume-mounts, cdi-annotations, cdi-cri, several with
-    /// commas
+    /// The way in which the container runtime gets the list of GPUs: envvar, volume-mounts, cdi-annotations, cdi-cri,
+    /// several with commas
     device_list_strategy: Vec<DeviceListStrategy> = vec![DeviceListStrategy::Envvar],
         "flags.plugin.deviceListStrategy", choices,
         "device-list-strategy" "LIST" ["DEVICE_LIST_STRATEGY"];
-    /// How GPUs are named in that list: uuid or index
+    /// The names of GPUs in the container runtime's list: uuid or index
     device_id_strategy: DeviceIds = DeviceIds::Uuid, "flags.plugin.deviceIDStrategy", choice,
         "device-id-strategy" "STRATEGY" ["DEVICE_ID_STRATEGY"];
     /// The prefix of the keys of CDI annotations
@@ -283,10 +284,10 @@ settings! {
     /// /usr/bin/nvidia-cdi-hook if the driver root has it, else no hooks
     nvidia_cdi_hook_path: Option<PathBuf> = None, "flags.plugin.nvidiaCTKPath", |value| absolute(value).map(Some),
         "nvidia-cdi-hook-path" "PATH" or ["nvidia-ctk-path"] ["NVIDIA_CDI_HOOK_PATH", "NVIDIA_CTK_PATH"];
-    /// Where the driver's root is mounted in linkwise's own container
+    /// The path at which the driver's root is mounted in linkwise's own container
     driver_root_ctr_path: PathBuf = PathBuf::from("/driver-root"), "flags.plugin.containerDriverRoot", absolute,
         "driver-root-ctr-path" "PATH" or ["container-driver-root"] ["DRIVER_ROOT_CTR_PATH", "CONTAINER_DRIVER_ROOT"];
-    /// How slots and MIG devices are chosen: distributed or packed
+    /// The policy for choosing slots and MIG devices: distributed or packed
     shared_devices_allocation_policy: SharedPolicy = SharedPolicy::Distributed,
         "flags.plugin.sharedDevicesAllocationPolicy" at once, choice,
         "shared-devices-allocation-policy" "POLICY" ["SHARED_DEVICES_ALLOCATION_POLICY"];
@@ -296,14 +297,14 @@ settings! {
     /// Features of the CDI spec to enable, with commas
     cdi_feature_flags: Vec<String> = Vec::new(), "flags.plugin.cdiFeatureFlags", texts,
         "cdi-feature-flags" "LIST" ["CDI_FEATURE_FLAGS"];
-    /// Hooks to leave out of the CDI spec, with commas; all for all
+    /// Hooks to leave out of the CDI spec, with commas; all leaves out every hook
     cdi_disable_hooks: Vec<String> = Vec::new(), "flags.plugin.cdiDisableHooks", texts,
         "cdi-disable-hooks" "LIST" or ["cdi-disabled-hooks"] ["CDI_DISABLE_HOOKS"];
     /// linkwise labels: end after the labels are written once
     gfd_oneshot: bool = false, "flags.gfd.oneshot", boolean, "oneshot" "BOOL" ["GFD_ONESHOT"];
-    /// Leave out the label with the time at which the labels were made first
+    /// Leave out the label with the time at which the labels were first made
     gfd_no_timestamp: bool = false, "flags.gfd.noTimestamp", boolean, "no-timestamp" "BOOL" ["GFD_NO_TIMESTAMP"];
-    /// How often the labels are checked against what was written, such as 60s; infinite: only when the node changes
+    /// The interval at which the written labels are checked, such as 60s; infinite: only when the node changes
     gfd_sleep_interval: Interval = Interval::Every(Duration::from_secs(60)), "flags.gfd.sleepInterval", interval,
         "sleep-interval" "DURATION" ["GFD_SLEEP_INTERVAL"];
     /// The file for the labels, which NFD reads; empty: standard output
@@ -316,21 +317,22 @@ settings! {
     /// IMEX channels for every container with a GPU: none, or 0
     imex_channel_ids: Vec<u32> = Vec::new(), "imex.channelIDs", imex_channels,
         "imex-channel-ids" "LIST" ["IMEX_CHANNEL_IDS"];
-    /// Whether these channels must exist
+    /// Fail at the start if one of the IMEX channels does not exist
     imex_required: bool = false, "imex.required", boolean, "imex-required" "BOOL" ["IMEX_REQUIRED"];
-    /// Whether rename, devices and resources take effect, which the NVIDIA plugin ignores
+    /// Apply rename, devices and resources, which the NVIDIA plugin ignores
     naming: bool = false, "linkwise.naming" at once, boolean;
-    /// Which NUMA nodes devices report to the kubelet's Topology Manager: node, package or off (see
+    /// The NUMA nodes that devices report to the kubelet's Topology Manager: node, package or off (see
     /// docs/topology-manager.md)
     numa_hints: NumaHints = NumaHints::Node, "linkwise.numaHints" at once, choice,
         "numa-hints" "HINTS" ["LINKWISE_NUMA_HINTS"];
     /// Health of the devices while NVML is unavailable: keep or unhealthy
     on_nvml_loss: OnNvmlLoss = OnNvmlLoss::Keep, "linkwise.onNvmlLoss", choice,
         "on-nvml-loss" "ACTION" ["LINKWISE_ON_NVML_LOSS"];
-    /// How many GPUs the node should have; linkwise says so where it has fewer
-    expect_gpus: Option<usize> = None, "linkwise.expect.gpus", |value| whole(value, 1, NodeTopology::MAX_GPUS).map(Some),
+    /// Number of GPUs that the node should have; linkwise reports it if the node has fewer
+    expect_gpus: Option<usize> = None, "linkwise.expect.gpus",
+        |value| whole(value, 1, NodeTopology::MAX_GPUS).map(Some),
         "expect-gpus" "NUMBER" ["LINKWISE_EXPECT_GPUS"];
-    /// The model of which each GPU should be, as nvidia-smi or the label nvidia.com/gpu.product has it
+    /// The model that each GPU should be, as nvidia-smi or the label nvidia.com/gpu.product names it
     expect_model: Option<String> = None, "linkwise.expect.model", |value| value::text(value).map(Some),
         "expect-model" "MODEL" ["LINKWISE_EXPECT_MODEL"];
     /// The built-in machine whose GPUs and NVLinks the node should have (linkwise topology --help)
@@ -342,10 +344,10 @@ settings! {
     /// linkwise run: write the node's labels to --output-file too
     write_labels_file: bool = false, "linkwise.labels.writeFile", boolean,
         "write-labels-file" "BOOL" ["LINKWISE_WRITE_LABELS_FILE"];
-    /// Write the label nvidia.com/gpu.clique; false: another writer does, such as the DRA driver
+    /// Write the label nvidia.com/gpu.clique; false leaves it to another writer, such as NVIDIA's DRA driver
     gpu_clique_label: bool = true, "linkwise.labels.gpuClique", boolean,
         "gpu-clique-label" "BOOL" ["LINKWISE_GPU_CLIQUE_LABEL"];
-    /// Give containers also the RDMA NICs nearest to their GPUs: names in LINKWISE_NICS, and device nodes
+    /// Give containers also the RDMA NICs nearest to their GPUs: their names in LINKWISE_NICS, and their device nodes
     expose_nics: bool = false, "linkwise.expose.nics", boolean, "expose-nics" "BOOL" ["LINKWISE_EXPOSE_NICS"];
     /// The folder for CDI specs; the host's folder, mounted at the same path
     cdi_dir: PathBuf = PathBuf::from("/var/run/cdi"), "linkwise.cdiDir", absolute,
@@ -353,46 +355,48 @@ settings! {
     /// The address of /metrics, /livez and /readyz; port 0 takes a free port, which is logged
     metrics_address: SocketAddr = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 9400)), "linkwise.metricsAddress", address,
         "metrics-address" "ADDRESS" ["LINKWISE_METRICS_ADDRESS"];
-    /// Further host names by which that address may be called, with commas: of proxies and of an Ingress before it
+    /// Further host names by which clients may call --metrics-address, with commas: those of proxies and of an Ingress
     metrics_hosts: Vec<String> = Vec::new(), "linkwise.metricsHosts", texts,
         "metrics-hosts" "LIST" ["LINKWISE_METRICS_HOSTS"];
-    /// Show other names for pods in /metrics and on the node's page: any pod of the cluster can read these
+    /// Show hashes instead of pods' names in /metrics and on the node's page, which any pod of the cluster can read
     hide_pod_names: bool = false, "linkwise.hidePodNames", boolean, "hide-pod-names" "BOOL" ["LINKWISE_HIDE_POD_NAMES"];
     /// The kubelet's PodResources socket
     pod_resources_socket: PathBuf = PathBuf::from(POD_RESOURCES_SOCKET), "linkwise.podResourcesSocket", path,
         "pod-resources-socket" "PATH" ["LINKWISE_POD_RESOURCES_SOCKET"];
-    /// Serve `linkwise admin` on this Unix socket, for root and linkwise's own user; without it, it is not served
+    /// Serve `linkwise admin` on this Unix socket, for root and linkwise's own user; by default it is not served
     admin_socket: Option<PathBuf> = None, "linkwise.adminSocket", |value| path(value).map(Some),
         "admin-socket" "PATH" ["LINKWISE_ADMIN_SOCKET"];
     /// Offer the GPUs through the device plugin (none) or through DRA (all)
     dra_gpus: Door = Door::Plugin, "linkwise.dra.gpus" at once, value::dra_gpus,
         "dra-gpus" "GPUS" ["LINKWISE_DRA_GPUS"];
-    /// Evict pods from a GPU that is lost: its taint has the effect NoExecute
+    /// Evict pods from a GPU that is lost, by a taint with the effect NoExecute
     dra_evict_lost: bool = false, "linkwise.dra.evictLost", boolean,
         "dra-evict-lost" "BOOL" ["LINKWISE_DRA_EVICT_LOST"];
-    /// Offer the MIG devices that GPUs in MIG mode could have through DRA, and make and destroy them for claims
+    /// Offer through DRA the MIG devices that GPUs in MIG mode could have, and make and destroy them for claims
     dra_dynamic_mig: bool = false, "linkwise.dra.dynamicMig", boolean,
         "dra-dynamic-mig" "BOOL" ["LINKWISE_DRA_DYNAMIC_MIG"];
-    /// The kubelet's folder for the sockets of DRA drivers; ours is made in a folder of the driver's name
+    /// The kubelet's folder for the sockets of DRA drivers; linkwise makes its own in a folder of the driver's name
     dra_plugins_dir: PathBuf = PathBuf::from("/var/lib/kubelet/plugins"), "linkwise.dra.pluginsDir", absolute,
         "dra-plugins-dir" "PATH" ["LINKWISE_DRA_PLUGINS_DIR"];
     /// The kubelet's folder in which DRA drivers register
     dra_registry_dir: PathBuf = PathBuf::from(DRA_REGISTRY), "linkwise.dra.registryDir", absolute,
         "dra-registry-dir" "PATH" ["LINKWISE_DRA_REGISTRY_DIR"];
-    /// Write a condition of the node that says whether its GPUs can be had; it needs the API server
+    /// Write a condition of the node that reports whether its GPUs are available; needs the API server
     node_condition: bool = false, "linkwise.nodeCondition.enabled", boolean,
         "node-condition" "BOOL" ["LINKWISE_NODE_CONDITION"];
-    /// The type of that condition
-    node_condition_type: String = "linkwise.dev/GPUsReady".to_owned(), "linkwise.nodeCondition.type", value::condition_type,
+    /// The type of the node's condition
+    node_condition_type: String = "linkwise.dev/GPUsReady".to_owned(), "linkwise.nodeCondition.type",
+        value::condition_type,
         "node-condition-type" "TYPE" ["LINKWISE_NODE_CONDITION_TYPE"];
-    /// Taints to remove from the node once the condition is True for the first time since the boot: keys, with commas
+    /// Keys of the taints to remove from the node once its condition is True for the first time since the boot, with
+    /// commas
     startup_taints: Vec<String> = Vec::new(), "linkwise.nodeCondition.startupTaints",
         |value| value.items("a list of keys", value::qualified),
         "startup-taints" "LIST" ["LINKWISE_STARTUP_TAINTS"];
-    /// Write an event about a pod whose GPUs are linked far worse than so many GPUs of this machine can be; it needs
-    /// the API server
+    /// Write an event about a pod whose GPUs are linked far worse than the best set of as many GPUs on this machine;
+    /// needs the API server
     events: bool = false, "linkwise.events.write", boolean, "events" "BOOL" ["LINKWISE_EVENTS"];
-    /// How much of the machine's best for so many GPUs is too little, in percent
+    /// Percentage of the bandwidth of the machine's best set of as many GPUs below which an event is written
     events_below: u8 = EVENTS_BELOW, "linkwise.events.below", |value| whole(value, 1, 100),
         "events-below" "PERCENT" ["LINKWISE_EVENTS_BELOW"];
 }
@@ -404,7 +408,8 @@ impl Settings {
         pairs.filter(|(now, before)| now.value != before.value).map(|(now, _)| now).collect()
     }
 
-    /// The hardware that the node should have: of a built-in machine, but for what is given beside it.
+    /// The hardware that the node should have: that of the built-in machine, except for a given number or model of
+    /// GPUs.
     pub fn expected(&self) -> Expectation {
         let machine = self.expect_machine.value.as_ref().and_then(|name| machines::load(name).ok());
         let gpus = machine.map(|machine| machine.observed.gpus).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! The rules between settings that are each valid, from any source.
+//! The rules between settings. Each setting is valid on its own, and may come from any source.
 
 use super::file::{Finding, Severity};
 use super::lists::{Item, Lists};
@@ -9,7 +9,7 @@ use linkwise_core::state::{
     DeviceSelector, GpuSelector, MigStrategy, NamePattern, Pattern, ResourceName, SharedDevices, SharedResource,
 };
 
-/// The values of --cdi-disable-hooks: all hooks, or those of NVIDIA's names that linkwise's CDI specs may have.
+/// The values of --cdi-disable-hooks that have an effect: all, and NVIDIA's names of the hooks in linkwise's CDI specs.
 const CDI_HOOKS: [&str; 6] = [
     "all",
     "create-symlinks",
@@ -53,7 +53,7 @@ pub(super) fn check(settings: &Settings, lists: &Lists, findings: &mut Vec<Findi
             findings.push(settings.mig_strategy.origin.finding("flags.migStrategy", Severity::Error, problem));
         }
     }
-    singles(settings, findings);
+    check_singles(settings, findings);
 }
 
 fn unreached(pattern: &Pattern, line: u64) -> String {
@@ -90,40 +90,40 @@ fn offered_as(resource: &SharedResource) -> &ResourceName {
     resource.rename.as_ref().unwrap_or(&resource.name)
 }
 
-/// The warnings that no GPU and no MIG device can have the name of a shared resource, or one that it lists: no node
-/// offers that. A strategy that is in no source may come from another one.
+/// Warns of a shared resource whose name no GPU and no MIG device can have, and of listed devices that cannot have it.
+/// If no source sets the MIG strategy, any strategy is possible, because `config check` does not know all sources.
 fn offered_nowhere(settings: &Settings, lists: &Lists, shared: &Item<SharedResource>) -> Vec<Finding> {
     let (name, strategy) = (&shared.value.name, &settings.mig_strategy);
     let named = |patterns: &[Item<NamePattern>]| patterns.iter().any(|pattern| pattern.value.name == *name);
     let may_be = |one| strategy.value == one || strategy.origin == Origin::Default;
     // A pattern may take all devices that had the default name.
-    let all = |patterns: &[Item<NamePattern>]| {
+    let has_catch_all = |patterns: &[Item<NamePattern>]| {
         patterns.iter().any(|pattern| pattern.value.pattern.covers(&Pattern::new("*")))
     };
-    let is_gpu = |patterns| *name == ResourceName::gpu() && !all(patterns);
+    let is_gpu = |patterns| *name == ResourceName::gpu() && !has_catch_all(patterns);
     let profile = name.as_str().strip_prefix(MIG).map(|profile| profile.replacen("gb.", "gb+", 1));
     let is_free = |profile: String| !lists.mig.iter().any(|pattern| pattern.value.pattern.matches(&profile));
-    let of_gpus = named(&lists.gpus) || is_gpu(&lists.gpus);
+    let has_gpus = named(&lists.gpus) || is_gpu(&lists.gpus);
     let is_mps = lists.is_mps();
     if is_mps && is_mig(name) {
-        // An error already.
+        // `check` reports this as an error.
         return Vec::new();
     }
-    let of_mig = !is_mps
+    let has_mig = !is_mps
         && ((may_be(MigStrategy::Mixed) && profile.is_some_and(is_free))
             || (may_be(MigStrategy::Single) && is_gpu(&lists.mig))
             || (strategy.value != MigStrategy::None || strategy.origin == Origin::Default) && named(&lists.mig));
     let warning =
         |key: &str, problem| Finding::at(shared.line, format!("{}.{key}", shared.key), Severity::Warning, problem);
-    if !of_gpus && !of_mig {
+    if !has_gpus && !has_mig {
         let what = if is_mps { "MPS shares whole GPUs, and none" } else { "no GPU and no MIG device" };
         let problem = format!("{what} is called {name}: see flags.migStrategy and resources");
         return vec![warning("name", problem)];
     }
     let SharedDevices::List(listed) = &shared.value.devices else { return Vec::new() };
-    let wrong = listed.iter().filter(|device| if device.is_mig() { !of_mig } else { !of_gpus });
-    let kind = if of_gpus { "whole GPUs" } else { "MIG devices" };
-    wrong.map(|device| warning("devices", format!("{name} has {kind} only, and {device} is none"))).collect()
+    let wrong = listed.iter().filter(|device| if device.is_mig() { !has_mig } else { !has_gpus });
+    let kind = if has_gpus { "whole GPUs" } else { "MIG devices" };
+    wrong.map(|device| warning("devices", format!("{name} has {kind} only, and {device} is not one of them"))).collect()
 }
 
 /// The error that a shared resource's name belongs to another resource.
@@ -144,7 +144,7 @@ fn name_taken(lists: &Lists, earlier: &[Item<SharedResource>], shared: &Item<Sha
     Some(shared.error("rename", format!("the name {name} is taken by {by}")))
 }
 
-/// The error that rows under one name differ in replicas, and MPS has one number of clients for each name.
+/// The error that items with one name differ in replicas: MPS has one number of clients for each name.
 fn mps_replicas(lists: &Lists, earlier: &[Item<SharedResource>], shared: &Item<SharedResource>) -> Option<Finding> {
     let name = offered_as(&shared.value);
     let mut earlier = earlier.iter().filter(|_| lists.is_mps());
@@ -192,13 +192,13 @@ fn devices_taken(lists: &Lists, earlier: &[Item<SharedResource>], shared: &Item<
     findings
 }
 
-/// Refuses kinds of GPUs that NVML does not list, by name: a node that offers nothing would be harder to understand.
-/// Notes values that are accepted because the NVIDIA plugin accepts them, and that have no effect here.
-fn singles(settings: &Settings, findings: &mut Vec<Finding>) {
-    const TEGRA: &str = "linkwise finds GPUs by NVML, which has no integrated GPUs of Tegra: such nodes need the NVIDIA \
-                         plugin";
-    const VFIO: &str = "linkwise finds GPUs by NVML, which has none that are bound to vfio-pci: such nodes need NVIDIA's \
-                        gpu-feature-discovery";
+/// Refuses strategies for GPUs that NVML does not list, because a node that offers nothing would be harder to
+/// understand. Notes values without effect, which are accepted because the NVIDIA plugin accepts them.
+fn check_singles(settings: &Settings, findings: &mut Vec<Finding>) {
+    const TEGRA: &str = "linkwise finds GPUs by NVML, which does not list integrated GPUs of Tegra; use the NVIDIA \
+                         plugin on such nodes";
+    const VFIO: &str = "linkwise finds GPUs by NVML, which does not list GPUs that are bound to vfio-pci; use NVIDIA's \
+                        gpu-feature-discovery on such nodes";
     const CDI_FEATURES: &str =
         "no effect: they are options of NVIDIA's generator of CDI specs, and linkwise has a generator of its own";
     const OTHER_HOOKS: &str = "create-symlinks, enable-cuda-compat, update-ldcache, disable-device-node-modification \

@@ -1,8 +1,8 @@
-//! The sources of settings (flags, variables, the file), the order in which they count, and the way from the file's
-//! path to the settings, or to the reason why there are none.
+//! The sources of settings (flags, variables, the file) and their precedence. Loads the settings from the file's path,
+//! or returns the reason why that failed.
 //!
-//! The flags are not derived as other commands' options are: a setting's flag, default and check come from its one row
-//! in the table, and the parsed value has to remember its origin.
+//! The flags are not derived as those of other options are: a setting's flag, default and check come from its one row
+//! in the table, and the parsed value has to keep its origin.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, ErrorKind};
@@ -144,7 +144,7 @@ pub struct Environment(BTreeMap<String, String>);
 impl Environment {
     /// The environment of this process.
     pub fn read() -> Self {
-        #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
+        #[expect(clippy::disallowed_methods, reason = "config may read argv and the environment")]
         let text = |variable: &str| Some(std::env::var_os(variable)?.to_string_lossy().into_owned());
         Self(Self::known().filter_map(|variable| Some((variable.to_owned(), text(variable)?))).collect())
     }
@@ -164,10 +164,10 @@ impl Environment {
         self.0.get(variable).map(String::as_str)
     }
 
-    /// The variables of this process with linkwise's prefix that no setting and no command reads. `known` are those of
-    /// the commands. The kubelet sets others with that prefix for a Service called linkwise.
+    /// The variables of this process with linkwise's prefix that no setting and no command reads. `known` has those
+    /// that commands read. Leaves out the variables that the kubelet sets for a Service called linkwise.
     pub fn unknown(known: &BTreeSet<String>) -> Vec<String> {
-        #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
+        #[expect(clippy::disallowed_methods, reason = "config may read argv and the environment")]
         let set = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
         let of_service = |name: &str| name.contains("_SERVICE_") || name.contains("_PORT");
         let is_known = |name: &str| known.contains(name) || Self::known().any(|other| other == name);

@@ -53,7 +53,7 @@ impl Value {
         }
     }
 
-    /// The problem that another value was expected.
+    /// The problem in words: the expected value and the found one.
     pub fn refused(&self, expected: impl Display) -> String {
         format!("expected {expected}, found {}", self.describe())
     }
@@ -137,10 +137,10 @@ pub(super) fn text(value: &Value) -> Result<String, String> {
 
 /// A qualified name: letters, digits, dashes, dots and underscores, after a DNS name and a slash or alone.
 pub(super) fn qualified(value: &Value) -> Result<String, String> {
-    let is_part = |part: &str, most| {
+    let is_part = |part: &str, max| {
         let inner = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_');
         let is_end = |byte: Option<u8>| byte.is_some_and(|byte| byte.is_ascii_alphanumeric());
-        part.len() <= most && part.bytes().all(inner) && is_end(part.bytes().next()) && is_end(part.bytes().last())
+        part.len() <= max && part.bytes().all(inner) && is_end(part.bytes().next()) && is_end(part.bytes().last())
     };
     let is_one = |text: &&str| match text.split_once('/') {
         Some((domain, name)) => node_name(domain).is_ok() && is_part(name, 63),
@@ -152,7 +152,7 @@ pub(super) fn qualified(value: &Value) -> Result<String, String> {
     )
 }
 
-/// The type of a condition that is not Kubernetes' own: those have no domain.
+/// The type of a condition. It needs a domain, because types without one are Kubernetes' own.
 pub(super) fn condition_type(value: &Value) -> Result<String, String> {
     let name = qualified(value)?;
     value
@@ -197,15 +197,15 @@ pub(super) fn address(value: &Value) -> Result<SocketAddr, String> {
 }
 
 /// A whole number within bounds, both included.
-pub(super) fn whole<T: TryFrom<i128> + PartialOrd + Display>(value: &Value, least: T, most: T) -> Result<T, String> {
+pub(super) fn whole<T: TryFrom<i128> + PartialOrd + Display>(value: &Value, min: T, max: T) -> Result<T, String> {
     let number = match value {
         Value::Word(word) => word.trim().parse().ok(),
         Value::Whole(number) => Some(*number),
         _ => None,
     };
     let number = number.and_then(|number| T::try_from(number).ok());
-    let number = number.filter(|number| (&least..=&most).contains(&number));
-    value.or_refused(number, format!("a whole number from {least} to {most}"))
+    let number = number.filter(|number| (&min..=&max).contains(&number));
+    value.or_refused(number, format!("a whole number from {min} to {max}"))
 }
 
 /// One GPU, or all of a model, as `linkwise.filter.exclude` names them.
@@ -217,14 +217,14 @@ pub(super) fn gpu_selector(value: &Value) -> Result<GpuSelector, String> {
     value.or_refused(selector, "an index, a UUID, a PCI address or a model")
 }
 
-/// `none` or `all`. Lists of GPUs were taken once.
+/// `none` or `all`. Earlier versions took lists of GPUs too.
 pub(super) fn dra_gpus(value: &Value) -> Result<Door, String> {
     match value.text().map(str::trim) {
         Some("none" | "") => Ok(Door::Plugin),
         Some("all") => Ok(Door::Dra),
         _ => Err(format!(
-            "{}. Lists of GPUs are not taken any more, because a node's GPUs all go through one API: give the nodes that \
-             are to use DRA a configuration with all (docs/migrating-to-dra.md)",
+            "{}; lists of GPUs are no longer accepted, because a node's GPUs all go through one API: give the nodes \
+             that are to use DRA a configuration with all (docs/migrating-to-dra.md)",
             value.refused("none or all")
         )),
     }
@@ -277,8 +277,8 @@ pub enum Interval {
 }
 
 impl Interval {
-    /// The time from one repetition to the next, and `shortest` at the least: 0 and single nanoseconds are valid, and
-    /// would keep a core or a server busy.
+    /// The time from one repetition to the next, at least `shortest`: 0 and single nanoseconds are valid, and would
+    /// keep a core or a server busy.
     pub fn at_least(self, shortest: Duration) -> Duration {
         match self {
             Self::Every(time) => time.max(shortest),
