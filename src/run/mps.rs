@@ -2,8 +2,8 @@
 //! GPUs of claims that ask for it. A process of its own, in a container with the privileges that MPS needs; the plugin
 //! has none.
 //!
-//! The process follows the file in which the plugin orders them, and reads neither a configuration nor NVML. `daemons`
-//! serves the daemons that are ordered; `orders` is the other side, in `linkwise run`.
+//! The process follows the file in which the plugin orders daemons, and reads neither a configuration nor NVML.
+//! `daemons` runs the ordered daemons; `orders` is the plugin's side, a task of `linkwise run`.
 
 mod daemons;
 mod orders;
@@ -36,7 +36,7 @@ use linkwise_system::signals::{LastSignals, listen};
 
 pub(super) use orders::spawn_in;
 
-/// The longest times for the daemon's work. `quit` gives the servers a second; the next half is the daemon's own.
+/// The longest times for the daemon's work. Within `quit` its servers have a second to end, and the daemon the rest.
 const PACE: Pace = Pace {
     answer: Duration::from_secs(5),
     start: Duration::from_secs(10),
@@ -46,10 +46,10 @@ const PACE: Pace = Pace {
     longest_pause: Duration::from_secs(60),
 };
 
-/// The time from one reading of the orders to the next: a small file.
+/// The time from one reading of the orders, a small file, to the next.
 const ORDERS_POLL: Duration = Duration::from_millis(500);
 
-/// Runs the control daemons until told to end; as the first process of a container, in a child process.
+/// Runs the control daemons until a signal ends it. The first process of a container runs them in a child process.
 pub fn mps_control_daemon(args: &MpsControlDaemonArgs) -> Result<ExitCode> {
     if args.command.is_none() && (args.init || getpid().is_init()) {
         return linkwise_system::block_on(as_first_process());
@@ -74,8 +74,8 @@ pub fn mps_control_daemon(args: &MpsControlDaemonArgs) -> Result<ExitCode> {
 }
 
 async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
-    // The config-manager of NVIDIA's chart and of the GPU operator sends SIGHUP after a change of the configuration. Its
-    // default action would end the daemons, and their clients' work.
+    // The config-manager of NVIDIA's chart and of the GPU Operator sends SIGHUP after a change of the configuration.
+    // The signal's default action would end the daemons, and their clients' work.
     let (mut last_signals, mut hangup) = (LastSignals::listen()?, listen(SignalKind::hangup(), "SIGHUP")?);
     let layout = Layout::new(&args.root.container_root);
     let _lock = lock(&layout)?;
@@ -88,7 +88,10 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     let programs = Programs { control: "nvidia-cuda-mps-control".into(), smi: "nvidia-smi".into() };
     let settings = Settings { layout: layout.clone(), programs, selinuxfs: "/sys/fs/selinux".into(), pace: PACE };
     if let Err(error) = prepare_orders(&settings) {
-        tracing::warn!(error = chain(&error), "MPS may not work: linkwise may not write its orders");
+        tracing::warn!(
+            error = chain(&error),
+            "cannot prepare the folder of MPS orders, linkwise may be unable to write there"
+        );
     }
     let mut daemons = Daemons::new(settings, daemons_gate);
     let mut released = release.follow();
@@ -114,7 +117,7 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     ended
 }
 
-/// The orders of the plugin.
+/// The orders of the plugin, as they were read last.
 #[derive(Default)]
 struct Demand {
     /// `None` before they were read.
@@ -125,18 +128,18 @@ struct Demand {
 }
 
 impl Demand {
-    /// Reads the orders; returns true if they changed. While they cannot be read, the last ones stay.
+    /// Reads the orders; returns true if they changed. While they cannot be read, the previous ones stay.
     async fn follow(&mut self, layout: &Layout) -> bool {
         let layout = layout.clone();
         let read = files::blocking(move || Orders::read(&layout)).await;
         let unreadable = read.as_ref().err().map(|error| chain(error));
         for error in self.unreadable.replace(unreadable) {
-            tracing::error!(error, "MPS orders unreadable, keeping the last ones");
+            tracing::error!(error, "MPS orders unreadable, keeping the previous ones");
         }
         let orders = read.ok().or_else(|| self.orders.is_none().then(Orders::default));
-        let changes = orders.is_some() && orders != self.orders;
+        let has_changed = orders.is_some() && orders != self.orders;
         self.orders = orders.or_else(|| self.orders.take());
-        changes
+        has_changed
     }
 
     /// The daemons to serve now, with their limits: resources, and the GPUs of claims. `None` before the orders were
@@ -147,7 +150,7 @@ impl Demand {
         for (daemon, limits) in orders.of_claims() {
             let sharing = served.iter().find(|(_, of)| of.gpus().any(|gpu| limits.gpus().any(|own| own == gpu)));
             match sharing {
-                Some((resource, _)) => refused.push(format!("{daemon}: {resource} shares its GPU by MPS")),
+                Some((resource, _)) => refused.push(format!("cannot start {daemon}: {resource} shares its GPU by MPS")),
                 None => drop(served.insert(daemon, limits)),
             }
         }
@@ -166,7 +169,7 @@ fn lock(layout: &Layout) -> Result<File> {
     let root = layout.root();
     ensure!(
         root.is_dir(),
-        "no folder {}: mount the host's MPS root there, or name it by --mps-container-root",
+        "no folder {}; mount the host's MPS root there, or set --mps-container-root",
         root.display()
     );
     let path = layout.lock();
@@ -180,8 +183,8 @@ fn lock(layout: &Layout) -> Result<File> {
 }
 
 /// Runs this program again as a child, passes signals on to it, and ends with its exit code. Reaps every process that
-/// lost its parent: servers that outlive their control daemon. The daemons' process is another one, because waiting for
-/// any child would take the exit status of children that it waits for itself.
+/// lost its parent: servers that outlive their control daemon. The daemons run in the child, because here the wait for
+/// any child would take the exit statuses for which their tasks wait.
 async fn as_first_process() -> Result<ExitCode> {
     let mut child_ended = listen(SignalKind::child(), "SIGCHLD")?;
     let mut terminate = listen(SignalKind::terminate(), "SIGTERM")?;

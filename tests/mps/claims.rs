@@ -97,7 +97,7 @@ async fn orders_that_are_wrong_change_nothing() {
     ] {
         assert_ne!(wrong, text, "{words}");
         fs::write(file(&node), wrong).unwrap();
-        let line = daemon.logged("MPS orders unreadable, keeping the last ones").await;
+        let line = daemon.logged("MPS orders unreadable, keeping the previous ones").await;
         assert!(line.contains(words), "{words}: {line}");
         assert_eq!((node.pid(name), ready(&node, &good)), (pid, Ok(())));
     }

@@ -13,6 +13,7 @@ use linkwise_core::state::ResourceName;
 use linkwise_host::mps::{DaemonEvent, Limits, Settings, set_back, supervise, unmount_own_shm, unmount_own_shms};
 use linkwise_nvml::gate::{DriverUse, Gate};
 
+/// All control daemons of this process, with their supervisors.
 pub(super) struct Daemons {
     settings: Settings,
     /// The wanted daemons; `None` before the first order.
@@ -21,7 +22,7 @@ pub(super) struct Daemons {
     tasks: JoinSet<ResourceName>,
     gate: Option<Gate>,
     /// Set from an order to release the driver until daemons are wanted again.
-    released: bool,
+    is_released: bool,
     /// Held while a daemon runs.
     driver: Option<DriverUse>,
 }
@@ -30,7 +31,7 @@ pub(super) struct Daemons {
 struct Supervisor {
     limits: Limits,
     /// Set while its daemon does not serve.
-    fails: Arc<AtomicBool>,
+    is_failing: Arc<AtomicBool>,
     end: CancellationToken,
 }
 
@@ -38,15 +39,15 @@ impl Supervisor {
     /// Returns true if the supervisor need not be replaced. A daemon that serves is not ended because a GPU has left; a
     /// daemon that has to be started again is started for the present GPUs.
     fn is_for(&self, wanted: &Limits) -> bool {
-        if self.fails.load(Ordering::Relaxed) { self.limits == *wanted } else { self.limits.hold(wanted) }
+        if self.is_failing.load(Ordering::Relaxed) { self.limits == *wanted } else { self.limits.hold(wanted) }
     }
 }
 
 impl Daemons {
-    /// Starts without daemons. They come to the driver through the gate.
+    /// Starts without daemons. They use the driver through the gate.
     pub fn new(settings: Settings, gate: Option<Gate>) -> Self {
         let (wanted, running, tasks) = Default::default();
-        Self { settings, wanted, running, tasks, gate, released: false, driver: None }
+        Self { settings, wanted, running, tasks, gate, is_released: false, driver: None }
     }
 
     /// Sets the daemons that are to serve from now on. Those with unchanged limits go on. At the first call, GPUs that
@@ -58,20 +59,20 @@ impl Daemons {
             });
             if let Err(error) = left.await {
                 let error = chain(&error);
-                tracing::warn!(error, "compute mode of an earlier MPS daemon not restored");
+                tracing::warn!(error, "cannot restore the compute mode that an earlier MPS daemon changed");
             }
         }
-        // Those of a killed process, and of claims that ended while the driver was released.
+        // Unmounts what a killed process left, and what claims left that ended while the driver was released.
         let is_needed = |daemon: &ResourceName| wanted.contains_key(daemon) || self.running.contains_key(daemon);
         log_unmounted(unmount_own_shms(&self.settings.layout, is_needed));
         self.wanted = Some(wanted);
-        self.released = false;
+        self.is_released = false;
         self.reconcile();
     }
 
     /// Ends all daemons, until others are wanted.
     pub fn release(&mut self) {
-        self.released = true;
+        self.is_released = true;
         if let Some(wanted) = &mut self.wanted {
             wanted.clear();
             self.reconcile();
@@ -85,21 +86,22 @@ impl Daemons {
             if !limits.is_some_and(|limits| running.is_for(limits)) {
                 let why = match limits {
                     Some(_) => "its limits changed",
-                    None if self.released => "an operator released the driver",
+                    None if self.is_released => "an operator released the driver",
                     None => "it is no longer shared by MPS",
                 };
                 tracing::info!(%resource, why, "ending the MPS daemon");
                 running.end.cancel();
             }
         }
-        // A GPU may pass from one daemon to another; the first would then set its compute mode back.
+        // No daemon starts before others have ended: a GPU may pass from one daemon to another, and the first one sets
+        // the GPU's compute mode back at its end.
         if self.running.values().any(|running| running.end.is_cancelled()) {
             return;
         }
         if !wanted.is_empty() && self.driver.is_none() {
             match self.gate.as_ref().map(Gate::enter).transpose() {
                 Ok(driver) => self.driver = driver,
-                // The order arrives here next.
+                // The gate refuses because of an order to release the driver, which arrives here next.
                 Err(_) => return,
             }
         }
@@ -108,14 +110,14 @@ impl Daemons {
                 continue;
             }
             let supervisor =
-                Supervisor { limits: limits.clone(), fails: Arc::default(), end: CancellationToken::new() };
-            let (fails, end) = (Arc::clone(&supervisor.fails), supervisor.end.clone());
+                Supervisor { limits: limits.clone(), is_failing: Arc::default(), end: CancellationToken::new() };
+            let (is_failing, end) = (Arc::clone(&supervisor.is_failing), supervisor.end.clone());
             let (settings, resource, limits) = (self.settings.clone(), resource.clone(), limits.clone());
             self.running.insert(resource.clone(), supervisor);
             self.tasks.spawn(async move {
                 let report = |event| {
                     if !matches!(event, DaemonEvent::NotLabelled(_)) {
-                        fails.store(matches!(event, DaemonEvent::Failed(..)), Ordering::Relaxed);
+                        is_failing.store(matches!(event, DaemonEvent::Failed(..)), Ordering::Relaxed);
                     }
                     log(&resource, &limits, event);
                 };
@@ -134,7 +136,7 @@ impl Daemons {
             bail!("the supervisor of the MPS daemon of {resource} ended by itself");
         }
         // Containers of the same claim may start again after the driver's release.
-        if !self.released {
+        if !self.is_released {
             log_unmounted(unmount_own_shm(&self.settings.layout, &resource));
         }
         self.driver.take_if(|_| self.running.is_empty());
@@ -142,6 +144,7 @@ impl Daemons {
         Ok(())
     }
 
+    /// Ends all daemons, and waits for their supervisors.
     pub async fn end(mut self) -> Result<()> {
         self.running.values().for_each(|running| running.end.cancel());
         while let Some(ended) = self.tasks.join_next().await {
@@ -153,7 +156,7 @@ impl Daemons {
 
 fn log_unmounted(unmounted: std::io::Result<()>) {
     if let Err(error) = unmounted {
-        tracing::warn!(%error, "shared memory of an MPS daemon that has ended stays mounted");
+        tracing::warn!(%error, "cannot unmount the shared memory of an MPS daemon that has ended");
     }
 }
 

@@ -23,7 +23,7 @@ use linkwise_system::right::Right;
 /// The time from one reading of the markers to the next: a lock that ends makes no event in a folder.
 const POLL: Duration = Duration::from_secs(1);
 
-/// The same while a claim may wait for a marker.
+/// The time from one reading to the next while a claim may wait for a marker.
 const CLAIM_POLL: Duration = Duration::from_millis(200);
 
 /// Starts the task; returns the way to order control daemons for claims. `has_claims` is false on a node that can have
@@ -31,7 +31,7 @@ const CLAIM_POLL: Duration = Duration::from_millis(200);
 pub(in crate::run) fn spawn_in(node: &mut Node, layout: Layout, has_claims: bool) -> MpsLink {
     let first = (!has_claims).then(MpsOrders::default);
     let ((orders, ordered), (served, serving)) = (watch::channel(first), watch::channel(None));
-    let plugin = Plugin {
+    let task = OrdersTask {
         layout,
         snapshots: node.snapshot(),
         files: node.files(),
@@ -40,56 +40,57 @@ pub(in crate::run) fn spawn_in(node: &mut Node, layout: Layout, has_claims: bool
         orders: ordered,
         served,
     };
-    node.spawn("MPS", plugin.run());
+    node.spawn("MPS", task.run());
     MpsLink { orders, served: serving }
 }
 
-/// The inputs and outputs of the task.
-struct Plugin {
+/// The task that orders daemons, with its inputs and outputs.
+struct OrdersTask {
     layout: Layout,
     snapshots: watch::Receiver<Arc<NodeState>>,
     /// The right to write the file, while this process serves the node.
     files: watch::Receiver<Option<Right>>,
     events: mpsc::Sender<Event>,
-    /// Gets the reason why no GPU is offered, for /readyz.
+    /// Set to the reason why no GPU is offered, for /readyz.
     idle: watch::Sender<Idle>,
     orders: watch::Receiver<Option<MpsOrders>>,
     served: watch::Sender<Option<MpsServed>>,
 }
 
-/// What one look found.
-struct Look {
+/// The result of one check of the daemons.
+struct Checked {
     /// The resources that are shared by MPS.
     resources: BTreeMap<ResourceName, Result<(), NotReady>>,
-    /// The control daemons of claims; `None` where their orders are unknown.
+    /// The control daemons of claims; `None` if their orders are unknown.
     claims: Option<MpsServed>,
     /// The reason why no control daemon gets an order.
     trouble: Option<String>,
 }
 
-impl Plugin {
-    /// Writes orders and reports what serves, as long as snapshots come.
+impl OrdersTask {
+    /// Writes orders and reports the daemons that serve, until the snapshots end.
     async fn run(mut self) -> Result<()> {
         let (mut troubles, mut resources, mut claims) = (Reported::new(), Reported::new(), Reported::new());
-        let (mut ready, mut last) = (BTreeMap::new(), Turns::default());
+        let (mut ready, mut last) = (BTreeMap::new(), DaemonClaims::default());
         loop {
             let snapshot = Arc::clone(&self.snapshots.borrow_and_update());
             let right = self.files.borrow_and_update().clone();
             let orders = self.orders.borrow_and_update().clone();
-            let (layout, current, mut turns) = (self.layout.clone(), Arc::clone(&snapshot), std::mem::take(&mut last));
+            let (layout, current, mut history) =
+                (self.layout.clone(), Arc::clone(&snapshot), std::mem::take(&mut last));
             // A file system that hangs must not hold a thread that admissions need.
-            let looked = spawn_blocking(move || (look(&layout, &current, orders, right, &mut turns), turns)).await;
-            let (look, turns) = looked.context("writing the MPS orders panicked")?;
-            last = turns;
-            for trouble in troubles.replace(look.trouble) {
+            let check = spawn_blocking(move || (check(&layout, &current, orders, right, &mut history), history)).await;
+            let (checked, history) = check.context("writing the MPS orders panicked")?;
+            last = history;
+            for trouble in troubles.replace(checked.trouble) {
                 tracing::warn!(trouble, "MPS daemons not ordered");
             }
-            for (resource, readiness) in resources.replace(look.resources.clone()) {
+            for (resource, readiness) in resources.replace(checked.resources.clone()) {
                 self.log_resource(&resource, readiness);
             }
-            self.report(&snapshot, &look.resources, &mut ready).await?;
-            let mut pause = (!look.resources.is_empty()).then_some(POLL);
-            if let Some(done) = look.claims {
+            self.report(&snapshot, &checked.resources, &mut ready).await?;
+            let mut pause = (!checked.resources.is_empty()).then_some(POLL);
+            if let Some(done) = checked.claims {
                 let not_ready = done.daemons.iter().filter_map(|(name, state)| Some((name, state.as_ref().err()?)));
                 for (daemon, why) in claims.replace(not_ready.map(|(name, why)| (name.clone(), why.clone()))) {
                     tracing::info!(%daemon, why, "MPS daemon of claims not ready");
@@ -119,15 +120,15 @@ impl Plugin {
         self.idle.send_replace(Idle::Waiting(format!("{resource}: its MPS control daemon is not ready: {why}")));
     }
 
-    /// Reports the resources whose control daemon is ready, where they changed.
+    /// Reports the resources whose control daemon is ready, if they changed.
     async fn report(
         &self,
         snapshot: &NodeState,
-        looked: &BTreeMap<ResourceName, Result<(), NotReady>>,
+        checked: &BTreeMap<ResourceName, Result<(), NotReady>>,
         ready: &mut BTreeMap<ResourceName, MpsShare>,
     ) -> Result<()> {
         let mut shares = snapshot.mps_shares().clone();
-        shares.retain(|resource, _| looked.get(resource) == Some(&Ok(())));
+        shares.retain(|resource, _| checked.get(resource) == Some(&Ok(())));
         if shares != *ready {
             ready.clone_from(&shares);
             self.events.send(Event::MpsReady(shares)).await.context("no task takes events any more")?;
@@ -136,50 +137,50 @@ impl Plugin {
     }
 }
 
-/// The claims that have had daemons last. Another claim gets a daemon of the same name when that of the last one has
-/// ended, and with it what the last left in shared memory.
+/// The claims that had daemons at the last check. A claim gets a daemon that another claim had only after that daemon
+/// has ended, and with it what the other claim left in shared memory.
 #[derive(Debug, Default)]
-struct Turns {
+struct DaemonClaims {
     /// The UIDs of the claims of each daemon.
     claims: BTreeMap<ResourceName, BTreeSet<String>>,
     /// The daemons whose last claims have ended.
     ending: BTreeSet<ResourceName>,
 }
 
-impl Turns {
-    /// Takes the daemons out of the orders that have to end first; returns their names.
-    fn take_out(
+impl DaemonClaims {
+    /// Removes from the orders the daemons that have to end before they start again; returns their names.
+    fn hold_back(
         &mut self,
         daemons: &mut BTreeMap<ResourceName, MpsOrder>,
         claims: BTreeMap<ResourceName, BTreeSet<String>>,
-        is_there: impl Fn(&ResourceName) -> bool,
+        keeps_memory: impl Fn(&ResourceName) -> bool,
     ) -> Vec<ResourceName> {
         for (name, before) in std::mem::replace(&mut self.claims, claims) {
             match self.claims.get(&name) {
                 Some(now) if !now.is_disjoint(&before) => {}
-                // Nobody knows of which claims it is now.
+                // It is unknown which claims the daemon has now.
                 None if daemons.contains_key(&name) => drop(self.claims.insert(name, before)),
                 _ => drop(self.ending.insert(name)),
             }
         }
-        self.ending.retain(is_there);
+        self.ending.retain(keeps_memory);
         let waits: Vec<ResourceName> = self.ending.iter().filter(|name| daemons.contains_key(*name)).cloned().collect();
         daemons.retain(|name, _| !self.ending.contains(name));
         waits
     }
 }
 
-/// Writes the orders, if this process may, and looks which daemons serve.
-fn look(
+/// Writes the orders, if this process has the right to, and reads which daemons serve.
+fn check(
     layout: &Layout,
     snapshot: &NodeState,
     orders: Option<MpsOrders>,
     right: Option<Right>,
-    turns: &mut Turns,
-) -> Look {
-    // Before the GPUs are seen, the file of the last process stays.
+    history: &mut DaemonClaims,
+) -> Checked {
+    // Before the GPUs are seen, the file of the previous process stays.
     if snapshot.topology().gpus().is_empty() {
-        return Look { resources: BTreeMap::new(), claims: None, trouble: None };
+        return Checked { resources: BTreeMap::new(), claims: None, trouble: None };
     }
     let mut resources = BTreeMap::new();
     let limits = |(name, share): (&ResourceName, &MpsShare)| match layout.check(name) {
@@ -198,7 +199,7 @@ fn look(
         daemons.extend(others.collect::<Vec<_>>());
     }
     let waits =
-        if is_known { turns.take_out(&mut daemons, claims, |name| keeps_own_shm(layout, name)) } else { Vec::new() };
+        if is_known { history.hold_back(&mut daemons, claims, |name| keeps_own_shm(layout, name)) } else { Vec::new() };
     let gpus = snapshot.topology().gpus().iter().map(|gpu| gpu.uuid.clone());
     let gpus: BTreeSet<_> = gpus.filter(|gpu| snapshot.is_with_dra(gpu)).collect();
     let orders = Orders { gpus, daemons, resources: shared };
@@ -212,13 +213,13 @@ fn look(
         (name, ready)
     };
     let waits =
-        waits.into_iter().map(|name| (name, Err("the daemon of the claim before has not ended yet".to_owned())));
+        waits.into_iter().map(|name| (name, Err("the daemon of the previous claim has not ended yet".to_owned())));
     let daemons: BTreeMap<_, _> = orders.of_claims().map(ready).chain(waits).collect();
-    // This is read after the markers: a daemon that serves has its GPUs on record.
+    // The record is read after the markers, because a daemon records its GPUs before it serves.
     let exclusive = exclusive_gpus(layout).unwrap_or_default().intersection(&orders.gpus).cloned().collect();
-    let is_asked = !daemons.is_empty() || !orders.resources.is_empty();
+    let has_orders = !daemons.is_empty() || !orders.resources.is_empty();
     let claims = is_known.then_some(MpsServed { revision, trouble: trouble.clone(), daemons, exclusive });
-    Look { resources, claims, trouble: trouble.filter(|_| is_asked) }
+    Checked { resources, claims, trouble: trouble.filter(|_| has_orders) }
 }
 
 #[cfg(test)]
@@ -236,33 +237,34 @@ mod tests {
         let plan = ResourcePlan { sharing: Some(Sharing::new(SharingKind::Mps, vec![shared])), ..Default::default() };
         let machine = machines::load("dgx1-v100").unwrap().observed;
         let mut state = NodeState::default();
-        let look = |state: &NodeState, orders: Option<MpsOrders>, right: Option<Right>| {
-            look(&layout, state, orders, right, &mut Turns::default()).trouble
+        let check = |state: &NodeState, orders: Option<MpsOrders>, right: Option<Right>| {
+            check(&layout, state, orders, right, &mut DaemonClaims::default()).trouble
         };
         let written = || Orders::read(&layout).unwrap();
-        // The GPUs are unknown: the orders of the last process stay.
+        // The GPUs are unknown: the orders of the previous process stay.
         let gpus = vec![MpsOrderGpu { gpu: machine.gpus[0].uuid.clone(), mib: None }];
         let of_claim = MpsOrder { gpus, thread_percentage: 50, exclusive: true };
         let before = Orders { daemons: [(of_claim.name().unwrap(), of_claim)].into(), ..Orders::default() };
         before.write(&layout).unwrap();
         for event in [Event::Planned(Box::new(plan)), Event::Observed(Box::new(machine))] {
-            assert_eq!(look(&state, Some(MpsOrders::default()), Some(Right::default())), None);
+            assert_eq!(check(&state, Some(MpsOrders::default()), Some(Right::default())), None);
             assert_eq!(written(), before);
             state = state.apply(event, Duration::ZERO).0;
         }
         // A standby writes nothing.
-        assert_eq!(look(&state, Some(MpsOrders::default()), None), None);
+        assert_eq!(check(&state, Some(MpsOrders::default()), None), None);
         assert_eq!(written(), before);
         // The orders of claims stay until their checkpoints are read.
-        assert_eq!(look(&state, None, Some(Right::default())), None);
+        assert_eq!(check(&state, None, Some(Right::default())), None);
         assert_eq!((written().daemons, written().resources.len()), (before.daemons.clone(), 1));
-        assert_eq!(look(&state, Some(MpsOrders::default()), Some(Right::default())), None);
+        assert_eq!(check(&state, Some(MpsOrders::default()), Some(Right::default())), None);
         let limits = written().resources.remove(&ResourceName::gpu()).unwrap();
         assert_eq!((limits.thread_percentage, limits.memory.len(), written().daemons.len()), (25, 8, 0));
-        // Without an MPS root the cause is told.
+        // Without an MPS root the trouble names it.
         let nowhere = Layout::new(folder.path().join("nowhere"));
-        let told = super::look(&nowhere, &state, None, Some(Right::default()), &mut Turns::default()).trouble.unwrap();
-        assert!(told.ends_with("the MPS root is not mounted"), "{told}");
+        let checked = super::check(&nowhere, &state, None, Some(Right::default()), &mut DaemonClaims::default());
+        let trouble = checked.trouble.unwrap();
+        assert!(trouble.ends_with("the MPS root is not mounted"), "{trouble}");
     }
 
     fn name(text: &str) -> ResourceName {
@@ -271,7 +273,7 @@ mod tests {
 
     #[test]
     fn next_claim_waits_until_the_last_ones_memory_is_gone() {
-        let mut turns = Turns::default();
+        let mut history = DaemonClaims::default();
         let mut waits = |wanted: &[(&str, &[&str])], others: &[&str], there: &[&str]| {
             let order = MpsOrder { gpus: Vec::new(), thread_percentage: 100, exclusive: true };
             let names = wanted.iter().map(|(daemon, _)| *daemon).chain(others.iter().copied());
@@ -279,7 +281,7 @@ mod tests {
             let uids = |claims: &[&str]| claims.iter().map(|uid| (*uid).to_owned()).collect();
             let claims = wanted.iter().map(|(daemon, claims)| (name(daemon), uids(claims))).collect();
             let is_there = |daemon: &ResourceName| there.iter().any(|text| name(text) == *daemon);
-            let waits = turns.take_out(&mut daemons, claims, is_there);
+            let waits = history.hold_back(&mut daemons, claims, is_there);
             assert!(waits.iter().all(|name| !daemons.contains_key(name)));
             waits.len()
         };
