@@ -1,4 +1,4 @@
-//! Keeps what containers get of the host up to date: CDI specs, and the host's device nodes for answers to Allocate.
+//! Keeps up to date what containers get of the host: CDI specs, and the host's device nodes for answers to Allocate.
 //! Publishes the CDI devices, of which claims get copies.
 //!
 //! One task follows the snapshot, scans the host apart from admissions, writes the files that changed and publishes the
@@ -31,16 +31,18 @@ use linkwise_system::send_if_new;
 /// first use, and an operator may empty the folder of specs. NVML is polled as often.
 const SCAN_EVERY: Duration = Duration::from_secs(10);
 
-/// The way in which containers get their GPUs, and the task behind it.
-pub(super) struct Prepared {
+/// The way in which containers get their GPUs, and the task that keeps it up to date. Made by [`prepare`] at each
+/// start.
+pub(super) struct PreparedInjection {
     /// The operator's options.
     pub options: InjectionOptions,
     /// The host's devices, as last scanned.
     pub host_devices: watch::Receiver<Arc<HostDevices>>,
-    /// The task, if any file has to be kept up to date.
+    /// The task; `None` if containers need neither CDI specs nor device nodes.
     pub sync: Option<CdiSync>,
 }
 
+/// The task that scans the host, before it runs.
 pub(super) struct CdiSync {
     scan: HostScan,
     host_devices: watch::Sender<Arc<HostDevices>>,
@@ -57,18 +59,18 @@ struct HostScan {
     /// The folder of CDI specs; `None` if containers get their GPUs without CDI.
     folder: Option<PathBuf>,
     /// Set if claims get copies of the CDI devices.
-    for_claims: bool,
+    serves_claims: bool,
     /// Set if containers get RDMA NICs.
-    nics: bool,
+    exposes_nics: bool,
 }
 
 /// Reads the operator's options. Fails if CDI specs are wanted and their folder cannot be written, or if a required
 /// IMEX channel does not exist.
-pub(super) fn prepare(settings: &Settings, sysfs: &Path, uses_dra: bool) -> Result<Prepared> {
+pub(super) fn prepare(settings: &Settings, sysfs: &Path, uses_dra: bool) -> Result<PreparedInjection> {
     let wants = |strategy| settings.device_list_strategy.value.contains(&strategy);
     let annotations = wants(DeviceListStrategy::CdiAnnotations);
     let cri = wants(DeviceListStrategy::CdiCri);
-    // Claims name CDI devices, regardless of the device plugin.
+    // These options are for the device plugin alone: claims name CDI devices in any case.
     let cdi = (cri || annotations).then(|| CdiOptions {
         kind: cdi::kind(cdi::GPU_CLASS),
         annotation_prefix: annotations.then(|| settings.cdi_annotation_prefix.value.clone()),
@@ -89,17 +91,17 @@ pub(super) fn prepare(settings: &Settings, sysfs: &Path, uses_dra: bool) -> Resu
     let scan = HostScan {
         scanner: cdi::Scanner::new(roots(settings, sysfs), cdi_options),
         folder: (cdi.is_some() || uses_dra).then(|| settings.cdi_dir.value.clone()),
-        for_claims: uses_dra,
-        nics: settings.expose_nics.value,
+        serves_claims: uses_dra,
+        exposes_nics: settings.expose_nics.value,
     };
     if let Some(folder) = &scan.folder {
-        cdi::prepare(folder).context(if uses_dra { "DRA needs CDI" } else { "--device-list-strategy asks for CDI" })?;
+        cdi::prepare(folder).context(if uses_dra { "DRA needs CDI" } else { "--device-list-strategy needs CDI" })?;
     }
     let host_devices = scan.host_devices();
     if settings.imex_required.value {
         let wanted = &settings.imex_channel_ids.value;
         if let Some(channel) = wanted.iter().find(|channel| !host_devices.imex_channels.contains(channel)) {
-            bail!("--imex-required: IMEX channel {channel} is not there");
+            bail!("IMEX channel {channel} does not exist; create it, or unset --imex-required");
         }
     }
     let options = InjectionOptions {
@@ -113,8 +115,8 @@ pub(super) fn prepare(settings: &Settings, sysfs: &Path, uses_dra: bool) -> Resu
     };
     let host_devices = watch::Sender::new(Arc::new(host_devices));
     let files = scan.folder.is_some();
-    let nodes = options.device_nodes || scan.nics || !settings.imex_channel_ids.value.is_empty();
-    Ok(Prepared {
+    let nodes = options.device_nodes || scan.exposes_nics || !settings.imex_channel_ids.value.is_empty();
+    Ok(PreparedInjection {
         options,
         host_devices: host_devices.subscribe(),
         sync: (files || nodes).then(|| CdiSync {
@@ -129,7 +131,7 @@ pub(super) fn prepare(settings: &Settings, sysfs: &Path, uses_dra: bool) -> Resu
 
 fn roots(settings: &Settings, sysfs: &Path) -> cdi::Roots {
     let dev = &settings.dev_root.value;
-    // The option names the folder that has /dev in it; /dev itself is accepted.
+    // The setting names the folder that has /dev in it; /dev itself is accepted.
     let dev = if dev.ends_with("dev") { dev.parent().unwrap_or(Path::new("/")) } else { dev };
     cdi::Roots {
         driver: settings.driver_root.value.clone(),
@@ -145,7 +147,8 @@ impl CdiSync {
         self.cdi.subscribe()
     }
 
-    /// Runs as long as snapshots come; fails if the first files cannot be written. Writes while it has the right to.
+    /// Runs until the snapshots or the right to write (`files`) end; fails if the first files cannot be written. Writes
+    /// only while it has the right.
     pub async fn run(
         self,
         mut snapshot: watch::Receiver<Arc<NodeState>>,
@@ -192,7 +195,7 @@ impl CdiSync {
             }
             if let Some(found) = scanned.cdi {
                 cdi.send_if_modified(|known| {
-                    // A program that removed our files may have removed those of claims.
+                    // A program that removed these specs may have removed those of claims: claims write theirs again.
                     let is_news = scanned.has_written || known.as_deref() != Some(&found);
                     *known = Some(Arc::new(found));
                     is_news
@@ -220,7 +223,7 @@ struct Scanned {
     devices: HostDevices,
     /// The CDI devices, if claims need them and there are GPUs.
     cdi: Option<CdiDevices>,
-    /// True if a CDI spec was missing or not as it should be.
+    /// True if a CDI spec was missing or different, and is written now.
     has_written: bool,
     warnings: Vec<cdi::Warning>,
     /// The last error.
@@ -228,7 +231,7 @@ struct Scanned {
 }
 
 impl HostScan {
-    /// The host's devices beside its GPUs, without CDI devices.
+    /// The host's devices other than GPUs. The list of CDI devices stays empty.
     fn host_devices(&self) -> HostDevices {
         let roots = self.scanner.roots();
         HostDevices {
@@ -236,15 +239,15 @@ impl HostScan {
             control_nodes: self.scanner.control_nodes(),
             imex_channels: self.scanner.imex_channels(),
             cdi_devices: Vec::new(),
-            rdma: self.nics.then(|| RdmaNodes {
+            rdma: self.exposes_nics.then(|| RdmaNodes {
                 devices: hwloc::rdma_nodes(&roots.sysfs),
                 common: hwloc::rdma_cm_node(&roots.sysfs).into_iter().collect(),
             }),
         }
     }
 
-    /// Scans, and writes the files that changed. Writes as many as possible, and keeps the last error. A node without GPUs
-    /// needs no files, and no warnings.
+    /// Scans, and writes the files that changed. Writes as many as possible, and keeps the last error. A node without
+    /// GPUs needs no files, and no warnings.
     fn run(&mut self, snapshot: &NodeState, metrics: &cdi::CdiMetrics) -> Scanned {
         let mut scanned = Scanned { devices: self.host_devices(), ..Scanned::default() };
         if !snapshot.offers_any() {
@@ -268,12 +271,12 @@ impl HostScan {
                     continue;
                 }
             }
-            // Only devices with a spec count: a runtime refuses a container that names any other.
+            // Only devices with a spec are listed, because a runtime refuses a container that names any other.
             if spec.kind != cdi::kind(cdi::GPU_CLASS) {
                 scanned.devices.cdi_devices.extend(spec.names());
             }
         }
-        scanned.cdi = self.for_claims.then(|| for_claims(&specs));
+        scanned.cdi = self.serves_claims.then(|| for_claims(&specs));
         scanned
     }
 }
@@ -311,8 +314,8 @@ mod tests {
             scan: HostScan {
                 scanner: cdi::Scanner::new(roots, cdi::Options::default()),
                 folder: Some(at("cdi")),
-                for_claims: true,
-                nics: false,
+                serves_claims: true,
+                exposes_nics: false,
             },
             host_devices: watch::Sender::default(),
             ready: watch::Sender::new(false),

@@ -1,4 +1,4 @@
-//! The node's condition: `linkwise run` makes it of each view of the node and hands it to its writer; `linkwise
+//! The node's condition: `linkwise run` makes it from each view of the node and hands it to its writer; `linkwise
 //! clear-condition` removes it from all nodes.
 
 use std::collections::BTreeMap;
@@ -32,13 +32,13 @@ const UNTAINTED: &str = "startup_taints";
 /// The longest content of that file, in bytes: two UUIDs.
 const MAX_UNTAINTED: u64 = 256;
 
-/// The pause between two looks at the node. Its GPUs and parts change in bursts.
-const BETWEEN: Duration = Duration::from_millis(250);
+/// The shortest time between two conditions. A node's GPUs and parts change in bursts.
+const MIN_INTERVAL: Duration = Duration::from_millis(250);
 
-/// The time that a process has to begin to serve, before the condition says that it does not.
-const START: Duration = Duration::from_secs(60);
+/// The time in which a process has to begin to serve, before the condition reports that it does not.
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Has the node's condition written, where the settings ask for that.
+/// Starts the tasks that write the node's condition, if the settings ask for it.
 pub(super) fn spawn_in(
     node: &mut Node,
     settings: &Settings,
@@ -49,7 +49,7 @@ pub(super) fn spawn_in(
         return;
     }
     let (Some(api), Some(name)) = (api, name.filter(|name| !name.is_empty())) else {
-        tracing::warn!("node condition not written: it needs the API server and --node-name (NODE_NAME)");
+        tracing::warn!("cannot write the node condition: it needs the API server and --node-name (NODE_NAME)");
         return;
     };
     let file = state_dir.map(|folder| folder.join(UNTAINTED));
@@ -57,7 +57,7 @@ pub(super) fn spawn_in(
     let kept = kept.and_then(|text| String::from_utf8(text).ok());
     let boot = boot().unwrap_or_default();
     let was_ready = kept.as_ref().is_some_and(|kept| kept.split(' ').next() == Some(&boot));
-    let of = NodeConditionSettings {
+    let condition = NodeConditionSettings {
         node: name.to_owned(),
         kind: settings.node_condition_type.value.clone(),
         startup_taints: settings.startup_taints.value.clone(),
@@ -67,8 +67,8 @@ pub(super) fn spawn_in(
     node.metrics().register(|registry| api.metrics().register_in(registry));
     let (sender, wanted) = watch::channel(None);
     let keep = move |mark: &str| keep(file.as_ref(), mark);
-    let writer = NodeConditionWriter::new(api.another(), of, keep).run(wanted, node.shutdown());
-    let looks = Looks {
+    let writer = NodeConditionWriter::new(api.another(), condition, keep).run(wanted, node.shutdown());
+    let inputs = Inputs {
         snapshot: node.snapshot(),
         parts: node.readiness.news(),
         idle: node.readiness.idle().subscribe(),
@@ -77,21 +77,21 @@ pub(super) fn spawn_in(
         expected: settings.expect_gpus.value,
         was_ready,
     };
-    node.spawn("node condition", follow(looks, sender));
+    node.spawn("node condition", follow(inputs, sender));
     node.spawn_until_done("node condition's writer", writer.map(Ok));
 }
 
-/// Keeps the mark, so that the next process removes no taint that somebody put back.
+/// Stores the mark, so that the next process does not remove a taint that an operator put back.
 fn keep(file: Option<&PathBuf>, mark: &str) {
     let Some(file) = file else { return };
     if let Err(error) = files::write(file, mark.as_bytes(), 0o600) {
         let file = file.display();
-        tracing::warn!(%file, %error, "cannot write which startup taints are removed: the next process may do it again");
+        tracing::warn!(%file, %error, "cannot store that startup taints are removed, the next process may remove them");
     }
 }
 
-/// What the condition is made of.
-struct Looks {
+/// The inputs from which the condition is made.
+struct Inputs {
     snapshot: watch::Receiver<Arc<NodeState>>,
     parts: watch::Receiver<BTreeMap<Part, PartState>>,
     idle: watch::Receiver<Idle>,
@@ -102,31 +102,32 @@ struct Looks {
     was_ready: bool,
 }
 
-/// Publishes the condition while this process writes for the node: before and after that another linkwise does. Where the
-/// node was ready before, it is no news that a process begins to serve: a restart and a rollout change nothing.
-async fn follow(mut looks: Looks, condition: watch::Sender<Option<Arc<Condition>>>) -> Result<()> {
-    let mut held_back_until = looks.was_ready.then(|| Instant::now() + START);
+/// Publishes the condition while this process has the right to write for the node; at other times another linkwise
+/// does. If the node was ready before this process, a condition that only reports its start is held back for
+/// [`START_TIMEOUT`], so that a restart or a rollout changes nothing.
+async fn follow(mut inputs: Inputs, condition: watch::Sender<Option<Arc<Condition>>>) -> Result<()> {
+    let mut held_back_until = inputs.was_ready.then(|| Instant::now() + START_TIMEOUT);
     loop {
-        looks.snapshot.mark_unchanged();
-        looks.parts.mark_unchanged();
-        looks.idle.mark_unchanged();
-        let is_writer = looks.files.borrow_and_update().is_some();
-        let made = is_writer.then(|| Arc::new(Condition::of(&looks.views.for_operator(), looks.expected)));
+        inputs.snapshot.mark_unchanged();
+        inputs.parts.mark_unchanged();
+        inputs.idle.mark_unchanged();
+        let is_writer = inputs.files.borrow_and_update().is_some();
+        let made = is_writer.then(|| Arc::new(Condition::of(&inputs.views.for_operator(), inputs.expected)));
         let is_news = made.as_ref().is_some_and(|made| !made.is_starting());
         held_back_until.take_if(|until| is_news || *until <= Instant::now());
         send_if_new(&condition, made.filter(|_| held_back_until.is_none()));
-        sleep(BETWEEN).await;
+        sleep(MIN_INTERVAL).await;
         tokio::select! {
             () = at(held_back_until) => {}
-            changed = looks.snapshot.changed() => changed.context("the node's state is gone")?,
-            changed = looks.parts.changed() => changed.context("the node's parts are gone")?,
-            changed = looks.idle.changed() => changed.context("the driver's task is gone")?,
-            changed = looks.files.changed() => changed.context("the takeover's task is gone")?,
+            changed = inputs.snapshot.changed() => changed.context("the node's state is gone")?,
+            changed = inputs.parts.changed() => changed.context("the node's parts are gone")?,
+            changed = inputs.idle.changed() => changed.context("the driver's task is gone")?,
+            changed = inputs.files.changed() => changed.context("the takeover's task is gone")?,
         }
     }
 }
 
-/// Removes the condition from all nodes, as an uninstallation needs it.
+/// Removes the condition from all nodes, after an uninstallation.
 pub async fn clear(args: &ClearConditionArgs) -> Result<()> {
     let server = ApiServer::new(args.api.access()?, Pace::DEFAULT, ApiMetrics::default());
     let cleared = clear_condition(server, &args.kind).await.context("cannot remove the condition from all nodes")?;

@@ -12,7 +12,7 @@ use tokio::sync::mpsc;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 
-use super::dra::start::{Lack, RightsReader};
+use super::dra::start::{MissingRight, RightsReader};
 use crate::config::settings::{ConfigError, Finding, Loaded, Severity, load_text};
 use crate::config::{Environment, FileWatch, Flags, Settings};
 use linkwise_core::errors::chain;
@@ -20,30 +20,33 @@ use linkwise_core::state::{Door, Event};
 use linkwise_node::readiness::{Part, Readiness};
 use linkwise_system::metrics::new;
 
-/// The pause between two checks of the rights that DRA lacks.
-const LOOK_AGAIN: Duration = Duration::from_secs(10);
+/// The time between two checks of the rights that DRA lacks.
+const RIGHTS_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Makes and registers the metric that tells if the last configuration read is in use. A process starts with a valid one.
+/// Makes and registers the metric that reports whether the configuration that was read last is in use. A process starts
+/// with a valid one.
 pub(super) fn valid_metric(registry: &mut Registry) -> Gauge {
-    let help = "1 while the configuration that was read last is the one that counts, 0 while it was refused and an older \
-                one counts";
+    let help = "1 while the configuration that was read last is in use, 0 while it is rejected and the previous one is \
+                in use";
     let valid: Gauge = new(registry, "config_valid", help);
     valid.set(1);
     valid
 }
 
+/// Logs findings. They are never silent: a setting that has no effect is a warning.
 pub(super) fn log(findings: &[Finding]) {
     for Finding { line, key, severity, problem } in findings {
         match severity {
-            Severity::Note => tracing::warn!(line, key, problem, "configuration"),
+            Severity::Note => tracing::warn!(line, key, problem, "configuration note"),
             Severity::Warning => {
-                tracing::warn!(line, key, problem, "configuration, rejected by 'linkwise config check'")
+                tracing::warn!(line, key, problem, "configuration warning, 'linkwise config check' rejects it")
             }
-            Severity::Error => tracing::error!(line, key, problem, "configuration, rejected"),
+            Severity::Error => tracing::error!(line, key, problem, "configuration error"),
         }
     }
 }
 
+/// The task that reloads the configuration; [`super::start`] makes it.
 pub(super) struct Reloader {
     pub flags: Flags,
     pub settings: Settings,
@@ -52,18 +55,18 @@ pub(super) struct Reloader {
     pub rights: RightsReader,
     /// The rights for DRA that were missing at the last check. Without them the GPUs stay with the device plugin, and
     /// the node is not ready.
-    pub lacks: Vec<Lack>,
+    pub lacks: Vec<MissingRight>,
     pub readiness: Readiness,
-    /// Cancelled where the node is to be served anew, through the other door, and then `shutdown`.
-    pub anew: CancellationToken,
+    /// Cancelled before `shutdown` if the node is to be served again, through the other door.
+    pub serve_again: CancellationToken,
     pub shutdown: CancellationToken,
 }
 
 impl Reloader {
-    /// Records that GPUs are to go through DRA and that these rights are missing: the GPUs stay with the device plugin.
-    /// Logged once.
-    pub fn cannot_serve_dra(&mut self, lacks: Vec<Lack>) {
-        let why: Vec<String> = lacks.iter().map(Lack::to_string).collect();
+    /// Records that GPUs are to go through DRA and that these rights are missing, for which the GPUs stay with the
+    /// device plugin. Logs the same rights once.
+    pub fn cannot_serve_dra(&mut self, lacks: Vec<MissingRight>) {
+        let why: Vec<String> = lacks.iter().map(MissingRight::to_string).collect();
         let why = why.join("; ");
         self.readiness.add(Part::Dra, "GPUs stay with the device plugin");
         self.readiness.trouble(&Part::Dra, why.clone());
@@ -73,12 +76,13 @@ impl Reloader {
         self.lacks = lacks;
     }
 
-    /// Returns true if the node is served anew through the wanted door. A door that cannot be had is replaced.
-    async fn is_anew(&mut self, wanted: &mut Door, reason: &str) -> bool {
+    /// Ends this start and returns true if the node is to be served again through another door, the wanted one. If the
+    /// device plugin serves and DRA lacks a right, the wanted door becomes the device plugin.
+    async fn changes_door(&mut self, wanted: &mut Door, reason: &str) -> bool {
         let now = self.settings.dra_gpus.value;
         let lacks = if *wanted == Door::Dra { self.rights.lacks().await } else { Vec::new() };
         if !lacks.is_empty() {
-            // A right that is lost while DRA is served shows where it is needed.
+            // If DRA serves and has lost a right, the part that needs the right reports it.
             if now == Door::Plugin {
                 self.cannot_serve_dra(lacks);
                 *wanted = now;
@@ -91,7 +95,7 @@ impl Reloader {
             return false;
         }
         tracing::info!(why = reason, door = wanted.label(), "GPUs are to go through the other door");
-        self.anew.cancel();
+        self.serve_again.cancel();
         self.shutdown.cancel();
         true
     }
@@ -107,7 +111,7 @@ impl Reloader {
             (reason, text) = tokio::select! {
                 text = file.changed() => ("the file changed", text),
                 _ = hangup.recv() => ("SIGHUP", file.read().await),
-                () = sleep(LOOK_AGAIN), if !self.lacks.is_empty() => ("DRA lacked rights", file.read().await),
+                () = sleep(RIGHTS_INTERVAL), if !self.lacks.is_empty() => ("DRA lacked rights", file.read().await),
             };
         }
     }
@@ -117,7 +121,7 @@ impl Reloader {
         let loaded = reloaded(&self.flags, text, reason);
         self.valid.set(loaded.is_some().into());
         let Some(mut loaded) = loaded else { return Ok(()) };
-        if self.is_anew(&mut loaded.settings.dra_gpus.value, reason).await {
+        if self.changes_door(&mut loaded.settings.dra_gpus.value, reason).await {
             return Ok(());
         }
         if !self.lacks.is_empty() {
@@ -148,7 +152,7 @@ impl Reloader {
     }
 }
 
-/// The settings of a text; `None`, with log lines, if it is rejected.
+/// The settings of a text. If it is rejected, logs the reasons and returns `None`.
 pub(super) fn reloaded(flags: &Flags, text: Result<String, ConfigError>, why: &str) -> Option<Loaded> {
     let rejected = |error: &ConfigError| {
         if let ConfigError::Rejected(_, findings) = error {
@@ -159,7 +163,7 @@ pub(super) fn reloaded(flags: &Flags, text: Result<String, ConfigError>, why: &s
     text.and_then(|text| load_text(flags, &Environment::read(), &text)).inspect_err(rejected).ok()
 }
 
-/// The events that follow at once from a change of the settings.
+/// The events for those changed settings that apply at once.
 fn events(before: &Settings, now: &Settings) -> Vec<Event> {
     let mut events = Vec::new();
     if now.numa_hints.value != before.numa_hints.value {

@@ -3,7 +3,7 @@
 //! `start` decides what a process does for DRA.
 //!
 //! The pool is made from each snapshot and handed to the writer of slices; the plugin enters claims into the node's
-//! ledger. An API server that is away changes nothing for prepared claims.
+//! ledger. While the API server is unavailable, prepared claims stay as they are.
 
 pub(super) mod start;
 
@@ -47,20 +47,20 @@ const CLAIMS: &str = "claims";
 /// or asks for a pause, is not a fault of this node.
 const GRACE: Duration = Duration::from_secs(60);
 
-/// The connections from the rest of the program to DRA.
-pub(super) struct Given<'a> {
+/// The inputs of DRA from the rest of the program, made once for each start.
+pub(super) struct Inputs<'a> {
     pub settings: &'a Settings,
     /// The node's pool of devices, empty.
     pub pool: Pool,
     pub plugin: dra::Settings,
-    /// The turn of this process among several linkwise.
+    /// The duties of this process's plugin among several linkwise of the node.
     pub handover: Handover,
     /// True if the plugin's metrics are shown.
     pub has_metrics: bool,
 }
 
-impl<'a> Given<'a> {
-    /// The plugin serves claims without orders for MIG devices and MPS, and its metrics are shown.
+impl<'a> Inputs<'a> {
+    /// Inputs for a plugin that serves claims, cannot order MIG devices and MPS, and has its metrics shown.
     pub fn new(
         settings: &'a Settings,
         name: String,
@@ -70,7 +70,7 @@ impl<'a> Given<'a> {
         handover: Handover,
     ) -> Self {
         let pool = Pool::new(name, Vec::new());
-        // Claims get copies of CDI devices, regardless of the device plugin.
+        // Claims get copies of CDI devices, also if the device plugin does without CDI.
         let names = CdiOptions { kind: cdi::kind(cdi::GPU_CLASS), annotation_prefix: None, cri: true };
         let plugin = dra::Settings {
             registry: settings.dra_registry_dir.value.clone(),
@@ -87,11 +87,12 @@ impl<'a> Given<'a> {
     }
 }
 
-/// Starts DRA in a node. Without a client of the API server no slices are written, and no new claim is prepared. Where
-/// GPUs go through the device plugin, the parts of DRA do not count for readiness, and the slices are empty while the
-/// kubelet has the plugin registered; otherwise the kubelet deletes them. Returns the plugin, to ask whether it answers.
-pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&ApiServer>) -> dra::Plugin {
-    let Given { settings, pool: empty, plugin, handover, has_metrics } = given;
+/// Starts DRA in a node. Without a client of the API server no slices are written, and no new claim is prepared. If
+/// GPUs go through the device plugin, the parts of DRA do not count for readiness, and the node's slices are emptied
+/// while the kubelet has the plugin registered; without the registration the kubelet deletes them. Returns the plugin,
+/// which knows whether it answers.
+pub(super) fn spawn_in(node: &mut Node, inputs: Inputs<'_>, api: Option<&ApiServer>) -> dra::Plugin {
+    let Inputs { settings, pool: empty, plugin, handover, has_metrics } = inputs;
     let serves = plugin.serves;
     let (pool, published) = watch::channel(None);
     let plugin = dra::Settings { read_claim: api.map(read_claim), published, ..plugin };
@@ -110,7 +111,7 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&ApiServer
             publish(node, settings, (empty, pool), api, &plugin);
         } else {
             let name = empty.node.clone();
-            // The writer ends with the sender.
+            // The writer ends when its sender is dropped, so the sender stays until then.
             let report = (pool.subscribe(), watch::Sender::default());
             pool.send_replace(Some(Arc::new(empty)));
             let writing = write_slices(api.another(), name, report, &plugin, node.shutdown());
@@ -162,8 +163,8 @@ fn publish(
     node.spawn_until_done("writer of slices", writing.map(Ok));
 }
 
-/// Writes slices whenever this process has the lock on claims, until `shutdown`: two processes would undo each other's
-/// slices. No request is made before the kubelet has found the plugin's sockets once.
+/// Writes slices whenever this process has the lock on claims, because two processes would undo each other's slices.
+/// Ends at `shutdown`. Sends no request before the kubelet has found the plugin's sockets once.
 fn write_slices(
     api: ApiServer,
     node: String,
@@ -198,6 +199,7 @@ fn write_slices(
     }
 }
 
+/// Makes the node's pool from each snapshot.
 struct PoolMaker {
     empty: Pool,
     evict_from_lost: bool,
@@ -218,7 +220,7 @@ impl PoolMaker {
         loop {
             let state = Arc::clone(&snapshot.borrow_and_update());
             let server = stored.borrow_and_update().clone();
-            // The first layout of a topology costs some hundred choices.
+            // The first layout of a topology takes some hundred choices, too long for a thread of the runtime.
             let made = spawn_blocking(move || {
                 let problems = self.make(&state, &server);
                 (self, problems)
@@ -236,18 +238,21 @@ impl PoolMaker {
         }
     }
 
-    /// Makes the pool anew. There is none before the first GPU is seen, nor before the lists of holders that may let
-    /// the first GPUs go to DRA: an empty pool would be written, and again with GPUs a moment later. Nor is there one
-    /// before the server's slices and release are read: MIG devices to be made would go and come back. Nor while the
-    /// ledger lacks the claims of the checkpoints: devices of theirs would be published as if nothing had them.
+    /// Makes the pool again. There is no pool
+    ///
+    /// - before the first GPU is seen, and before the kubelet's lists that may let the first GPUs go to DRA: an empty
+    ///   pool would be written, and one with GPUs a moment later
+    /// - before the server's slices and version are read: MIG devices that claims could have made would go and come
+    ///   back
+    /// - while the ledger lacks the claims of the checkpoints: their devices would be published as free
     fn make(&mut self, state: &NodeState, server: &StoredPool) -> Vec<DraProblem> {
         if !state.ledger().has_all_claims() {
             self.last = None;
             return Vec::new();
         }
         let through_dra = state.offers().through_dra();
-        let may_come = state.topology().gpus().is_empty() || state.may_soon_offer_through_dra();
-        if !server.is_read || self.last.is_none() && through_dra.is_empty() && may_come {
+        let may_change_soon = state.topology().gpus().is_empty() || state.may_soon_offer_through_dra();
+        if !server.is_read || self.last.is_none() && through_dra.is_empty() && may_change_soon {
             return Vec::new();
         }
         let layout = self.layouts.layout(state.tables(), offered_now(state));
@@ -282,10 +287,10 @@ impl SliceMetrics {
     /// Makes and registers the metrics.
     pub fn register(registry: &mut Registry) -> Self {
         let taints = "1 if the API server drops taints (feature gate DRADeviceTaints): sick GPUs are left out instead";
-        let counters = "1 once the API server dropped counters (feature gate DRAPartitionableDevices): no MIG devices to \
-                        be made are published";
-        let sharing = "1 once the API server dropped allowMultipleAllocations (feature gate DRAConsumableCapacity): one \
-                       claim has all of a shared GPU";
+        let counters = "1 once the API server dropped counters (feature gate DRAPartitionableDevices): MIG devices \
+                        that claims could have made are not published";
+        let sharing = "1 once the API server dropped allowMultipleAllocations (feature gate DRAConsumableCapacity): \
+                       one claim has all of a shared GPU";
         Self {
             slices: new(registry, "dra_slices", "ResourceSlices of this node: wanted, and stored by the API server"),
             generation: new(registry, "dra_pool_generation", "The generation of this node's pool as it is stored"),
@@ -350,7 +355,7 @@ async fn follow_report(
     }
 }
 
-/// The time since which the stored slices differ from the wanted ones.
+/// The time for which the node stays ready although its stored slices differ from the wanted ones.
 #[derive(Clone, Copy, Debug, Default)]
 struct Grace {
     was_current: bool,

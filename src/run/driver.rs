@@ -13,17 +13,17 @@ use linkwise_nvml::child::AgentCommand;
 use linkwise_nvml::gate::Gate;
 use linkwise_nvml::supervisor::{self, Driver, DriverMetrics, Idle, Release};
 
-/// The task that follows the driver, with the options' values. `beside` holds its metrics, the reason why the node is
-/// idle, and the operator's order to release the driver.
+/// The task that follows the driver, with the options' values. It sets `idle` to the reason why the node is idle, and
+/// follows the operator's order to release the driver.
 pub(super) fn driver_of(
     nvml: &NvmlArgs,
     host: &HostArgs,
     settings: &Settings,
     events: mpsc::Sender<Event>,
-    beside: (DriverMetrics, watch::Sender<Idle>, Release),
+    metrics: DriverMetrics,
+    (idle, release): (watch::Sender<Idle>, Release),
 ) -> Driver {
     let milliseconds = Duration::from_millis;
-    let (metrics, idle, release) = beside;
     Driver {
         command: AgentCommand {
             poll: milliseconds(nvml.nvml_poll_ms),
@@ -60,7 +60,7 @@ pub(super) fn limits_of(nvml: &NvmlArgs) -> Limits {
 /// The settings for starting the process that speaks to NVML, for a command that only reads: with the driver's root
 /// that `run` would search in this container.
 pub fn agent_command(host: &HostArgs) -> AgentCommand {
-    // The configuration file is not read: it may hang.
+    // The configuration file is not read, because its file system may hang.
     let loaded = load_text(&Flags::default(), &Environment::read(), "");
     let settings = loaded.ok().map(|loaded| loaded.settings);
     let gate = settings.as_ref().and_then(|settings| gate(settings, "linkwise-command"));

@@ -1,6 +1,6 @@
 //! Events about pods in `linkwise run`: makes the due events from each snapshot and hands them to their writer.
 //!
-//! Nothing waits for them: they are made apart from admissions, and the writer takes the last list when it gets to it.
+//! Admissions do not wait for them. The writer takes the latest list when it is done with the previous one.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,21 +20,21 @@ use linkwise_core::state::NodeState;
 use linkwise_node::node::Node;
 use linkwise_system::right::Right;
 
-/// The pause between two looks at the GPUs of pods, which change no faster.
-const BETWEEN: Duration = Duration::from_secs(1);
+/// The shortest time between two lists of events. The GPUs of pods change no faster.
+const MIN_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Has events written about the pods of a node, where the settings ask for that.
+/// Starts the tasks that write events about the pods of a node, if the settings ask for it.
 pub(super) fn spawn_in(node: &mut Node, settings: &Settings, name: Option<&str>, api: Option<&ApiServer>) {
     if !settings.events.value {
         return;
     }
     let Some(api) = api else {
         let why = "KUBERNETES_SERVICE_HOST is not set (no pod?), and no --kubeconfig is given";
-        tracing::warn!(why, "events need the API server: none are written");
+        tracing::warn!(why, "cannot write events: they need the API server");
         return;
     };
     let Some(name) = name.filter(|name| !name.is_empty()) else {
-        tracing::warn!("--events needs --node-name (NODE_NAME): no events are written");
+        tracing::warn!("cannot write events: they need --node-name (NODE_NAME)");
         return;
     };
     let (sender, due) = watch::channel(Arc::default());
@@ -44,8 +44,8 @@ pub(super) fn spawn_in(node: &mut Node, settings: &Settings, name: Option<&str>,
     node.spawn_until_done("events' writer", writer.map(Ok));
 }
 
-/// Publishes the due events, as long as there is a state. There are none until this process writes for the node
-/// (`files`): until then another linkwise does.
+/// Publishes the due events until the node's state ends. Publishes none before this process has the right to write for
+/// the node (`files`), because another linkwise does so until then.
 async fn follow(
     mut snapshot: watch::Receiver<Arc<NodeState>>,
     mut files: watch::Receiver<Option<Right>>,
@@ -60,7 +60,7 @@ async fn follow(
             spawn_blocking(move || PodEvent::of(&Placements::of(&state), state.ledger().by_container(), below)).await;
         let made = made.context("making events panicked")?;
         send_if_new(&due, Arc::new(made));
-        sleep(BETWEEN).await;
+        sleep(MIN_INTERVAL).await;
         snapshot.changed().await.context("the node's state is gone")?;
     }
 }

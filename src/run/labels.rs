@@ -2,7 +2,7 @@
 //! NFD reads.
 //!
 //! A task of `linkwise run`, and with `labels_program` a process of its own. If NVML is unavailable, if a MIG layout is
-//! being changed, or if a file cannot be written, the last labels stay. Nothing waits for these tasks.
+//! being changed, or if a file cannot be written, the previous labels stay. No other part waits for these tasks.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -33,11 +33,13 @@ pub type NodeLabels = Arc<BTreeMap<String, String>>;
 /// A channel of labels; `None` before the first.
 pub type LabelsWatch = watch::Receiver<Option<NodeLabels>>;
 
-/// The longest time for the host's files; the facts that were read last stay.
-const FILES: Duration = Duration::from_secs(5);
+/// The longest time for reading the host's files; after it, the facts that were read last stay.
+const FILES_TIMEOUT: Duration = Duration::from_secs(5);
 
-const SHORTEST: Duration = Duration::from_secs(1);
+/// The shortest time between two readings or comparisons of files.
+const MIN_INTERVAL: Duration = Duration::from_secs(1);
 
+/// The shortest and the longest pause after a write that failed.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 
 /// The labels' settings, from the settings and the node's name.
@@ -82,9 +84,10 @@ pub(super) fn spawn_in(node: &mut Node, settings: &Settings, args: &RunArgs) {
     node.spawn("labels' file", writer.run(labels));
 }
 
+/// The task that makes a node's labels.
 pub(super) struct LabelSource {
     pub snapshot: watch::Receiver<Arc<NodeState>>,
-    /// Tells if a node without GPUs will never have any.
+    /// The reason why the node is idle; it shows whether a node has no GPU, or none is known yet.
     pub idle: watch::Receiver<Idle>,
     pub settings: LabelSettings,
     pub machine_type_file: PathBuf,
@@ -116,11 +119,11 @@ impl LabelSource {
     /// Sends the labels whenever they change.
     pub async fn run(mut self, labels: watch::Sender<Option<NodeLabels>>) -> Result<()> {
         let (mut reported, mut unknown) = (Reported::new(), Reported::new());
-        let begin = self.idle.borrow().clone();
+        let at_start = self.idle.borrow().clone();
         let (mut host, mut reading) = (HostFacts::default(), None);
         loop {
             host = self.host(&mut reading).await.unwrap_or(host);
-            let read_again = sleep(self.interval.at_least(SHORTEST));
+            let read_again = sleep(self.interval.at_least(MIN_INTERVAL));
             tokio::pin!(read_again);
             loop {
                 if let Some((made, problems)) = self.make(&host) {
@@ -130,10 +133,10 @@ impl LabelSource {
                     send_if_new(&labels, Some(Arc::new(made)));
                     unknown.clear();
                 } else if let Idle::Waiting(cause) = self.idle.borrow().clone()
-                    && Idle::Waiting(cause.clone()) != begin
+                    && Idle::Waiting(cause.clone()) != at_start
                     && !unknown.replace([cause.clone()]).is_empty()
                 {
-                    tracing::warn!(cause, "it is unknown which GPUs this node has: the labels stay as they are");
+                    tracing::warn!(cause, "GPUs of this node unknown, keeping the previous labels");
                 }
                 tokio::select! {
                     changed = self.snapshot.changed() => changed.context("the node's state is gone")?,
@@ -148,7 +151,7 @@ impl LabelSource {
     fn make(&mut self, host: &HostFacts) -> Option<(BTreeMap<String, String>, Vec<LabelProblem>)> {
         let state = Arc::clone(&self.snapshot.borrow_and_update());
         let has_none = matches!(*self.idle.borrow_and_update(), Idle::NoGpu(_));
-        let known = has_none || !state.topology().gpus().is_empty();
+        let is_known = has_none || !state.topology().gpus().is_empty();
         let facts = LabelFacts {
             topology: state.topology(),
             versions: state.hardware().versions(),
@@ -156,14 +159,14 @@ impl LabelSource {
             host,
             settings: &self.settings,
         };
-        known.then(|| labels(facts))
+        is_known.then(|| labels(facts))
     }
 
-    /// The host's facts. No second reading begins beside one that hangs.
+    /// Reads the host's facts. While a reading hangs, no second one begins.
     async fn host(&self, reading: &mut Option<JoinHandle<HostFacts>>) -> Option<HostFacts> {
         let (machine_type_file, sysfs) = (self.machine_type_file.clone(), self.sysfs.clone());
         let running = reading.get_or_insert_with(|| spawn_blocking(move || host(&machine_type_file, &sysfs)));
-        let facts = timeout(FILES, running).await.ok()?;
+        let facts = timeout(FILES_TIMEOUT, running).await.ok()?;
         *reading = None;
         facts.ok()
     }
@@ -176,6 +179,7 @@ pub(super) fn report(reported: &mut Reported<LabelProblem>, problems: Vec<LabelP
     }
 }
 
+/// The task that writes labels to the file that NFD reads.
 pub(super) struct FileWriter {
     pub file: LabelsFile,
     /// The time from one comparison of the file with the labels to the next.
@@ -200,7 +204,7 @@ impl FileWriter {
             tokio::select! {
                 changed = labels.changed() => changed.context("the labels are gone")?,
                 Ok(()) = self.files.changed() => {}
-                () = sleep(again.at_least(SHORTEST)) => {}
+                () = sleep(again.at_least(MIN_INTERVAL)) => {}
             }
         }
     }
@@ -214,7 +218,7 @@ impl FileWriter {
                     self.metrics.written(true);
                     tracing::info!(file = %self.file, labels = count, "labels written");
                 } else if backoff.is_failing() {
-                    tracing::info!(file = %self.file, "the labels' file is as it should be again");
+                    tracing::info!(file = %self.file, "the labels' file is correct again");
                 }
                 self.metrics.correct_at(now());
                 backoff.reset();
@@ -222,12 +226,12 @@ impl FileWriter {
             }
             Err(error) => {
                 self.metrics.written(false);
-                let news = !backoff.is_failing();
+                let (is_news, file) = (!backoff.is_failing(), &self.file);
                 let again_in = backoff.failed();
-                if news {
-                    tracing::warn!(file = %self.file, %error, ?again_in, "labels cannot be written, the last ones stay");
+                if is_news {
+                    tracing::warn!(%file, %error, ?again_in, "cannot write labels, keeping the previous ones");
                 } else {
-                    tracing::debug!(file = %self.file, %error, ?again_in, "labels cannot be written, the last ones stay");
+                    tracing::debug!(%file, %error, ?again_in, "cannot write labels, keeping the previous ones");
                 }
                 Some(again_in)
             }

@@ -1,7 +1,8 @@
 //! `linkwise labels`, which replaces gpu-feature-discovery: a process of its own that publishes the node's labels. It
 //! needs the driver and the host's /sys, and no kubelet.
 //!
-//! SIGHUP, and a change of the configuration file, start anew with the new settings; rejected settings change nothing.
+//! At SIGHUP, and at a change of the configuration file, it starts again with the new settings; rejected settings
+//! change nothing.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -39,17 +40,17 @@ use linkwise_system::signals::{LastSignals, listen};
 const PROGRAM: &str = "gpu-feature-discovery";
 
 /// The most events that may wait.
-const EVENTS: usize = 256;
+const MAX_EVENTS: usize = 256;
 
-/// The longest time for the host's files before one-off labels.
-const FILES: Duration = Duration::from_secs(5);
+/// The longest time for the PCI bus to answer before labels are written once.
+const BUS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The shortest time between two checks of the NodeFeature object: shorter intervals are valid, and would keep the API
 /// server busy.
-const SHORTEST: Duration = Duration::from_secs(10);
+const MIN_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Publishes labels until a signal ends it; with `--oneshot` writes them once. Without an API server they go to the file
-/// that NFD reads.
+/// Publishes labels until a signal ends it; with `--oneshot` publishes them once. Without an API server they go to the
+/// file that NFD reads.
 pub fn labels(args: &LabelsArgs) -> Result<()> {
     let _log = super::start_log(&args.log)?;
     linkwise_system::block_on(program(args, Publisher::new(args).as_ref()))
@@ -70,10 +71,10 @@ async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()>
     let latest = file.read().await.and_then(|text| load_text(&args.flags, &Environment::read(), &text));
     settings = latest.map_or(settings, |loaded| loaded.settings);
     loop {
-        let mut life = Life::start(args, &settings, publisher)?;
+        let mut running = LabelTasks::start(args, &settings, publisher)?;
         let next = loop {
             let (reason, text) = tokio::select! {
-                ended = life.ended() => return Err(ended),
+                ended = running.ended() => return Err(ended),
                 _ = last_signals.recv() => break None,
                 text = file.changed() => ("the file changed", text),
                 _ = hangup.recv() => ("SIGHUP", file.read().await),
@@ -87,8 +88,8 @@ async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()>
                 break Some(next);
             }
         };
-        life.shutdown.cancel();
-        life.tasks.shutdown().await;
+        running.shutdown.cancel();
+        running.tasks.shutdown().await;
         let Some(next) = next else {
             tracing::info!("ending; the labels stay");
             return Ok(());
@@ -101,7 +102,8 @@ async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()>
 #[derive(Clone)]
 struct Publisher {
     access: Access,
-    /// GPU Feature Discovery's object is replaced once by a process, also where a new configuration begins anew.
+    /// The part `replaced` is shared by all starts of a process, so that it replaces GPU Feature Discovery's object
+    /// once.
     settings: NodeFeatureSettings,
 }
 
@@ -114,28 +116,29 @@ impl Publisher {
         Some(Self { access, settings: NodeFeatureSettings { node, namespace, pod, replaced: Arc::default() } })
     }
 
-    /// Publishes labels, and compares them with what was published at each interval, until the token is cancelled or the
-    /// channel is closed.
+    /// Publishes labels, and compares them at each interval with the published ones, until the token is cancelled or
+    /// the channel is closed.
     async fn publish(self, labels: LabelsWatch, interval: Interval, shutdown: CancellationToken) -> Result<()> {
         let has_name = !self.settings.node.is_empty();
         ensure!(has_name, "--node-name (NODE_NAME) must not be empty: it names the NodeFeature object");
-        let pace = Pace { reassert: interval.at_least(SHORTEST), ..Pace::DEFAULT };
-        // No port serves these here.
+        let pace = Pace { reassert: interval.at_least(MIN_INTERVAL), ..Pace::DEFAULT };
+        // These metrics are not served on any port.
         let server = ApiServer::new(self.access, pace, ApiMetrics::default());
         NodeFeatureWriter::new(server, self.settings).run(labels, shutdown).await;
         Ok(())
     }
 }
 
-struct Life {
+/// The tasks of `linkwise labels` with one configuration.
+struct LabelTasks {
     tasks: JoinSet<(&'static str, Result<()>)>,
     shutdown: CancellationToken,
 }
 
-impl Life {
+impl LabelTasks {
     fn start(args: &LabelsArgs, settings: &Settings, publisher: Option<&Publisher>) -> Result<Self> {
         let (mut tasks, shutdown, metrics) = (JoinSet::new(), CancellationToken::new(), LabelMetrics::default());
-        let (events, happened) = mpsc::channel(EVENTS);
+        let (events, happened) = mpsc::channel(MAX_EVENTS);
         events.try_send(Event::Planned(Box::new(settings.plan()))).context("no task takes events")?;
         // These metrics are not served on any port.
         let driver_metrics = DriverMetrics::register(&mut Registry::default());
@@ -143,7 +146,7 @@ impl Life {
         let state = StateWriter::new(NodeState::default());
         let snapshots = state.snapshot();
         let release = Release::new(driver_metrics.clone(), gate(settings, PROGRAM));
-        let driver = driver_of(&args.nvml, &args.node.host, settings, events, (driver_metrics, idle_now, release));
+        let driver = driver_of(&args.nvml, &args.node.host, settings, events, driver_metrics, (idle_now, release));
         tasks.spawn(driver.run().map(|end| ("NVML driver", end)));
         tasks.spawn(keep_state(state, happened).map(|end| ("state", end)));
         let (sender, labels) = watch::channel(None);
@@ -178,7 +181,7 @@ impl Life {
 /// Returns true if the PCI bus has a GPU for NVIDIA's driver, or does not answer.
 async fn may_have_gpus(sysfs: &Path) -> bool {
     let sysfs = sysfs.to_owned();
-    let look = timeout(FILES, spawn_blocking(move || has_no_gpu(&sysfs))).await;
+    let look = timeout(BUS_TIMEOUT, spawn_blocking(move || has_no_gpu(&sysfs))).await;
     !look.is_ok_and(|look| look.unwrap_or(false))
 }
 
@@ -193,18 +196,18 @@ async fn once(args: &LabelsArgs, settings: &Settings, publisher: Option<&Publish
             // A GPU that NVML does not list may still exist.
             let is_known =
                 !scan.gpus.is_empty() || ((scan.count == Some(0) || is_tegra) && !may_have_gpus(&sysfs).await);
-            ensure!(is_known, "NVML lists no GPU, and the PCI bus has one or does not answer: no labels written");
+            ensure!(is_known, "cannot write labels: NVML lists no GPU, but the PCI bus has one or does not answer");
             let (seen, failures) = hwloc::observe(&sysfs);
             scan.node(seen, failures)
         }
         Err(error) => {
             let no_driver = error.downcast_ref().is_some_and(|error: &CallError| error.fault().is_no_driver());
-            // A process that stays does the same: `driver` has the cases.
+            // The supervisor of a process that keeps running decides in the same way.
             let no_driver = no_driver || is_tegra;
             if !no_driver || settings.fail_on_init_error.value == Some(true) || may_have_gpus(&sysfs).await {
-                return Err(error.context("NVML unavailable: no labels written, those that are there stay"));
+                return Err(error.context("NVML unavailable, keeping the previous labels"));
             }
-            tracing::warn!(cause = format!("{error:#}"), "no NVIDIA GPU on this node: the labels say so");
+            tracing::warn!(cause = format!("{error:#}"), "no NVIDIA GPU on this node, writing labels without GPUs");
             NodeObservation::default()
         }
     };

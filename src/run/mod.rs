@@ -1,9 +1,9 @@
 //! `linkwise run`: the node that the options describe, and its neighbours `labels` and `mps-control-daemon`.
 //!
 //! `start` builds all objects and owns every task. `driver` starts the supervisor of the NVML agent; `cdi_sync` keeps
-//! CDI specs and device nodes up to date; `labels`, `dra`, `condition` and `events` follow the snapshots for schedulers; `config`
-//! reloads the configuration; `mps` and `labels_program` are processes of their own. A task that ends unexpectedly ends
-//! the process, with its cause.
+//! CDI specs and device nodes up to date; `labels`, `dra`, `condition` and `events` publish each snapshot for
+//! schedulers and people; `config` reloads the configuration; `mps` and `labels_program` are processes of their own. A
+//! task that ends unexpectedly ends the process, with its cause.
 
 mod cdi_sync;
 mod condition;
@@ -43,10 +43,10 @@ pub fn start_log(args: &LogArgs) -> Result<Log> {
 pub fn run(args: &RunArgs) -> Result<()> {
     let _log = start_log(&args.log)?;
     block_on(async {
-        // These live over all starts: a signal between two must not be lost.
+        // This listener outlives each start, because a signal between two starts must not be lost.
         let mut last_signals = LastSignals::listen()?;
         while serve(args, &mut last_signals).await? && !last_signals.has_received() {
-            tracing::info!("starting anew");
+            tracing::info!("starting again");
         }
         Ok(())
     })

@@ -26,8 +26,8 @@ pub(super) fn bind_admin(path: &Path) -> Result<Option<Local>, LocalError> {
     }
 }
 
-/// Serves operators, as soon as no other process does at this path. A path that cannot be bound now ends no node: it is
-/// tried again.
+/// Serves operators as soon as no other process has this socket. A socket that cannot be bound does not end the node;
+/// it is tried again.
 pub(super) async fn serve_operators(path: PathBuf, mut bound: Option<Local>, orders: Orders) -> Result<()> {
     let mut failure = Reported::new();
     if bound.is_none() {
@@ -66,7 +66,7 @@ pub(super) async fn answer_probes(
     let probes = async {
         match Admin::bind(address) {
             Ok(admin) => admin.serve(answers).await,
-            // The other process has the port, which is the host's.
+            // Both processes use the host's network, and the other one has the port.
             Err(_) => std::future::pending().await,
         }
     };
@@ -81,7 +81,7 @@ pub(super) async fn answer_probes(
         () = health => {}
         _ = last_signals.recv() => {}
     }
-    tracing::info!("ending, long after another linkwise has taken over");
+    tracing::info!("ending, another linkwise serves this node");
 }
 
 #[cfg(test)]

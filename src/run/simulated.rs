@@ -19,7 +19,7 @@ use linkwise_node::node::{Node, NodeSettings};
 
 const CONFIGURATION: &str = "version: v1\nlinkwise: {dra: {gpus: all}}\n";
 
-/// The kubelet's folder of device plugins, below the node's folder as all others.
+/// The kubelet's folder of device plugins, below the node's folder, as are the paths below.
 pub const DEVICE_PLUGINS: &str = "device-plugins";
 /// The kubelet's folder of registration sockets.
 pub const REGISTRY: &str = "registry";
@@ -58,8 +58,8 @@ pub async fn start_with_dra(folder: &Path, name: &str, metrics_address: SocketAd
     let mut node = Node::start(NodeSettings { metrics_address, numa_hints, ..NodeSettings::new(kubelet) }).await?;
     let cdi = spawn_cdi_sync(&mut node, injection.sync);
     let (state_dir, seen) = (at(STATE), (injection.options, injection.host_devices));
-    let given = dra::Given::new(&settings, name.to_owned(), &state_dir, seen, cdi, Handover::alone());
-    dra::spawn_in(&mut node, given, Some(api));
+    let inputs = dra::Inputs::new(&settings, name.to_owned(), &state_dir, seen, cdi, Handover::alone());
+    dra::spawn_in(&mut node, inputs, Some(api));
     node.apply(Event::Planned(Box::new(settings.plan())));
     Ok(node)
 }

@@ -12,10 +12,10 @@ use tokio::signal::unix::{Signal, SignalKind};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
-use super::cdi_sync::{self, CdiSync, Prepared};
+use super::cdi_sync::{self, CdiSync, PreparedInjection};
 use super::config::{self, Reloader, valid_metric};
 use super::dra;
-use super::dra::start::{Lack, RightsReader};
+use super::dra::start::{MissingRight, RightsReader};
 use super::driver::{driver_of, gate};
 use super::operators::{answer_probes, bind_admin, serve_operators};
 use super::{condition, events, labels, mps};
@@ -35,7 +35,7 @@ use linkwise_node::takeover::Position;
 use linkwise_nvml::supervisor::{self, DriverMetrics, MigRequest, Release};
 use linkwise_system::signals::{LastSignals, listen};
 
-/// Serves the node. Returns true if it is to be served anew, through the other door.
+/// Serves the node. Returns true if it is to be served again, through the other door.
 pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Result<bool> {
     let (last, hangup) = (LastSignals::listen()?, listen(SignalKind::hangup(), "SIGHUP")?);
     let release_order = listen(SignalKind::user_defined1(), "SIGUSR1")?;
@@ -43,7 +43,7 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     let Loaded { mut settings, findings } = load(&args.flags)?;
     config::log(&findings);
     refuse_wsl(args, &settings)?;
-    // The folder of data that outlast a start.
+    // The folder of data that outlast this process.
     let state_dir = args.state_dir.clone().or_else(|| keeper::default_folder(&settings.kubelet_socket.value));
     let rights = RightsReader::new(&settings, args.node_name.as_deref(), &args.api);
     let dra = dra::start::start(settings.dra_gpus.value, state_dir.as_deref(), &rights).await;
@@ -65,27 +65,27 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     let mps = mps::spawn_in(&mut node, Layout::new(&args.mps.container_root), state_dir.is_some());
     let mut alive: health::Alive = Arc::new(|| ready(true).boxed());
     condition::spawn_in(&mut node, &settings, (args.node_name.as_deref(), state_dir.as_deref()), api.as_ref());
-    // Without a folder for their checkpoints there are no claims.
+    // Without a folder for checkpoints there are no claims.
     if let Some(state_dir) = state_dir {
         let name = args.node_name.clone().unwrap_or_default();
         let seen = (injection.options, injection.host_devices);
-        let mut given = dra::Given::new(&settings, name, &state_dir, seen, cdi, node.handover());
-        let plugin = &mut given.plugin;
+        let mut inputs = dra::Inputs::new(&settings, name, &state_dir, seen, cdi, node.handover());
+        let plugin = &mut inputs.plugin;
         (plugin.mig, plugin.mps, plugin.serves) = (Some(mig), Some(mps), dra.serves);
         plugin.listed_within = args.nvml.claims_listed_ms.map_or(plugin.listed_within, Duration::from_millis);
         // Nodes that never had claims have no series of DRA.
-        given.has_metrics = dra.serves || dra.has_claims;
-        let plugin = dra::spawn_in(&mut node, given, api.as_ref().filter(|_| dra.has_api_server));
+        inputs.has_metrics = dra.serves || dra.has_claims;
+        let plugin = dra::spawn_in(&mut node, inputs, api.as_ref().filter(|_| dra.has_api_server));
         alive = Arc::new(move || plugin.answers().boxed());
     }
     events::spawn_in(&mut node, &settings, args.node_name.as_deref(), api.as_ref());
-    // Before the first GPU is discovered, and before a takeover makes the state anew: the plan has the node's door, and
-    // the resources.
+    // The plan has the node's door and resources, so it has to come before the first GPU is discovered, and before a
+    // takeover makes the state again.
     node.apply(Event::Planned(Box::new(settings.plan())));
     let away = driver.away.subscribe();
     node.spawn("NVML driver", driver.run());
     node.spawn("release", operator::show_driver(release.follow(), away, node.readiness.clone()));
-    let anew = follow_configuration(&mut node, args, settings, (rights, dra.lacks), hangup);
+    let serve_again = follow_configuration(&mut node, args, settings, (rights, dra.lacks), hangup);
     if let Some(path) = admin_path {
         let orders = operator::orders(&node, &release);
         node.spawn("admin socket", serve_operators(path, admin, orders));
@@ -101,10 +101,10 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
         answer_probes(&metrics, (address, hosts), args.healthcheck_port, last_signals).await;
         return Ok(false);
     }
-    Ok(anew.is_cancelled())
+    Ok(serve_again.is_cancelled())
 }
 
-/// Passes an operator's orders to release the driver, and to resume, on until a signal ends this start.
+/// Passes on an operator's orders to release the driver and to resume, until a signal ends this start.
 async fn follow_signals(
     mut last: LastSignals,
     (mut release_order, mut resume_order): (Signal, Signal),
@@ -114,7 +114,7 @@ async fn follow_signals(
     let signal = loop {
         tokio::select! {
             signal = last.recv() => break signal,
-            // An order that the node's other processes do not learn of is logged.
+            // `order` logs an order that does not reach the node's other processes.
             _ = release_order.recv() => drop(release.order(true).await),
             _ = resume_order.recv() => drop(release.order(false).await),
         }
@@ -124,7 +124,7 @@ async fn follow_signals(
     Ok(())
 }
 
-/// Warns of variables that nothing reads, and of items that are no XIDs.
+/// Warns of variables that nothing reads, and of items that are not XIDs.
 fn warn_of_ignored(args: &RunArgs) {
     for variable in unknown_variables() {
         tracing::warn!(variable, "variable ignored: linkwise does not read it; see linkwise run --help");
@@ -149,12 +149,12 @@ async fn start_node(
     args: &RunArgs,
     settings: &Settings,
     state_dir: Option<PathBuf>,
-    injection: &Prepared,
+    injection: &PreparedInjection,
 ) -> Result<Node> {
     let kubelet = kubelet::Settings {
         injection: injection.options.clone(),
         host_devices: injection.host_devices.clone(),
-        // A pod that does not have the socket's folder never gets it.
+        // A pod into which the socket's folder is not mounted never gets it.
         pod_resources_socket: Some(settings.pod_resources_socket.value.clone())
             .filter(|socket| socket.parent().is_some_and(Path::is_dir)),
         ..kubelet::Settings::new(settings.kubelet_socket.value.clone())
@@ -195,9 +195,9 @@ fn start_driver(
     let metrics = node.metrics().register(DriverMetrics::register);
     let release = Release::new(metrics.clone(), gate(settings, "linkwise-run"));
     node.views.follow_release(release.follow());
-    let beside = (metrics, node.readiness.idle().clone(), release.clone());
     let (mig, orders) = mpsc::channel(supervisor::MAX_MIG_REQUESTS);
-    let driver = driver_of(&args.nvml, &args.host, settings, node.events(), beside);
+    let idle = node.readiness.idle().clone();
+    let driver = driver_of(&args.nvml, &args.host, settings, node.events(), metrics, (idle, release.clone()));
     let others = node.others.subscribe();
     (supervisor::Driver { mig: Some(orders), others, ..driver }, release, mig)
 }
@@ -206,7 +206,7 @@ fn start_driver(
 pub(super) fn spawn_cdi_sync(node: &mut Node, sync: Option<CdiSync>) -> CdiLink {
     // The series exist on every node.
     let metrics = node.metrics().register(CdiMetrics::register);
-    // Without the right to write specs, there is nothing to wait for.
+    // Without the task, there are no specs to wait for.
     let Some(sync) = sync else { return watch::channel(Some(Arc::default())).1 };
     let cdi = sync.cdi();
     node.hold_plugins_until(sync.ready.subscribe(), "waiting for CDI specs");
@@ -214,15 +214,15 @@ pub(super) fn spawn_cdi_sync(node: &mut Node, sync: Option<CdiSync>) -> CdiLink 
     cdi
 }
 
-/// Follows the configuration. The token is cancelled if the node is to be served anew, through the other door.
+/// Follows the configuration. Cancels the returned token if the node is to be served again, through the other door.
 fn follow_configuration(
     node: &mut Node,
     args: &RunArgs,
     settings: Settings,
-    (rights, lacks): (RightsReader, Vec<Lack>),
+    (rights, lacks): (RightsReader, Vec<MissingRight>),
     hangup: Signal,
 ) -> CancellationToken {
-    let anew = CancellationToken::new();
+    let serve_again = CancellationToken::new();
     let mut reloader = Reloader {
         flags: args.flags.clone(),
         settings,
@@ -231,12 +231,12 @@ fn follow_configuration(
         rights,
         lacks: Vec::new(),
         readiness: node.readiness.clone(),
-        anew: anew.clone(),
+        serve_again: serve_again.clone(),
         shutdown: node.shutdown(),
     };
     if !lacks.is_empty() {
         reloader.cannot_serve_dra(lacks);
     }
     node.spawn("configuration", reloader.run(hangup));
-    anew
+    serve_again
 }

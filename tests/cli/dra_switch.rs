@@ -95,7 +95,7 @@ fn events_without_an_api_server_are_not_written() {
     fs::write(folder.path().join("config.yaml"), EVENTS).unwrap();
     let mut running = Running::start(run(&folder).env_remove("KUBERNETES_SERVICE_HOST"));
     running.says("linkwise is up");
-    running.says("events need the API server: none are written");
+    running.says("cannot write events: they need the API server");
 }
 
 #[test]

@@ -119,7 +119,7 @@ async fn node_feature_stays_while_nvml_crashes_at_start() {
     let words = String::from_utf8_lossy(&ended.stderr).into_owned();
     assert!(!ended.status.success() && words.contains("the NVML library crashed in nvmlInit_v2"), "{words}");
     let process = Process::of(labels());
-    process.said("the labels stay as they are").await;
+    process.said("keeping the previous labels").await;
     assert_eq!(node.cluster.server.object(&key).unwrap(), before);
 }
 

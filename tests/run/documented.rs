@@ -254,5 +254,5 @@ async fn imex_channels() {
     insta::assert_snapshot!(text);
     let (status, words) = file(cdi_setup(Setup::on("dgx1-v100")), "nvidia/imex-required.yaml").spawn().ended().await;
     assert_eq!(status.code(), Some(1));
-    assert!(words.join("\n").contains("IMEX channel 0 is not there"), "{words:?}");
+    assert!(words.join("\n").contains("IMEX channel 0 does not exist"), "{words:?}");
 }

@@ -183,7 +183,7 @@ async fn plugin_writes_labels_and_admits_pods_without_the_folder() {
     fs::write(&features, "a file where a folder should be").unwrap();
     let path = features.join("gfd");
     let (node, kubelet) = setup.arg("--output-file").arg(&path).serve(8).await;
-    let line = node.process.said("labels cannot be written, the last ones stay").await;
+    let line = node.process.said("cannot write labels, keeping the previous ones").await;
     assert_eq!(line["file"], path.to_str().unwrap());
     let failed = async || {
         let text = node.get("/metrics").await.body;

@@ -168,7 +168,7 @@ async fn labels_stay_while_a_library_that_is_there_fails() {
         }
         let stays = |line: &Value| {
             let why = line["cause"].as_str().unwrap_or_default();
-            line["message"].to_string().contains("the labels stay as they are") && why.contains(cause)
+            line["message"].to_string().contains("keeping the previous labels") && why.contains(cause)
         };
         process.logged(stays).await;
         assert_eq!(fs::read_to_string(&file).unwrap(), GOOD, "{failure}");

@@ -1,4 +1,4 @@
-//! What a process does for DRA, decided at its start.
+//! The decision, at the start of a process, about its part in DRA.
 //!
 //! With the door DRA and all rights, it publishes GPUs, and prepares and unprepares claims. Otherwise its GPUs go
 //! through the device plugin: claims that are left are unprepared, with the rights that exist, and no others are
@@ -22,7 +22,7 @@ const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A right that GPUs need to go through DRA.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(in crate::run) enum Lack {
+pub(in crate::run) enum MissingRight {
     #[error("DRA needs the node's name: set NODE_NAME (--node-name)")]
     NodeName,
     #[error("DRA needs the API server: KUBERNETES_SERVICE_HOST is not set (no pod?), and no --kubeconfig is given")]
@@ -33,7 +33,7 @@ pub(in crate::run) enum Lack {
     Cdi(String),
 }
 
-/// What a process does for DRA.
+/// The part of a process in DRA.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in crate::run) struct Start {
     /// The node's GPUs go through DRA.
@@ -45,14 +45,14 @@ pub(in crate::run) struct Start {
     /// CDI specs are written for claims.
     pub has_cdi: bool,
     /// The missing rights for which GPUs that are to go through DRA stay with the device plugin.
-    pub lacks: Vec<Lack>,
+    pub lacks: Vec<MissingRight>,
 }
 
 impl Start {
     /// Decides by the configured door, the checkpoints of claims that are left, and the rights that are missing.
-    fn of(wanted: Door, has_claims: bool, lacks: Vec<Lack>) -> Self {
+    fn of(wanted: Door, has_claims: bool, lacks: Vec<MissingRight>) -> Self {
         let serves = wanted == Door::Dra && lacks.is_empty();
-        let is_cdi = |lack: &Lack| matches!(lack, Lack::Cdi(_));
+        let is_cdi = |lack: &MissingRight| matches!(lack, MissingRight::Cdi(_));
         Self {
             serves,
             has_claims,
@@ -63,38 +63,38 @@ impl Start {
     }
 }
 
-/// Looks for the rights that DRA needs.
+/// Reads which rights DRA needs and lacks.
 #[derive(Clone, Debug)]
 pub(in crate::run) struct RightsReader {
-    node_name: bool,
+    has_node_name: bool,
     api: ApiServerArgs,
     cdi: PathBuf,
 }
 
 impl RightsReader {
     pub fn new(settings: &Settings, node_name: Option<&str>, api: &ApiServerArgs) -> Self {
-        let node_name = node_name.is_some_and(|name| !name.is_empty());
-        Self { node_name, api: api.clone(), cdi: settings.cdi_dir.value.clone() }
+        let has_node_name = node_name.is_some_and(|name| !name.is_empty());
+        Self { has_node_name, api: api.clone(), cdi: settings.cdi_dir.value.clone() }
     }
 
-    /// The missing rights. The disk is given at most a second.
-    pub async fn lacks(&self) -> Vec<Lack> {
+    /// The missing rights. Waits at most a second for the disk.
+    pub async fn lacks(&self) -> Vec<MissingRight> {
         let (api, cdi) = (self.api.clone(), self.cdi.clone());
         let read = spawn_blocking(move || (api.has_credentials(), cdi::prepare(&cdi).map_err(|error| chain(&error))));
         let late = || (false, Err(format!("{} does not answer", self.cdi.display())));
         let read = timeout(READ_TIMEOUT, read).await.ok().and_then(Result::ok);
         let (has_credentials, cdi) = read.unwrap_or_else(late);
         let api = match (self.api.is_given(), has_credentials) {
-            (false, _) => Some(Lack::ApiServer),
-            (true, false) => Some(Lack::Token),
+            (false, _) => Some(MissingRight::ApiServer),
+            (true, false) => Some(MissingRight::Token),
             (true, true) => None,
         };
-        let name = (!self.node_name).then_some(Lack::NodeName);
-        name.into_iter().chain(api).chain(cdi.err().map(Lack::Cdi)).collect()
+        let name = (!self.has_node_name).then_some(MissingRight::NodeName);
+        name.into_iter().chain(api).chain(cdi.err().map(MissingRight::Cdi)).collect()
     }
 }
 
-/// Decides for a start. If the disk hangs, no claim is left.
+/// Decides about the part of this process in DRA. If the disk hangs, it counts as if no claim were left.
 pub(in crate::run) async fn start(wanted: Door, state_dir: Option<&Path>, rights: &RightsReader) -> Start {
     let folder = state_dir.map(|folder| folder.join(CLAIMS));
     let has_claims = match folder {
@@ -102,9 +102,9 @@ pub(in crate::run) async fn start(wanted: Door, state_dir: Option<&Path>, rights
         None => Ok(Ok(false)),
     };
     let has_claims = matches!(has_claims, Ok(Ok(true)));
-    // A node without DRA gets no folder for CDI specs.
-    let looks = wanted == Door::Dra || has_claims;
-    Start::of(wanted, has_claims, if looks { rights.lacks().await } else { Vec::new() })
+    // Reading the rights makes the folder for CDI specs, which a node without DRA should not get.
+    let needs_rights = wanted == Door::Dra || has_claims;
+    Start::of(wanted, has_claims, if needs_rights { rights.lacks().await } else { Vec::new() })
 }
 
 #[cfg(test)]
@@ -113,16 +113,16 @@ mod tests {
 
     #[test]
     fn gpus_go_through_dra_only_with_all_rights() {
-        let cdi = || Lack::Cdi("read-only".to_owned());
+        let cdi = || MissingRight::Cdi("read-only".to_owned());
         let cases = [
             (Door::Dra, false, vec![], (true, true, true)),
             (Door::Dra, false, vec![cdi()], (false, false, false)),
             (Door::Dra, true, vec![cdi()], (false, true, false)),
-            (Door::Dra, true, vec![Lack::NodeName, Lack::Token, cdi()], (false, false, false)),
+            (Door::Dra, true, vec![MissingRight::NodeName, MissingRight::Token, cdi()], (false, false, false)),
             (Door::Plugin, false, vec![], (false, false, false)),
-            // Claims that are left are unprepared with the rights that there are.
+            // Claims that are left are unprepared with the rights that exist.
             (Door::Plugin, true, vec![], (false, true, true)),
-            (Door::Plugin, true, vec![Lack::ApiServer], (false, false, true)),
+            (Door::Plugin, true, vec![MissingRight::ApiServer], (false, false, true)),
         ];
         for (wanted, has_claims, lacks, (serves, has_api_server, has_cdi)) in cases {
             let start = Start::of(wanted, has_claims, lacks.clone());
