@@ -31,8 +31,8 @@ pub struct ExpectArgs {
 #[derive(Clone, Debug, Args)]
 #[command(
     after_help = "Exits with 0 if the bandwidth is as expected or cannot be judged; with 1 if it is not as expected, \
-                        if nccl-tests counted wrong values, or if the text cannot be read; with 2 if the command line is \
-                        wrong."
+                        if nccl-tests counted wrong values, or if the text cannot be read; with 2 if the command \
+                        line is wrong."
 )]
 pub struct VerifyArgs {
     /// The machine; in a container it has the container's GPUs only.

@@ -159,7 +159,7 @@ pub struct MpsControlDaemonArgs {
 /// The folder that the plugin and the daemons share.
 #[derive(Clone, Debug, Args)]
 pub struct MpsRootArgs {
-    /// Where the host's MPS root is mounted in this container (--mps-root is its path on the host)
+    /// The path at which the host's MPS root is mounted in this container (--mps-root is its path on the host)
     #[arg(
         long = "mps-container-root",
         value_name = "PATH",

@@ -88,10 +88,7 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     let programs = Programs { control: "nvidia-cuda-mps-control".into(), smi: "nvidia-smi".into() };
     let settings = Settings { layout: layout.clone(), programs, selinuxfs: "/sys/fs/selinux".into(), pace: PACE };
     if let Err(error) = prepare_orders(&settings) {
-        tracing::warn!(
-            error = chain(&error),
-            "cannot prepare the folder of MPS orders, linkwise may be unable to write there"
-        );
+        tracing::warn!(error = chain(&error), "cannot prepare the folder of MPS orders, MPS may not work");
     }
     let mut daemons = Daemons::new(settings, daemons_gate);
     let mut released = release.follow();

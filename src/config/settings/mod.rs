@@ -148,7 +148,7 @@ macro_rules! settings {
         #[derive(Clone, Debug, PartialEq, Eq)]
         pub struct Settings {
             $($(#[doc = $help])+ pub $field: Setting<$type>,)+
-            /// How devices are shared
+            /// The sharing of devices
             pub sharing: Setting<Option<Sharing>>,
             /// Names for GPUs by model and for MIG devices by profile
             pub resources: Setting<Resources>,

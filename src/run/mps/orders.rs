@@ -263,8 +263,7 @@ mod tests {
         // Without an MPS root the trouble names it.
         let nowhere = Layout::new(folder.path().join("nowhere"));
         let checked = super::check(&nowhere, &state, None, Some(Right::default()), &mut DaemonClaims::default());
-        let trouble = checked.trouble.unwrap();
-        assert!(trouble.ends_with("the MPS root is not mounted"), "{trouble}");
+        assert!(checked.trouble.unwrap().ends_with("the MPS root is not mounted"));
     }
 
     fn name(text: &str) -> ResourceName {
