@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use crate::commands::helm::repository;
+use crate::chart::helm::repository;
 
 fn git(folder: &Path, words: &[&str]) {
     let identity = ["-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "commit.gpgsign=false"];
