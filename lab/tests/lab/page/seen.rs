@@ -113,7 +113,7 @@ fn each_step_of_the_demo_is_shown_without_reload() {
             pods => format!(" by {pods} pods"),
         };
         let said = format!("Ready. 8 GPUs: {held} held{by}, {free} free, {} unhealthy.", unhealthy.len());
-        browser.wait("document.getElementById('said').textContent", &json!(said));
+        browser.wait("document.getElementById('spoken').textContent", &json!(said));
         for gpu in unhealthy {
             let alert = format!("document.querySelector('#alerts li strong')?.textContent === 'GPU {gpu}'");
             browser.wait(&alert, &json!(true));
