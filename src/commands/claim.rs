@@ -1,8 +1,9 @@
 //! `linkwise claim`: prints a manifest that requests GPUs which belong together.
 //!
-//! A claim lists groups of its size as alternatives, the best first, and any GPUs last (not with `--strict`): the usual
-//! ones, those of a machine, or those of a `fleet`. kube-scheduler takes the first alternative that a node can give,
-//! and prefers nodes by it. docs/dra.md shows examples. `exact` makes claims without alternatives.
+//! A claim lists alternatives, the best first: groups with enough GPUs, and then any GPUs, unless `--strict` is set.
+//! The groups are the usual ones, those of one machine, or those of a `fleet`. kube-scheduler takes the first
+//! alternative that a node can give, and prefers nodes that can give an earlier one. docs/dra.md shows examples. The
+//! module `exact` makes claims without alternatives.
 
 mod exact;
 mod fleet;
@@ -23,18 +24,22 @@ use linkwise_system::output::print;
 
 pub use kinds::rails_claim;
 
+/// The domain of linkwise's attributes.
 const OURS: &str = "linkwise.dev";
 
-/// The annotation of a template with alternatives: the template of a pod's further claims. The policies of manifests/dra
-/// read it.
+/// The annotation by which a template with alternatives names the template of a pod's further claims. The policies of
+/// manifests/dra read it.
 const FURTHER_CLAIMS: &str = "linkwise.dev/further-claims";
 
+/// The DeviceClass of whole GPUs, which has the driver's name.
 const GPUS: &str = "gpu.nvidia.com";
 
+/// The `apiVersion` and `kind` of a claim.
 const CLAIM: (&str, &str) = ("resource.k8s.io/v1", "ResourceClaim");
+/// The `apiVersion` and `kind` of a claim template.
 const TEMPLATE: (&str, &str) = ("resource.k8s.io/v1", "ResourceClaimTemplate");
 
-/// The class of GPUs that several claims share.
+/// The DeviceClass of GPUs that several claims share.
 const SHARED_GPUS: &str = "shared-gpu.linkwise.dev";
 
 /// The attribute that two devices below one PCIe root have in common.
@@ -59,7 +64,7 @@ const MAX_DEVICES: u8 = 32;
 enum Part {
     Text(String),
     Number(u32),
-    Asked(Asked),
+    Request(Request),
     List(Vec<Self>),
     #[serde(serialize_with = "as_map")]
     Map(Vec<(&'static str, Self)>),
@@ -88,8 +93,8 @@ struct Devices {
 
 impl Devices {
     /// The devices of a single request.
-    fn one(name: &str, asked: Asked) -> Self {
-        Self { requests: vec![request(name, asked)], constraints: Vec::new() }
+    fn one(name: &str, exact: Request) -> Self {
+        Self { requests: vec![request(name, exact)], constraints: Vec::new() }
     }
 
     fn have_alternatives(&self) -> bool {
@@ -107,11 +112,11 @@ impl Devices {
     }
 }
 
-/// A request for `count` devices of a class.
+/// A request for `count` devices of a class (`ExactDeviceRequest` and `DeviceSubRequest` of `resource.k8s.io/v1`).
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Asked {
-    /// The name of an alternative.
+struct Request {
+    /// The name, if the request is an alternative.
     #[serde(skip_serializing_if = "Option::is_none")]
     name: Option<String>,
     device_class_name: &'static str,
@@ -130,7 +135,7 @@ struct Alternative {
     name: String,
     /// The attribute that the GPUs have in common; `None` for any GPUs.
     attribute: Option<String>,
-    /// The models of GPU that it is for, `None` one that is unknown; empty for all.
+    /// The GPU models that the alternative is for, with `None` for an unknown one; empty for all models.
     products: BTreeSet<Option<String>>,
 }
 
@@ -153,20 +158,20 @@ pub fn claim(args: &ClaimArgs) -> Result<()> {
     refuse(args)?;
     let group = args.exact.then(|| exact::group(args.gpus, &args.node, &args.fleet)).transpose()?;
     let devices = match (&args.mig, args.near, &args.rails) {
-        (Some(profile), ..) => of_mig(args.gpus, profile),
-        (None, Some(near), _) => beside(args.gpus, near, &gpu(args), group.flatten())?,
+        (Some(profile), ..) => mig_devices(args.gpus, profile),
+        (None, Some(near), _) => with_near_devices(args.gpus, near, &gpu(args), group.flatten())?,
         (None, None, Some(rails)) => kinds::requests_of(args, rails)?,
         (None, None, None) if args.exact => exact::devices(args.gpus, group.flatten().as_deref()),
-        (None, None, None) if is_shared(args) => Devices::one("gpus", Asked { count: args.gpus, ..gpu(args) }),
+        (None, None, None) if is_shared(args) => Devices::one("gpus", Request { count: args.gpus, ..gpu(args) }),
         (None, None, None) => alternatives(args.gpus, &args.node, &args.fleet, args.strict)?,
     };
-    let usual = match &args.mig {
+    let default_name = match &args.mig {
         Some(profile) => format!("mig-{}", profile.to_string().replace('.', "").replace('+', "-")),
         None if is_shared(args) => "shared-gpu".to_owned(),
         None if args.gpus == 1 => "gpu".to_owned(),
         None => format!("gpus-{}", args.gpus),
     };
-    let name = args.name.clone().unwrap_or(usual);
+    let name = args.name.clone().unwrap_or(default_name);
     let template = object(TEMPLATE, &name, map([("spec", devices.spec())]));
     let objects = match args.kind {
         ClaimKind::Claim => vec![object(CLAIM, &name, devices.spec())],
@@ -182,32 +187,31 @@ pub fn claim(args: &ClaimArgs) -> Result<()> {
     Ok(print(&manifest)?)
 }
 
-/// A template with alternatives, and the one of any GPUs that stands in for it in a pod of several claims: the scheduler
-/// tries each alternative of one claim with each of the others.
+/// A template with alternatives, and a template of any GPUs for a pod's further claims. If several claims of a pod had
+/// alternatives, the scheduler would try each alternative of one claim with each alternative of the others.
 fn with_further(name: &str, devices: &Devices, gpus: u8) -> Vec<Part> {
     let further = format!("{name}-any");
     let annotations = map([(FURTHER_CLAIMS, further.as_str().into())]);
     let metadata = map([("name", name.into()), ("annotations", annotations)]);
     let spec = |devices: &Devices| map([("spec", devices.spec())]);
     let any = in_groups(gpus, &[], false);
-    // Applied in this order, no template names one that is not there yet.
+    // In this order the further template exists before the annotation names it.
     vec![object(TEMPLATE, &further, spec(&any)), of_metadata(TEMPLATE, metadata, spec(devices))]
 }
 
 /// Refuses options that would have no effect.
 fn refuse(args: &ClaimArgs) -> Result<()> {
-    let named = [(!args.node.is_empty(), "--node"), (args.fleet.cluster.is_some(), "--cluster")];
-    let named = named.into_iter().find_map(|(is_there, name)| is_there.then_some(name));
-    if let Some(name) = named {
-        ensure!(args.near.is_none() || args.exact, "{name} with --near: no group is named, except with --exact");
-        ensure!(args.mig.is_none() && !is_shared(args), "{name}: only claims of whole GPUs name groups");
+    let flags = [(!args.node.is_empty(), "--node"), (args.fleet.cluster.is_some(), "--cluster")];
+    if let Some(flag) = flags.into_iter().find_map(|(is_set, flag)| is_set.then_some(flag)) {
+        ensure!(args.near.is_none() || args.exact, "{flag} with --near has no effect; add --exact");
+        ensure!(args.mig.is_none() && !is_shared(args), "{flag} has no effect: only claims of whole GPUs name groups");
     }
     ensure!(
         args.fleet.cluster.is_none() || !args.node.iter().any(|node| node == "-"),
-        "--node - with --cluster: name a file"
+        "--node - with --cluster: standard input can be read once only; name a file"
     );
     if args.rails.is_some() {
-        ensure!(args.fleet.cluster.is_none(), "--cluster with --rails: no group is named");
+        ensure!(args.fleet.cluster.is_none(), "--cluster with --rails has no effect: the claim names no group");
         ensure!(args.node.len() < 2, "--rails: one --node at most");
     }
     Ok(())
@@ -236,7 +240,7 @@ fn usual_groups(gpus: u8) -> Vec<String> {
     }
 }
 
-/// The attributes by which a claim of this size finds groups, of all attributes that a node may have.
+/// The attributes by which a claim of this size finds groups: all that a node may have.
 fn any_groups(gpus: u8) -> Vec<String> {
     match GroupSize::holding(usize::from(gpus)) {
         _ if gpus == 1 => Vec::new(),
@@ -245,8 +249,8 @@ fn any_groups(gpus: u8) -> Vec<String> {
     }
 }
 
-/// The attributes by which a claim of this size finds groups: those of a machine, or the usual ones. A strict claim waits
-/// for any group that a node may have.
+/// The attributes by which a claim of this size finds groups: those of a machine, or the usual ones. Without a machine
+/// a strict claim lists all attributes that a node may have.
 fn groups(gpus: u8, node: Option<&str>, strict: bool) -> Result<Vec<String>> {
     let mut groups = if node.is_none() && !strict { usual_groups(gpus) } else { any_groups(gpus) };
     if let Some(node) = node {
@@ -257,8 +261,8 @@ fn groups(gpus: u8, node: Option<&str>, strict: bool) -> Result<Vec<String>> {
             return Ok(groups);
         }
         super::note_unknown_nvlinks(node, &topology);
-        let there = GroupAttribute::all_of(&GpuLayout::of(&super::tables(topology), (0..count).collect()));
-        groups.retain(|name| there.iter().any(|attribute| attribute.name == *name));
+        let existing = GroupAttribute::all_of(&GpuLayout::of(&super::tables(topology), (0..count).collect()));
+        groups.retain(|name| existing.iter().any(|attribute| attribute.name == *name));
         ensure!(
             !(strict && groups.is_empty()),
             "--strict: {node} has no group of {gpus} GPUs, so such a claim would wait for ever"
@@ -275,11 +279,11 @@ fn topology(node: &str) -> Result<NodeTopology> {
 /// One request: the groups as alternatives, then any GPUs.
 fn in_groups(gpus: u8, groups: &[Alternative], strict: bool) -> Devices {
     if groups.is_empty() {
-        return Devices::one("gpus", asked(GPUS, gpus));
+        return Devices::one("gpus", plain(GPUS, gpus));
     }
     let alternative = |of: &Alternative| {
         let selectors = if of.products.is_empty() { Vec::new() } else { selector(&is_one_of(&of.products)) };
-        Part::Asked(Asked { name: Some(of.name.clone()), selectors, ..asked(GPUS, gpus) })
+        Part::Request(Request { name: Some(of.name.clone()), selectors, ..plain(GPUS, gpus) })
     };
     let any = (!strict).then(Alternative::any);
     let together = |of: &Alternative| {
@@ -292,11 +296,11 @@ fn in_groups(gpus: u8, groups: &[Alternative], strict: bool) -> Devices {
     }
 }
 
-/// The expression for GPUs of these models. A selector that reads a missing attribute of a device is an error for the whole
-/// pod, on all nodes.
+/// The CEL expression for GPUs of these models. It asks first if a device has the attribute, because reading a missing
+/// attribute is an error for the whole pod, on all nodes.
 fn is_one_of(products: &BTreeSet<Option<String>>) -> String {
     const GPU: &str = "device.attributes['gpu.nvidia.com']";
-    // A string of JSON is one of CEL.
+    // A JSON string is also a CEL string.
     let named: Vec<String> =
         products.iter().flatten().map(|product| Value::from(product.as_str()).to_string()).collect();
     let named = format!("{GPU}.productName in [{}]", named.join(", "));
@@ -307,8 +311,8 @@ fn is_one_of(products: &BTreeSet<Option<String>>) -> String {
     }
 }
 
-/// Requests for GPUs, each with a device near to it, and in one group if one is named.
-fn beside(gpus: u8, near: Near, of_gpu: &Asked, group: Option<String>) -> Result<Devices> {
+/// Requests for GPUs, each with a device near to it. The GPUs are of one group if `group` names its attribute.
+fn with_near_devices(gpus: u8, near: Near, of_gpu: &Request, group: Option<String>) -> Result<Devices> {
     const MAX_GPUS: u8 = MAX_DEVICES / 2;
     let (word, what) = match near {
         Near::Nic => ("nic", "a NIC"),
@@ -316,16 +320,16 @@ fn beside(gpus: u8, near: Near, of_gpu: &Asked, group: Option<String>) -> Result
     };
     ensure!(
         gpus <= MAX_GPUS,
-        "--gpus {gpus} with --near: a claim takes {MAX_DEVICES} devices, {MAX_GPUS} GPUs with {what} each"
+        "--gpus {gpus} with --near: a claim has at most {MAX_DEVICES} devices: {MAX_GPUS} GPUs with {what} each"
     );
     let mut devices = Devices::default();
     for number in 0..gpus {
         let (gpu, other) = (numbered("gpu", number, gpus), numbered(word, number, gpus));
-        let (asked_too, attribute) = match near {
-            Near::Nic => (Asked { selectors: of_attribute("dra.net", "rdma", ""), ..asked("dra.net", 1) }, PCIE_ROOT),
-            Near::Cpu => (asked("dra.cpu", 1), NUMA_NODE),
+        let (near_device, attribute) = match near {
+            Near::Nic => (Request { selectors: of_attribute("dra.net", "rdma", ""), ..plain("dra.net", 1) }, PCIE_ROOT),
+            Near::Cpu => (plain("dra.cpu", 1), NUMA_NODE),
         };
-        devices.requests.extend([request(&gpu, of_gpu.clone()), request(&other, asked_too)]);
+        devices.requests.extend([request(&gpu, of_gpu.clone()), request(&other, near_device)]);
         devices.constraints.push(constraint(vec![gpu, other], attribute.to_owned()));
     }
     let all = || (0..gpus).map(|number| numbered("gpu", number, gpus)).collect();
@@ -333,18 +337,20 @@ fn beside(gpus: u8, near: Near, of_gpu: &Asked, group: Option<String>) -> Result
     Ok(devices)
 }
 
-/// The name of one of several requests.
+/// The name of a request, with its number if there are several.
 fn numbered(word: &str, number: u8, of: u8) -> String {
     if of == 1 { word.to_owned() } else { format!("{word}-{number}") }
 }
 
-fn of_mig(count: u8, profile: &MigProfile) -> Devices {
+fn mig_devices(count: u8, profile: &MigProfile) -> Devices {
     let selectors = of_attribute(GPUS, "profile", &format!(" == '{profile}'"));
-    Devices::one("mig", Asked { selectors, ..asked("mig.nvidia.com", count) })
+    Devices::one("mig", Request { selectors, ..plain("mig.nvidia.com", count) })
 }
 
-fn asked(device_class_name: &'static str, count: u8) -> Asked {
-    Asked { name: None, device_class_name, selectors: Vec::new(), allocation_mode: "ExactCount", count, capacity: None }
+/// The request for so many devices of a class, without a name, selectors or a capacity.
+fn plain(device_class_name: &'static str, count: u8) -> Request {
+    let (allocation_mode, selectors) = ("ExactCount", Vec::new());
+    Request { name: None, device_class_name, selectors, allocation_mode, count, capacity: None }
 }
 
 /// Returns true if a part of a GPU is requested.
@@ -353,18 +359,18 @@ fn is_shared(args: &ClaimArgs) -> bool {
 }
 
 /// The request for a GPU, or for a part of one.
-fn gpu(args: &ClaimArgs) -> Asked {
+fn gpu(args: &ClaimArgs) -> Request {
     if !is_shared(args) {
-        return asked(GPUS, 1);
+        return plain(GPUS, 1);
     }
     let shares = args.shares.map(|shares| ("shares", shares.to_string()));
     let memory = args.memory.clone().map(|memory| ("memory", memory));
     let both = memory.into_iter().chain(shares).map(|(key, amount)| (key, amount.into())).collect();
-    Asked { capacity: Some(Box::new(map([("requests", Part::Map(both))]))), ..asked(SHARED_GPUS, 1) }
+    Request { capacity: Some(Box::new(map([("requests", Part::Map(both))]))), ..plain(SHARED_GPUS, 1) }
 }
 
-fn request(name: &str, asked: Asked) -> Part {
-    map([("name", name.into()), ("exactly", Part::Asked(asked))])
+fn request(name: &str, exact: Request) -> Part {
+    map([("name", name.into()), ("exactly", Part::Request(exact))])
 }
 
 fn constraint(requests: Vec<String>, attribute: String) -> Part {
@@ -376,8 +382,8 @@ fn selector(expression: &str) -> Vec<Part> {
     vec![map([("cel", map([("expression", expression.into())]))])]
 }
 
-/// The selector of devices whose attribute meets a condition. One that reads a missing attribute of a device is an
-/// error for the whole pod, on all nodes.
+/// The selector of devices whose attribute meets a condition. It asks first if a device has the attribute, as
+/// [`is_one_of`] does.
 fn of_attribute(driver: &str, name: &str, condition: &str) -> Vec<Part> {
     let attributes = format!("device.attributes['{driver}']");
     selector(&format!("'{name}' in {attributes} && {attributes}.{name}{condition}"))
@@ -397,7 +403,7 @@ fn pod(name: &str) -> Part {
     object(("v1", "Pod"), name, pod_spec(name, Some(once), &["nvidia-smi", "-L"]))
 }
 
-/// A deployment of pods that print their GPUs, and go on.
+/// A deployment of pods that print their GPUs and keep running.
 fn deployment(name: &str) -> Part {
     let labels = || map([("app", name.into())]);
     let pod = pod_spec(name, None, &["sh", "-c", "nvidia-smi -L && exec sleep infinity"]);
@@ -413,7 +419,7 @@ fn pod_spec(template: &str, policy: Option<(&'static str, Part)>, command: &[&st
         ("name", "main".into()),
         ("image", "ubuntu:24.04".into()),
         ("command", Part::List(command.iter().map(|word| (*word).into()).collect())),
-        // Kueue admits no pod without a request of CPU or memory to a topology.
+        // Kueue assigns a topology only to pods that request CPU or memory.
         ("resources", map([("requests", map([("cpu", "1".into())])), ("claims", Part::List(vec![map([claim()])]))])),
     ]);
     let claims = map([claim(), ("resourceClaimTemplateName", template.into())]);

@@ -82,7 +82,7 @@ fn broken_node_file_is_named_with_line() {
     }
     let (_folder, path) = file(deep.as_bytes());
     let slices = format!("--cluster={}", path.to_str().unwrap());
-    refused(&["claim", "--gpus", "2", &slices], &["node.yaml is no YAML: ", "nested too deeply", "line 2"]);
+    refused(&["claim", "--gpus", "2", &slices], &["node.yaml: ", "nested too deeply", "line 2"]);
     refused(&["config", "show", "--config-file", path.to_str().unwrap()], &["line 2", "nested too deeply"]);
 }
 
@@ -102,7 +102,7 @@ fn impossible_choice_reports_cause() {
     refused(&["allocate", "--size", "1", "--node", path.to_str().unwrap()], &["no set of 1 GPUs", "0 may be taken"]);
     for exact in [&[][..], &["--exact"]] {
         let claim = ["claim", "--gpus", "1", "--node", path.to_str().unwrap()];
-        refused(&[&claim, exact].concat(), &["--gpus 1 with --node", "none here has more than 0"]);
+        refused(&[&claim, exact].concat(), &["--gpus 1 with --node", "the largest has 0"]);
     }
 }
 

@@ -106,7 +106,7 @@ fn sick_old_and_incomplete_devices_do_not_count() {
     let refused = |slices: &[Value], words: &str| {
         are_refused(&["claim", "--exact", "--gpus", "8"], &[(&[&cluster(&file(slices, false))], words)]);
     };
-    refused(&sick, "there is no group of 8 GPUs; 1 node of 7");
+    refused(&sick, "no group has 8 GPUs (1 node of 7");
     // The newer generation is still being written.
     let mut newer = sick[0].clone();
     newer["metadata"]["name"] = json!("newer");
@@ -120,8 +120,8 @@ fn impossible_exact_claims_are_refused_by_name() {
     let other = file(&[json!({"kind": "Pod"})], false);
     let (other, missing) = (cluster(&other), "--cluster=/none/slices.json");
     let cases: &[(&[&str], &str)] = &[
-        (&["--exact", "--gpus", "9", "--node", "pcie-8x-pix-pairs"], "none here has more than 8"),
-        (&["--exact", "--gpus", "8", "--node", "gb200-nvl72-node"], "none here has more than 4"),
+        (&["--exact", "--gpus", "9", "--node", "pcie-8x-pix-pairs"], "the largest has 8"),
+        (&["--exact", "--gpus", "8", "--node", "gb200-nvl72-node"], "the largest has 4"),
         (&["--exact", "--gpus", "2", "--strict"], "--strict"),
         (&["--exact", "--mig", "1g.10gb"], "--mig"),
         (&["--exact", "--shares", "2"], "--shares"),
@@ -129,7 +129,7 @@ fn impossible_exact_claims_are_refused_by_name() {
         (&["--near", "nic", "--node", "dgx1-v100"], "--node with --near"),
         (&["--exact", "--gpus", "2", "--cluster"], "no API server"),
         (&["--exact", "--gpus", "2", missing], "cannot open /none/slices.json"),
-        (&["--exact", "--gpus", "2", &other], "expected ResourceSlices"),
+        (&["--exact", "--gpus", "2", &other], "is not a list of ResourceSlices"),
     ];
     are_refused(&["claim"], cases);
 }

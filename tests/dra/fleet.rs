@@ -88,7 +88,7 @@ fn unknown_machine_comes_last_until_its_file_is_there() {
     let all = file(&all, false);
 
     let (found, said) = claim(&["--gpus", "2", &cluster(&all)]).unwrap();
-    assert!(said.contains("what its groups carry is unknown"), "{said}");
+    assert!(said.contains("bandwidths unknown"), "{said}");
     let first = &alternatives(&found)[0];
     assert_eq!(first.1.as_deref(), Some("linkwise.dev/pair1a"));
     assert!(first.2.as_ref().is_some_and(|selector| selector.contains("V100")), "{first:?}");
@@ -154,7 +154,7 @@ fn nodes_that_do_not_count_are_told() {
     assert!(!said.contains("unknown"), "{said}");
     // Where all sets are alike, alternatives would only cost.
     let (found, said) = attributes(&nodes(&[("dgx-h100", 2), ("aws-p5", 1)]), &["--gpus", "2"]);
-    assert!(found.is_empty() && said.contains("any 2 GPUs carry the same"), "{found:?} {said}");
+    assert!(found.is_empty() && said.contains("any 2 GPUs have the same bandwidth"), "{found:?} {said}");
     // A kind for each node: those beyond the most are left out, and counted.
     let many: Vec<Value> = (0..70)
         .flat_map(|number| {
@@ -166,7 +166,7 @@ fn nodes_that_do_not_count_are_told() {
         })
         .collect();
     let (_, said) = attributes(&many, &["--gpus", "2"]);
-    assert!(said.contains("6 of the nodes do not count") && said.contains("48 nodes with further models"), "{said}");
+    assert!(said.contains("6 of the nodes are ignored") && said.contains("48 nodes with further models"), "{said}");
 }
 
 /// A strict claim waits for a group: each machine that has one is in it, with all of them.
@@ -197,12 +197,12 @@ fn impossible_claims_for_a_fleet_are_refused_by_name() {
         (&["--cluster=/none/slices.json", "--gpus", "2"], "cannot open /none/slices.json"),
         (&["--cluster", "--near", "nic"], "--cluster with --near"),
         (&["--cluster", "--rails", "0"], "--cluster with --rails"),
-        (&["--cluster", "--mig", "1g.10gb"], "--cluster: only claims of whole GPUs"),
-        (&["--cluster", "--shares", "2"], "--cluster: only claims of whole GPUs"),
+        (&["--cluster", "--mig", "1g.10gb"], "--cluster has no effect: only claims of whole GPUs"),
+        (&["--cluster", "--shares", "2"], "--cluster has no effect: only claims of whole GPUs"),
         (&["--node", "dgx-a100", "--node", "none.yaml", "--gpus", "2"], "none.yaml"),
         (&["--node", "dgx-a100", "--node", "dgx-h100", "--rails", "0"], "--rails: one --node"),
         (&["--node", "dgx-a100", "--cluster", "--rails", "0"], "--cluster with --rails"),
-        (&["--gpus", "9", "--node", "dgx1-v100", "--node", "dgx-a100", "--strict"], "none here has more than 8"),
+        (&["--gpus", "9", "--node", "dgx1-v100", "--node", "dgx-a100", "--strict"], "the largest has 8"),
     ];
     are_refused(&["claim"], cases);
 }

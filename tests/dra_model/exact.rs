@@ -72,10 +72,13 @@ fn exact_claim_gets_its_promise_whenever_a_set_is_free() {
             let tenths = promised / 100;
             let bandwidth =
                 if tenths % 10 == 0 { format!("{}", tenths / 10) } else { format!("{}.{}", tenths / 10, tenths % 10) };
-            assert!(said.contains(&format!(", {bandwidth} GB/s each or more")), "{name}: {count}: {promised}: {said}");
+            assert!(
+                said.contains(&format!(", each with {bandwidth} GB/s or more")),
+                "{name}: {count}: {promised}: {said}"
+            );
             let mille = waits * 1000 / states;
             let share = format!("waits in {}.{} % of the states", mille / 10, mille % 10);
-            let share = if waits == 0 { "waits in no state".to_owned() } else { share };
+            let share = if waits == 0 { "never waits".to_owned() } else { share };
             assert!(said.contains(&share), "{name}: {count}: {waits} of {states}: {said}");
             waiting += waits;
         }

@@ -1,7 +1,7 @@
-//! Exact claims: one request with one constraint, and which attribute that is.
+//! Exact claims: one request with one constraint, whose attribute this module chooses.
 //!
-//! The attribute is the one that most nodes of a fleet meet at their best. What such a claim gives up against
-//! alternatives goes to standard error.
+//! It chooses the attribute that promises the best set of GPUs on the most nodes of the fleet. A comparison with a
+//! claim with alternatives goes to standard error.
 
 use std::cmp::Reverse;
 
@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 
 use super::kinds::{BEST, Kind, bandwidth, candidates, kinds, of_fleet};
-use super::{Devices, GPUS, OURS, asked, constraint};
+use super::{Devices, GPUS, OURS, constraint, plain};
 use crate::config::FleetArgs;
 use linkwise_core::publish::dra::exact::{ExactClaim, GroupAttribute};
 use linkwise_core::words::count;
@@ -18,8 +18,8 @@ use linkwise_system::output::complain;
 /// The most nodes that a line names.
 const MAX_NAMES: usize = 5;
 
-/// The attribute for an exact claim of so many GPUs; `None` for one GPU, which needs no group. Says on standard error what
-/// such a claim gives up, if the fleet is known.
+/// The attribute for an exact claim of so many GPUs; `None` for one GPU, which needs no group. If the fleet is known, a
+/// comparison with alternatives goes to standard error.
 pub(super) fn group(gpus: u8, nodes: &[String], fleet: &FleetArgs) -> Result<Option<String>> {
     let names = candidates(gpus);
     let kinds = of_fleet(gpus, nodes, fleet)?;
@@ -42,11 +42,11 @@ pub fn exact_claim(gpus: u8, slices: &[Value]) -> Result<Value, serde_json::Erro
 /// One request, and its constraint.
 pub(super) fn devices(gpus: u8, group: Option<&str>) -> Devices {
     let constraints = group.map(|group| constraint(vec!["gpus".to_owned()], format!("{OURS}/{group}")));
-    Devices { constraints: constraints.into_iter().collect(), ..Devices::one("gpus", asked(GPUS, gpus)) }
+    Devices { constraints: constraints.into_iter().collect(), ..Devices::one("gpus", plain(GPUS, gpus)) }
 }
 
-/// The attribute that most nodes meet at their best; of equal ones that with the best promise, then that with which claims
-/// wait least.
+/// The attribute that promises the best set on the most nodes. Between equal ones the higher sum of promised worth over
+/// all nodes decides, then the lower share of states in which a claim waits.
 fn choose<'a>(names: &'a [String], kinds: &[Kind]) -> Option<&'a str> {
     let rank = |name: &str| {
         let (mut at_best, mut worth, mut waits) = (0, 0, 0);
@@ -58,24 +58,24 @@ fn choose<'a>(names: &'a [String], kinds: &[Kind]) -> Option<&'a str> {
         }
         (at_best, worth, Reverse(waits))
     };
-    // Of equals the last counts for `max_by_key`.
-    let is_there = |name: &&str| kinds.iter().any(|kind| kind.claim(name).is_some());
-    names.iter().rev().map(String::as_str).filter(is_there).max_by_key(|name| rank(name))
+    // `max_by_key` returns the last of equal names, so the reversed order makes the first one win.
+    let exists = |name: &&str| kinds.iter().any(|kind| kind.claim(name).is_some());
+    names.iter().rev().map(String::as_str).filter(exists).max_by_key(|name| rank(name))
 }
 
-/// The reason why no attribute fits, with the groups that there are.
+/// The error if no attribute fits, with the existing groups.
 fn no_group(gpus: u8, kinds: &[Kind]) -> String {
-    let has = |kind: &Kind| {
+    let groups_of = |kind: &Kind| {
         let group = |attribute: &GroupAttribute| {
             let largest = attribute.groups.iter().map(|group| group.len()).max().unwrap_or(0);
-            format!("{} of up to {largest}", attribute.name)
+            format!("{} of up to {largest} GPUs", attribute.name)
         };
         let groups: Vec<String> = kind.attributes.iter().map(group).collect();
         let groups = if groups.is_empty() { "no groups".to_owned() } else { groups.join(", ") };
         format!("{}: {groups}", kind.title)
     };
-    let has: Vec<String> = kinds.iter().map(has).collect();
-    format!("--exact: there is no group of {gpus} GPUs; {}", has.join("; "))
+    let groups: Vec<String> = kinds.iter().map(groups_of).collect();
+    format!("--exact: no group has {gpus} GPUs ({})", groups.join("; "))
 }
 
 /// The lines about a chosen attribute: what a claim gets, and what it gives up.
@@ -90,23 +90,24 @@ fn notes(chosen: &str, gpus: u8, kinds: &[Kind]) -> Vec<String> {
         let Some(claim) = kind.claim(chosen) else {
             let names = kind.nodes.iter().take(MAX_NAMES).map(String::as_str).collect::<Vec<_>>().join(", ");
             let more = if kind.nodes.len() > MAX_NAMES { ", ..." } else { "" };
-            lines.push(format!("{} ({names}{more}): no {OURS}/{chosen}, so no such claim", kind.title));
+            lines.push(format!("{} ({names}{more}): no {OURS}/{chosen}, so the claim gets no GPUs there", kind.title));
             continue;
         };
-        lines.extend(of_kind(kind, claim, gpus));
+        lines.extend(comparison(kind, claim, gpus));
     }
     lines
 }
 
-fn of_kind(kind: &Kind, claim: &ExactClaim, gpus: u8) -> Vec<String> {
+/// The lines about a claim on one kind of node: what it gets, and how it compares with alternatives.
+fn comparison(kind: &Kind, claim: &ExactClaim, gpus: u8) -> Vec<String> {
     let title = &kind.title;
     let mut gets = format!("{title}: {OURS}/{} has room for {} of {gpus} GPUs", claim.name, count(claim.sets, "claim"));
     if let (Some(promised), Some(best)) = (claim.promised, kind.best) {
-        gets += &format!(", {} each or more, where the best {gpus} have {}", bandwidth(promised), bandwidth(best));
+        gets += &format!(", each with {} or more; the best {gpus} GPUs have {}", bandwidth(promised), bandwidth(best));
     }
     if claim.waits == 0 && claim.share.is_none_or(|share| share == BEST) {
-        let alike = if claim.share.is_some() { ", and gets the best that is free" } else { "" };
-        return vec![gets, format!("{title}: against alternatives it waits in no state{alike}")];
+        let and_best = if claim.share.is_some() { ", and gets the best free ones" } else { "" };
+        return vec![gets, format!("{title}: the claim never waits while {gpus} GPUs are free{and_best}")];
     }
     let others = kind.claims.iter().filter(|other| other.name != claim.name && kind.alternatives.contains(&other.name));
     let others = others.map(|other| match other.promised {
@@ -115,14 +116,14 @@ fn of_kind(kind: &Kind, claim: &ExactClaim, gpus: u8) -> Vec<String> {
     });
     let others: Vec<String> = others.chain(["GPUs without a common group".to_owned()]).collect();
     let mut gives = format!(
-        "{title}: against alternatives it waits in {} of the states with {gpus} free GPUs or more",
+        "{title}: the claim waits in {} of the states with {gpus} or more free GPUs",
         percent(claim.waits_per_mille())
     );
     if let Some(forgone) = claim.forgone {
-        gives += &format!(", where they get {} of the best that is free", percent(forgone));
+        gives += &format!(", where alternatives get {} of the best free bandwidth", percent(forgone));
     }
     if let Some(share) = claim.share {
-        gives += &format!("; in the others it gets {} of that best", percent(share));
+        gives += &format!("; in the other states it gets {} of the best free bandwidth", percent(share));
     }
     vec![gets, gives + "; it never gets " + &others.join(", ")]
 }

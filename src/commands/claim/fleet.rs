@@ -1,9 +1,9 @@
-//! Claims for machines of several kinds: alternatives in classes of bandwidth, which mean the same on each.
+//! Claims for machines of several kinds: alternatives in classes of bandwidth, which mean the same on each machine.
 //!
-//! kube-scheduler compares nodes by the place of the alternative that each can give. So the alternatives come in the
-//! order of what they carry anywhere in the fleet. An attribute with which machines carry unlike bandwidths is an
-//! alternative for each class, with a selector for the models of GPU. A selector cannot tell more apart than that, so all
-//! nodes with one model count as one machine: a node that lacks a GPU is like the others.
+//! kube-scheduler compares nodes by the position of the alternative that each can give, so the alternatives are sorted
+//! by their bandwidth over the whole fleet. An attribute that stands for different bandwidths on different machines
+//! becomes an alternative for each class, with a selector for the GPU models. A selector can distinguish models only,
+//! so all nodes with one model count as one machine, also a node that lacks a GPU.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,28 +18,28 @@ use super::kinds::{Kind, bandwidth, candidates, kinds, of_fleet, tier};
 use super::{Alternative, Devices, MAX_ALTERNATIVES, in_groups};
 use crate::config::FleetArgs;
 
-/// The least share of a class's highest bandwidth that is in the class, in percent.
-const ALIKE: u64 = 90;
+/// The least bandwidth of a class, in percent of its highest one.
+const MIN_OF_CLASS: u64 = 90;
 
-/// The worth of the best tier of a machine whose bandwidths are unknown, as MB/s: less than any link carries.
+/// The worth of the best tier of a machine whose bandwidths are unknown, MB/s: less than the bandwidth of any link.
 const UNKNOWN: u64 = 3;
 
-/// An alternative without which the others are worth so many per mille of all together is left out: each costs the
-/// scheduler time.
-const WORTH_IT: u64 = 985;
+/// The share of the worth of all alternatives that the others must keep for one to be left out, in per mille. An
+/// alternative that adds less is not worth the scheduler's time.
+const MIN_KEPT: u64 = 985;
 
-/// The most models of GPU that are told apart: those with the most nodes.
+/// The most GPU models that get alternatives of their own: those with the most nodes.
 const MAX_MODELS: usize = 16;
 
-/// The most kinds of node that stand for a model: those with the most nodes.
-const KINDS_OF_MODEL: usize = 4;
+/// The most kinds of node that represent a model: those with the most nodes.
+const MAX_KINDS_OF_MODEL: usize = 4;
 
 /// The nodes with one model of GPU.
 struct Model<'a> {
     product: Option<&'a str>,
     title: String,
     nodes: u64,
-    /// The kinds that stand for all. What their groups carry is known, if it is for any.
+    /// The kinds that represent the model. If the bandwidths of any kind are known, only such kinds are here.
     kinds: Vec<&'a Kind>,
 }
 
@@ -48,21 +48,21 @@ impl Model<'_> {
         self.kinds.iter().all(|kind| kind.best.is_some())
     }
 
-    /// Returns true if all sets of the size carry the same.
+    /// Returns true if all sets of the claim's size have the same bandwidth.
     fn is_alike(&self) -> bool {
         self.is_known() && self.kinds.iter().all(|kind| kind.best == kind.least)
     }
 }
 
-/// What one model gives by one attribute, or by none.
+/// The sets that a claim gets from one model by one attribute, or by none.
 struct Entry {
-    /// The model's place.
+    /// The model's index.
     model: usize,
-    /// The attribute's place among the candidates; one behind them for any GPUs.
+    /// The attribute's index among the candidates. The number of candidates stands for no attribute: any GPUs.
     attribute: usize,
-    /// MB/s; where they are unknown at most [`UNKNOWN`].
+    /// The least collective of the sets, MB/s; at most [`UNKNOWN`] if it is unknown.
     worth: u64,
-    /// For each state of the model's kinds, whether it can give such a set.
+    /// True for each state (set of free GPUs) of the model's kinds that has such a set.
     serves: Vec<bool>,
 }
 
@@ -78,7 +78,7 @@ impl<'a> Draft<'a> {
     }
 }
 
-/// The requests of a claim for the fleet that the options name. Says on standard error what each alternative is.
+/// The requests of a claim for the fleet that the options name. A line about each alternative goes to standard error.
 pub(super) fn devices(gpus: u8, nodes: &[String], fleet: &FleetArgs, strict: bool) -> Result<Devices> {
     let kinds = of_fleet(gpus, nodes, fleet)?;
     let models = models(&kinds, gpus);
@@ -95,8 +95,8 @@ pub(super) fn devices(gpus: u8, nodes: &[String], fleet: &FleetArgs, strict: boo
     Ok(in_groups(gpus, &alternatives, strict))
 }
 
-/// The specification of a claim for this number of GPUs on the nodes of these slices. `machines` are built-in ones or files
-/// that some nodes are like.
+/// The specification of a claim for this number of GPUs on the nodes of these slices. `machines` are built-in ones or
+/// files, whose bandwidths count for nodes with the same groups.
 pub fn fleet_claim(gpus: u8, slices: &[Value], machines: &[String]) -> Result<Value, serde_json::Error> {
     let (kinds, _) = kinds(slices, gpus, machines);
     let models = models(&kinds, gpus);
@@ -105,7 +105,7 @@ pub fn fleet_claim(gpus: u8, slices: &[Value], machines: &[String]) -> Result<Va
     serde_json::to_value(in_groups(gpus, &alternatives, false).spec())
 }
 
-/// The models that can have such a claim, those with the most nodes first. One GPU needs no group.
+/// The models with enough GPUs for the claim, those with the most nodes first; empty for one GPU, which needs no group.
 fn models(kinds: &[Kind], gpus: u8) -> Vec<Model<'_>> {
     let mut by_product: BTreeMap<Option<&str>, Vec<&Kind>> = BTreeMap::new();
     for kind in kinds.iter().filter(|kind| gpus > 1 && !kind.is_mixed && kind.gpus >= usize::from(gpus)) {
@@ -126,26 +126,26 @@ fn model<'a>(product: Option<&'a str>, mut kinds: Vec<&'a Kind>) -> Model<'a> {
     kinds.sort_by_key(|kind| (kind.best.is_none(), Reverse(kind.nodes.len())));
     let is_known = kinds.first().is_some_and(|kind| kind.best.is_some());
     kinds.retain(|kind| kind.best.is_some() == is_known);
-    kinds.truncate(KINDS_OF_MODEL);
+    kinds.truncate(MAX_KINDS_OF_MODEL);
     Model { product, title, nodes: nodes as u64, kinds }
 }
 
-/// All entries, by what they are worth.
+/// All entries, those with the highest worth first.
 fn entries(gpus: u8, models: &[Model<'_>]) -> Vec<Entry> {
     let names = candidates(gpus);
     let mut entries: Vec<Entry> = Vec::new();
     for (number, model) in models.iter().enumerate() {
-        let loose = model.kinds.iter().map(|kind| kind.least.unwrap_or(0)).min().unwrap_or(0);
+        let least = model.kinds.iter().map(|kind| kind.least.unwrap_or(0)).min().unwrap_or(0);
         for attribute in 0..=names.len() {
             let (mut worth, mut serves) = (None, Vec::new());
             for kind in &model.kinds {
                 let given = match names.get(attribute) {
                     Some(name) => by_attribute(kind, name, gpus),
-                    None => Some((loose, kind.any().serves(kind.gpus, gpus.into()))),
+                    None => Some((least, kind.any().serves(kind.gpus, gpus.into()))),
                 };
                 match given {
                     Some((own, states)) => {
-                        // The selector takes the worst of them too.
+                        // A selector admits all kinds of the model, also the worst.
                         worth = Some(worth.map_or(own, |worth: u64| worth.min(own)));
                         serves.extend(states);
                     }
@@ -155,13 +155,13 @@ fn entries(gpus: u8, models: &[Model<'_>]) -> Vec<Entry> {
             entries.extend(worth.map(|worth| Entry { model: number, attribute, worth, serves }));
         }
     }
-    // Of equal ones that with which a set is found most often comes first, and makes the others superfluous.
+    // Of entries with the same worth the one that serves most states comes first: it may make the others superfluous.
     let served = |entry: &Entry| entry.serves.iter().filter(|serves| **serves).count();
     entries.sort_by_key(|entry| (Reverse(entry.worth), Reverse(served(entry))));
     entries
 }
 
-/// The worth of a set by an attribute on this kind, and the states in which there is one.
+/// The worth of a set by an attribute on this kind, and true for each state that has such a set.
 fn by_attribute(kind: &Kind, name: &str, gpus: u8) -> Option<(u64, Vec<bool>)> {
     let claim = kind.claim(name)?;
     let by_tier = || {
@@ -186,7 +186,7 @@ fn drafts<'a>(entries: &'a [Entry], models: &[Model<'_>], gpus: u8, strict: bool
             continue;
         }
         before.iter_mut().zip(&entry.serves).for_each(|(before, serves)| *before |= serves);
-        if first.is_none_or(|first| entry.worth * 100 < first.worth * ALIKE) {
+        if first.is_none_or(|first| entry.worth * 100 < first.worth * MIN_OF_CLASS) {
             class += 1;
             first = Some(entry);
         }
@@ -194,7 +194,7 @@ fn drafts<'a>(entries: &'a [Entry], models: &[Model<'_>], gpus: u8, strict: bool
         by_class.entry((class, entry.attribute)).or_insert_with(draft).entries.push(entry);
     }
     let mut drafts: Vec<Draft<'a>> = by_class.into_values().collect();
-    // The worst GPUs of the fleet are what a claim's last alternative takes: any.
+    // The claim's last alternative, any GPUs, gives the worst GPUs of the fleet anyway.
     if !strict && drafts.last().is_some_and(|last| last.attribute == any) {
         drafts.pop();
     }
@@ -202,12 +202,12 @@ fn drafts<'a>(entries: &'a [Entry], models: &[Model<'_>], gpus: u8, strict: bool
     drafts
 }
 
-/// Leaves out alternatives: as many as there is no room for, and those that gain little. The best one of a model stays while
-/// there is room.
+/// Leaves out alternatives: those for which there is no room, and those that add little. While there is room, the first
+/// alternative of a model stays unless it adds nothing.
 fn trim(drafts: &mut Vec<Draft<'_>>, entries: &[Entry], models: &[Model<'_>], strict: bool) {
-    // What a set is worth that no alternative names: to a strict claim nothing, to another what any GPUs are at the worst.
+    // The worth of a state in which no listed alternative has a set: a strict claim gets nothing, another any GPUs.
     let floor = entries.iter().map(|entry| entry.worth).min().filter(|_| !strict).unwrap_or(0);
-    let all = seen(&drafts.iter().collect::<Vec<_>>(), models, entries, floor);
+    let all = total_worth(&drafts.iter().collect::<Vec<_>>(), models, entries, floor);
     loop {
         let has_room = drafts.len() <= MAX_ALTERNATIVES - usize::from(!strict);
         if strict && has_room {
@@ -219,23 +219,24 @@ fn trim(drafts: &mut Vec<Draft<'_>>, entries: &[Entry], models: &[Model<'_>], st
         };
         let without = |at: usize| {
             let rest = drafts.iter().enumerate().filter(|(other, _)| *other != at).map(|(_, draft)| draft);
-            seen(&rest.collect::<Vec<_>>(), models, entries, floor)
+            total_worth(&rest.collect::<Vec<_>>(), models, entries, floor)
         };
         let left = (0..drafts.len()).map(|at| (without(at), at));
-        // Of equals the last goes.
+        // Of equal alternatives the last one is removed.
         let Some((left, at)) = left.filter(|(left, at)| !has_room || *left == all || !is_first(*at)).max() else {
             break;
         };
-        if has_room && left * 1000 < all * WORTH_IT {
+        if has_room && left * 1000 < all * MIN_KEPT {
             break;
         }
         drafts.remove(at);
     }
 }
 
-/// What the scheduler sees by these alternatives: over all nodes and their states the share of the node's best, summed,
-/// in per mille.
-fn seen(drafts: &[&Draft<'_>], models: &[Model<'_>], entries: &[Entry], floor: u64) -> u64 {
+/// The worth of these alternatives to the scheduler: the sum over all models of `nodes * 1000 * w / (best * states)`.
+/// `w` is the sum over the model's states of the worth of the first alternative that has a set, or of `floor` without
+/// one.
+fn total_worth(drafts: &[&Draft<'_>], models: &[Model<'_>], entries: &[Entry], floor: u64) -> u64 {
     let of_model = |(number, model): (usize, &Model<'_>)| {
         let own = || entries.iter().filter(|entry| entry.model == number);
         let best = own().map(|entry| entry.worth).max().unwrap_or(0);
@@ -251,7 +252,7 @@ fn seen(drafts: &[&Draft<'_>], models: &[Model<'_>], entries: &[Entry], floor: u
     models.iter().enumerate().map(of_model).sum()
 }
 
-/// The alternatives of a claim: one for each of these, under a name of its own.
+/// The alternatives of a claim: one for each draft, with a unique name.
 fn alternatives(drafts: &[Draft<'_>], entries: &[Entry], models: &[Model<'_>], gpus: u8) -> Vec<Alternative> {
     let names = candidates(gpus);
     let mut taken: BTreeMap<usize, usize> = BTreeMap::new();
@@ -262,7 +263,7 @@ fn alternatives(drafts: &[Draft<'_>], entries: &[Entry], models: &[Model<'_>], g
         let name = attribute.map_or("kind", String::as_str).to_ascii_lowercase();
         let name = if *times > 1 { format!("{name}-{times}") } else { name };
         let before = drafts.get(..at).unwrap_or_default();
-        let needs_selector = (0..models.len()).any(|model| intrudes(model, draft, before, entries));
+        let needs_selector = (0..models.len()).any(|model| may_take(model, draft, before, entries));
         let of_draft = draft.entries.iter().filter(|_| needs_selector).filter_map(|entry| models.get(entry.model));
         let products: BTreeSet<_> = of_draft.map(|model| model.product.map(str::to_owned)).collect();
         Alternative { name, attribute: attribute.cloned(), products }
@@ -270,8 +271,8 @@ fn alternatives(drafts: &[Draft<'_>], entries: &[Entry], models: &[Model<'_>], g
     drafts.iter().enumerate().map(alternative).collect()
 }
 
-/// Returns true if a node with this model could take the alternative although it is not for this model.
-fn intrudes(model: usize, draft: &Draft<'_>, before: &[Draft<'_>], entries: &[Entry]) -> bool {
+/// Returns true if a node with this model may take the alternative, although the alternative is for other models.
+fn may_take(model: usize, draft: &Draft<'_>, before: &[Draft<'_>], entries: &[Entry]) -> bool {
     if draft.of_model(model).is_some() {
         return false;
     }
@@ -283,7 +284,8 @@ fn intrudes(model: usize, draft: &Draft<'_>, before: &[Draft<'_>], entries: &[En
     })
 }
 
-/// The lines about a claim: what each alternative is worth, and where; then the nodes that have none of their own.
+/// The lines about a claim: the bandwidth and the machines of each alternative; then the nodes without an alternative
+/// of their own.
 fn notes(
     drafts: &[Draft<'_>],
     alternatives: &[Alternative],
@@ -294,20 +296,20 @@ fn notes(
     let mut lines = Vec::new();
     for (draft, alternative) in drafts.iter().zip(alternatives) {
         let on = draft.entries.iter().filter_map(|entry| models.get(entry.model)).map(|model| model.title.as_str());
-        let carries = match draft.entries.iter().map(|entry| entry.worth).min() {
+        let worth = match draft.entries.iter().map(|entry| entry.worth).min() {
             Some(worth) if worth > UNKNOWN => format!("{} or more", bandwidth(worth)),
             _ => "unknown bandwidth".to_owned(),
         };
-        lines.push(format!("gpus/{}: {carries}, on {}", alternative.name, on.collect::<Vec<_>>().join("; ")));
+        lines.push(format!("gpus/{}: {worth}, on {}", alternative.name, on.collect::<Vec<_>>().join("; ")));
     }
     if drafts.is_empty() && models.iter().all(Model::is_alike) {
-        lines.push(format!("any {gpus} GPUs carry the same on these machines: no alternatives"));
+        lines.push(format!("any {gpus} GPUs have the same bandwidth on these machines: no alternatives"));
     }
     for (number, model) in models.iter().enumerate() {
         if !model.is_known() {
             lines.push(format!(
-                "{}: what its groups carry is unknown, and counts for less than any known; give the file that linkwise \
-                 snapshot writes there to --node",
+                "{}: bandwidths unknown, ranked below all known ones; run linkwise snapshot there, and name its \
+                 file with --node",
                 model.title
             ));
         } else if !drafts.is_empty() && !drafts.iter().any(|draft| draft.of_model(number).is_some()) {
@@ -325,7 +327,7 @@ fn notes(
         *nodes += kind.nodes.len();
     }
     for (nodes, why) in [
-        (small, "too few GPUs for such a claim"),
+        (small, "too few GPUs for the claim"),
         (mixed, "GPUs of several models, and no alternative of their own"),
         (further, "further models of GPU, and no alternative of their own"),
     ] {

@@ -1,10 +1,11 @@
 //! The kinds of node of a fleet, and what each can give to a claim.
 //!
 //! A fleet is some machines (`--node`), or the nodes of a cluster, read from their ResourceSlices (`--cluster`). Slices
-//! do not say what their groups carry: that is known where a machine, built-in or of `--node`, has the same groups.
+//! do not have the bandwidths of groups. A node's bandwidths are known if a machine, built-in or of `--node`, has the
+//! same groups.
 //!
-//! [`rails_claim`]: claims of GPUs on fixed rails. Pods of a job that have one such template get the same rails on each
-//! node.
+//! [`rails_claim`] makes claims of GPUs on fixed rails. Pods of a job that share such a template get the same rails on
+//! each node.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -14,7 +15,7 @@ use std::path::Path;
 use anyhow::{Context, Result, anyhow, ensure};
 use serde_json::Value;
 
-use super::{Asked, Devices, GPUS, OURS, any_groups, asked, of_attribute, request, topology};
+use super::{Devices, GPUS, OURS, Request, any_groups, of_attribute, plain, request, topology};
 use crate::commands::note_unknown_nvlinks;
 use crate::config::{ClaimArgs, FleetArgs, Rails};
 use linkwise_cluster::all_slices;
@@ -41,18 +42,18 @@ const MAX_KINDS: usize = 64;
 /// Nodes whose GPUs are in the same groups.
 #[derive(Clone, Default)]
 pub(super) struct Kind {
-    /// The machine, or the GPUs of the nodes.
+    /// The machine's name, or the nodes' number and GPUs.
     pub title: String,
     pub nodes: Vec<String>,
-    /// All attributes of its GPUs.
+    /// All group attributes of its GPUs.
     pub attributes: Vec<GroupAttribute>,
-    /// The claims of the asked size, by each attribute that can meet them.
+    /// The exact claims of the requested size, one for each attribute that has a large enough group.
     pub claims: Vec<ExactClaim>,
     /// The attributes that a claim with alternatives lists.
     pub alternatives: Vec<String>,
-    /// The best collective of so many GPUs, MB/s; `None` where slices alone are known.
+    /// The best collective of so many GPUs, MB/s; `None` if only slices are known.
     pub best: Option<u64>,
-    /// The least collective of so many GPUs, whichever they are, MB/s; `None` where slices alone are known.
+    /// The least collective of any so many GPUs, MB/s; `None` if only slices are known.
     pub least: Option<u64>,
     /// The model of its GPUs, as the attribute `productName` has it.
     pub product: Option<String>,
@@ -72,8 +73,8 @@ impl Kind {
         self.claims.iter().find(|claim| claim.name == name)
     }
 
-    /// The worth of what a claim is promised, of [`BEST`]. Where bandwidths are unknown, by the tier in the name; any GPUs
-    /// of a larger group may be worth nothing.
+    /// The worth of the set that a claim is promised: `BEST * promised / best`. With unknown bandwidths the attributes
+    /// of alternatives have `BEST / tier`, and others 0, because a set in a larger group may be a bad one.
     pub fn worth(&self, claim: &ExactClaim) -> u64 {
         match (claim.promised, self.best) {
             (Some(promised), Some(best)) => (promised * BEST).checked_div(best).unwrap_or(BEST),
@@ -96,25 +97,25 @@ impl Kind {
     }
 }
 
-/// The tier of an attribute: 1 is the best.
+/// The tier in an attribute's name (2 of `quad2a`): 1 is the best.
 pub(super) fn tier(name: &str) -> u64 {
     let digits: String = name.chars().filter(char::is_ascii_digit).collect();
     digits.parse().unwrap_or(1).max(1)
 }
 
-/// The refusal of a claim for more GPUs than the largest of the named machines has.
-pub(super) fn too_few(gpus: u8, most: usize) -> String {
-    format!("--gpus {gpus} with --node: a claim has its GPUs on one machine, and none here has more than {most}")
+/// The error about a claim for more GPUs than the largest of the named machines has.
+pub(super) fn too_few(gpus: u8, largest: usize) -> String {
+    format!("--gpus {gpus} with --node: a claim gets its GPUs on one machine, and the largest has {largest}")
 }
 
-/// The kinds of the fleet that the options name, for claims of so many GPUs; none if they name none.
+/// The kinds of node of the fleet that the options name, for claims of so many GPUs; empty if they name no fleet.
 pub(super) fn of_fleet(gpus: u8, nodes: &[String], fleet: &FleetArgs) -> Result<Vec<Kind>> {
     let slices = match fleet.cluster.as_deref() {
         None => {
-            let kinds = nodes.iter().map(|node| Ok(assembled(node.to_owned(), topology(node)?, gpus)));
+            let kinds = nodes.iter().map(|node| Ok(kind_of(node.to_owned(), topology(node)?, gpus)));
             let kinds = kinds.collect::<Result<Vec<_>>>()?;
-            let most = kinds.iter().map(|kind| kind.gpus).max();
-            ensure!(most.is_none_or(|most| usize::from(gpus) <= most), too_few(gpus, most.unwrap_or_default()));
+            let largest = kinds.iter().map(|kind| kind.gpus).max();
+            ensure!(largest.is_none_or(|all| usize::from(gpus) <= all), too_few(gpus, largest.unwrap_or_default()));
             return Ok(kinds);
         }
         Some("") => {
@@ -123,20 +124,20 @@ pub(super) fn of_fleet(gpus: u8, nodes: &[String], fleet: &FleetArgs) -> Result<
         }
         Some(file) => slices_of(Path::new(file))?,
     };
-    // Those that no node of the cluster is like are read too, so that a wrong name is an error.
+    // Machines that no node of the cluster is like are read too, so that a wrong name is an error.
     nodes.iter().try_for_each(|node| machines::load(node).map(drop))?;
     let (kinds, left) = kinds(&slices, gpus, nodes);
     ensure!(!kinds.is_empty(), "--cluster: no node publishes whole GPUs in a ResourceSlice of {GPUS}");
     if left > 0 {
         complain(
             "linkwise",
-            [format!("{left} of the nodes do not count: there are more than {MAX_KINDS} kinds of node")],
+            [format!("{left} of the nodes are ignored: there are more than {MAX_KINDS} kinds of node")],
         );
     }
     Ok(kinds)
 }
 
-/// The attributes with groups of so many GPUs or more: where all GPUs are alike, claims find a set in a larger group more
+/// The attributes with groups of so many GPUs or more. If all GPUs are alike, claims find a set in a larger group more
 /// often.
 pub(super) fn candidates(gpus: u8) -> Vec<String> {
     let sizes = GroupSize::ALL.into_iter().filter(|size| gpus > 1 && size.gpus() >= usize::from(gpus));
@@ -144,7 +145,8 @@ pub(super) fn candidates(gpus: u8) -> Vec<String> {
     sizes.flat_map(GroupSize::names).chain(largest).collect()
 }
 
-fn assembled(title: String, topology: NodeTopology, gpus: u8) -> Kind {
+/// The kind of node that a machine is.
+fn kind_of(title: String, topology: NodeTopology, gpus: u8) -> Kind {
     if gpus > 1 {
         note_unknown_nvlinks(&title, &topology);
     }
@@ -165,29 +167,29 @@ fn product_of(topology: &NodeTopology) -> Option<&str> {
     topology.gpus().first()?.model.as_deref()
 }
 
-/// A machine of which it is known what its groups carry.
-struct Known {
+/// A machine whose bandwidths are known.
+struct KnownMachine {
     name: String,
     topology: NodeTopology,
-    /// Its kind, once it was needed.
+    /// Its kind, computed when it is first needed.
     kind: Option<Kind>,
 }
 
-impl Known {
-    /// The machine as a kind, if it has as many GPUs of this model, in the same groups.
-    fn like(&mut self, product: Option<&str>, all: usize, attributes: &[GroupAttribute], gpus: u8) -> Option<Kind> {
+impl KnownMachine {
+    /// The machine's kind, if the machine has as many GPUs of this model, in the same groups.
+    fn as_kind(&mut self, product: Option<&str>, all: usize, attributes: &[GroupAttribute], gpus: u8) -> Option<Kind> {
         if product_of(&self.topology) != product || self.topology.gpus().len() != all {
             return None;
         }
-        let kind = self.kind.get_or_insert_with(|| assembled(self.name.clone(), self.topology.clone(), gpus));
+        let kind = self.kind.get_or_insert_with(|| kind_of(self.name.clone(), self.topology.clone(), gpus));
         (kind.attributes == attributes).then(|| kind.clone())
     }
 }
 
 /// The known machines: those of `--node`, then the built-in ones.
-fn known(nodes: &[String]) -> Vec<Known> {
+fn known_machines(nodes: &[String]) -> Vec<KnownMachine> {
     let built_in = machines::built_in().map(|machine| machine.name);
-    let known = |name: &str| Some(Known { name: name.to_owned(), topology: topology(name).ok()?, kind: None });
+    let known = |name: &str| Some(KnownMachine { name: name.to_owned(), topology: topology(name).ok()?, kind: None });
     nodes.iter().map(String::as_str).chain(built_in).filter_map(known).collect()
 }
 
@@ -199,14 +201,14 @@ fn slices_of(path: &Path) -> Result<Vec<Value>> {
     file.read_to_string(&mut text).with_context(|| format!("cannot read {name}"))?;
     ensure!(text.len() as u64 <= MAX_FILE, "{name} is longer than {} MiB", MAX_FILE >> 20);
     let object: Value = match text.trim_start().starts_with('{') {
-        true => serde_json::from_str(&text).with_context(|| format!("{name} is no JSON"))?,
-        false => serde_saphyr::from_str(&text).map_err(|error| anyhow!("{name} is no YAML: {}", fault(&error)))?,
+        true => serde_json::from_str(&text).with_context(|| format!("cannot parse {name}"))?,
+        false => serde_saphyr::from_str(&text).map_err(|error| anyhow!("cannot parse {name}: {}", fault(&error)))?,
     };
     let objects = object["items"].as_array().cloned().unwrap_or_else(|| vec![object]);
     let is_slice = |object: &Value| object["kind"] == "ResourceSlice" || object["spec"]["pool"].is_object();
     ensure!(
         objects.iter().all(is_slice),
-        "{name}: expected ResourceSlices, as kubectl get resourceslices -o json prints"
+        "{name} is not a list of ResourceSlices; give the output of kubectl get resourceslices -o json"
     );
     Ok(objects)
 }
@@ -232,13 +234,13 @@ pub(super) fn kinds(slices: &[Value], gpus: u8, machines: &[String]) -> (Vec<Kin
     found.sort_by_key(|(_, nodes)| Reverse(nodes.len()));
     let left = found.iter().skip(MAX_KINDS).map(|(_, nodes)| nodes.len()).sum();
     found.truncate(MAX_KINDS);
-    found.sort_by(|(one, _), (other, _)| one.cmp(other));
-    let mut known = known(machines);
+    found.sort_by(|(key, _), (other, _)| key.cmp(other));
+    let mut known = known_machines(machines);
     let kind = |((product, is_mixed, all, attributes), nodes): (Key, Vec<String>)| {
         let model = product.as_deref().map_or_else(|| "GPUs".to_owned(), excerpt);
         let title = format!("{} of {all} {model}", count(nodes.len(), "node"));
-        let mut like = known.iter_mut().filter_map(|known| known.like(product.as_deref(), all, &attributes, gpus));
-        match like.next().filter(|_| !is_mixed) {
+        let like = |machine: &mut KnownMachine| machine.as_kind(product.as_deref(), all, &attributes, gpus);
+        match known.iter_mut().find_map(like).filter(|_| !is_mixed) {
             Some(known) => Kind { title: format!("{title}, as {}", known.title), nodes, ..known },
             None => {
                 Kind { title, nodes, attributes, product, is_mixed, ..Kind::default() }.with_claims(all, gpus, None)
@@ -287,18 +289,18 @@ pub(super) fn bandwidth(mbps: u64) -> String {
 /// The requests of `linkwise claim --rails`.
 pub(super) fn requests_of(args: &ClaimArgs, rails: &Rails) -> Result<Devices> {
     let (gpus, count) = (usize::from(args.gpus), rails.rails.len());
-    let asked = format!("--gpus {gpus} with --rails {rails}");
-    ensure!(count <= gpus, "{asked}: {count} rails for {gpus} GPUs; add --gpus {count}");
-    ensure!(gpus.is_multiple_of(count), "{asked}: {gpus} GPUs are not the same number on each of {count} rails");
+    let flags = format!("--gpus {gpus} with --rails {rails}");
+    ensure!(count <= gpus, "{flags}: {count} rails for {gpus} GPUs; add --gpus {count}");
+    ensure!(gpus.is_multiple_of(count), "{flags}: {gpus} GPUs cannot be divided equally among {count} rails");
     if let Some(node) = args.node.first() {
         let topology = topology(node)?;
-        let there = topology.rails();
-        let known: Vec<u32> = there.keys().copied().collect();
+        let existing = topology.rails();
+        let known: Vec<u32> = existing.keys().copied().collect();
         let known = if known.is_empty() { "none".to_owned() } else { ranges(&known) };
         for rail in &rails.rails {
-            let has = there.get(&u32::from(*rail)).map_or(0, Vec::len);
-            ensure!(has > 0, "{asked}: {node} has no rail {rail} (it has {known})");
-            ensure!(has >= gpus / count, "{asked}: {node} has {has} of {} GPUs on rail {rail}", gpus / count);
+            let has = existing.get(&u32::from(*rail)).map_or(0, Vec::len);
+            ensure!(has > 0, "{flags}: {node} has no rail {rail} (it has {known})");
+            ensure!(has >= gpus / count, "{flags}: {node} has {has} of {} GPUs on rail {rail}", gpus / count);
         }
     }
     Ok(requests(args.gpus, &rails.rails))
@@ -309,12 +311,12 @@ pub fn rails_claim(gpus: u8, rails: &[u8]) -> Result<Value, serde_json::Error> {
     serde_json::to_value(requests(gpus, rails).spec())
 }
 
-/// A request for each rail. A selector, because no constraint can say which value an attribute is to have.
+/// A request for each rail, with a selector, because a constraint cannot require a certain value of an attribute.
 fn requests(gpus: u8, rails: &[u8]) -> Devices {
     let count = u8::try_from(rails.len()).unwrap_or(u8::MAX).max(1);
     let of_rail = |(rail, place): (&u8, u8)| {
         let own = gpus / count + u8::from(place < gpus % count);
-        let on_rail = Asked { selectors: of_attribute(OURS, "rail", &format!(" == {rail}")), ..asked(GPUS, own) };
+        let on_rail = Request { selectors: of_attribute(OURS, "rail", &format!(" == {rail}")), ..plain(GPUS, own) };
         (own > 0).then(|| request(&format!("rail-{rail}"), on_rail))
     };
     Devices { requests: rails.iter().zip(0..).filter_map(of_rail).collect(), ..Devices::default() }
