@@ -141,18 +141,18 @@ async fn unknown_label_is_reported_once_and_the_last_one_stays() {
     let process = node.run(&[]);
     node.reads("a: 1").await;
     node.label("missing");
-    let line = logs(&process, "no configuration selected, keeping the last one").await;
-    assert!(line.contains("the node's label names 'missing', and there is only 'a', 'b'"), "{line}");
+    let line = logs(&process, "no configuration selected, keeping the previous one").await;
+    assert!(line.contains("the node's label names 'missing', but the folder has 'a', 'b'"), "{line}");
     assert_eq!(node.text().as_deref(), Some("a: 1"));
     // Added to the ConfigMap, it is selected without a change of the label.
     fs::write(node.at("available-configs/missing"), "m: 1").unwrap();
     node.reads("m: 1").await;
     fs::remove_file(node.at("available-configs/missing")).unwrap();
-    until(|| process.lines().iter().filter(|line| line.contains("there is only 'a', 'b'")).count() == 2).await;
+    until(|| process.lines().iter().filter(|line| line.contains("the folder has 'a', 'b'")).count() == 2).await;
     node.label("b");
     node.reads("b: 1").await;
     let log = terminate(process).await;
-    assert_eq!(log.matches("keeping the last one").count(), 2, "{log}");
+    assert_eq!(log.matches("keeping the previous one").count(), 2, "{log}");
 }
 
 #[tokio::test]
@@ -161,11 +161,11 @@ async fn oneshot_without_a_configuration_fails_with_the_reason() {
     node.label("missing");
     let (status, log) = node.ends(&[("ONESHOT", "true")]).await;
     assert_eq!((status.code(), status.signal()), (Some(1), None));
-    assert!(log.contains("the node's label names 'missing', and there is only 'a', 'b'"), "{log}");
+    assert!(log.contains("the node's label names 'missing', but the folder has 'a', 'b'"), "{log}");
     assert_eq!(node.text(), None);
     node.cluster.label_node("n", json!({}));
     let (status, log) = node.ends(&[("ONESHOT", "true")]).await;
-    assert!(!status.success() && log.contains("no fallback fits; there is 'a', 'b'"), "{log}");
+    assert!(!status.success() && log.contains("no fallback applies; the folder has 'a', 'b'"), "{log}");
 }
 
 #[tokio::test]
@@ -174,7 +174,7 @@ async fn oneshot_keeps_what_is_in_place_where_it_cannot_select() {
     fs::write(node.destination(), "kept: 1").unwrap();
     node.label("missing");
     let (status, log) = node.ends(&[("ONESHOT", "true")]).await;
-    assert!(status.success() && log.contains("keeping the last one"), "{log}");
+    assert!(status.success() && log.contains("keeping the previous one"), "{log}");
     let gone = Answer::Refusal(503, "not ready", None);
     node.cluster.server.fail(Fault::of("GET", "", usize::MAX, gone));
     let (status, log) = node.ends(&[("ONESHOT", "true")]).await;

@@ -11,7 +11,7 @@ use crate::config::Fallback;
 use linkwise_core::quote::quoted;
 use linkwise_system::files;
 
-/// The configuration that the fallback `named` stands for.
+/// The name of the configuration that the fallback `named` chooses.
 const NAMED: &str = "default";
 
 /// Chooses a configuration, `None` being an empty one, and gives the reason for the log. An empty label counts as no
@@ -23,15 +23,15 @@ pub(super) fn choose(
     fallbacks: &[Fallback],
 ) -> Result<(Option<String>, &'static str)> {
     ensure!(!names.is_empty(), "the folder has no configuration");
-    let there = || names.iter().map(|name| quoted(name)).collect::<Vec<_>>().join(", ");
+    let existing = || names.iter().map(|name| quoted(name)).collect::<Vec<_>>().join(", ");
     let chosen = |name: &str, why| Ok((Some(name.to_owned()), why));
     if let Some(name) = label.filter(|name| !name.is_empty()) {
-        ensure!(names.contains(name), "the node's label names {}, and there is only {}", quoted(name), there());
+        ensure!(names.contains(name), "the node's label names {}, but the folder has {}", quoted(name), existing());
         return chosen(name, "the node's label");
     }
     if let Some(name) = default {
         let option = "--default-config (DEFAULT_CONFIG)";
-        ensure!(names.contains(name), "{option} names {}, and there is only {}", quoted(name), there());
+        ensure!(names.contains(name), "{option} names {}, but the folder has {}", quoted(name), existing());
         return chosen(name, "the default");
     }
     for fallback in fallbacks {
@@ -42,7 +42,7 @@ pub(super) fn choose(
             _ => {}
         }
     }
-    bail!("the node has no such label, there is no default, and no fallback fits; there is {}", there())
+    bail!("the node has no such label, no default is set, and no fallback applies; the folder has {}", existing())
 }
 
 /// The target of the link for an empty configuration.
@@ -69,7 +69,7 @@ pub(super) fn names(folder: &Path) -> io::Result<BTreeSet<String>> {
 /// existing link stays.
 pub(super) fn link(folder: &Path, name: Option<&str>, destination: &Path) -> io::Result<bool> {
     let target = name.map_or_else(|| PathBuf::from(EMPTY), |name| folder.join(name));
-    if fs::read_link(destination).is_ok_and(|there| there == target) {
+    if fs::read_link(destination).is_ok_and(|current| current == target) {
         return Ok(false);
     }
     files::link(&target, destination)?;
@@ -109,12 +109,12 @@ mod tests {
     }
 
     #[test]
-    fn missing_configuration_is_named_with_those_that_there_are() {
+    fn missing_configuration_is_named_with_existing_ones() {
         use Fallback::{Named, Single};
         for (label, names, default, fallbacks, problem) in [
-            (Some("x"), "a b", "a", &[][..], "the node's label names 'x', and there is only 'a', 'b'"),
-            (None, "a b", "x", &[], "--default-config (DEFAULT_CONFIG) names 'x', and there is only 'a', 'b'"),
-            (None, "a b", "", &[Named, Single], "no fallback fits; there is 'a', 'b'"),
+            (Some("x"), "a b", "a", &[][..], "the node's label names 'x', but the folder has 'a', 'b'"),
+            (None, "a b", "x", &[], "--default-config (DEFAULT_CONFIG) names 'x', but the folder has 'a', 'b'"),
+            (None, "a b", "", &[Named, Single], "no fallback applies; the folder has 'a', 'b'"),
             (Some("a"), "", "", &[], "the folder has no configuration"),
         ] {
             let error = chosen(label, names, default, fallbacks).unwrap_err();
@@ -138,10 +138,10 @@ mod tests {
     }
 
     #[test]
-    fn link_replaces_what_is_there_and_reports_a_change() {
+    fn link_replaces_a_file_and_reports_a_change() {
         let folder = tempfile::tempdir().unwrap();
         let destination = folder.path().join("config.yaml");
-        fs::write(&destination, "a file of somebody").unwrap();
+        fs::write(&destination, "a file of another program").unwrap();
         let source = Path::new("/s");
         assert!(link(source, Some("a"), &destination).unwrap());
         assert!(!link(source, Some("a"), &destination).unwrap());

@@ -1,9 +1,9 @@
 //! `linkwise config-manager`: links the configuration that the node's label names, and signals the program that reads
 //! it.
 //!
-//! It owns the task that follows the node and the one that serves metrics. As an init container,
-//! config-manager selects once and ends. As a sidecar, it follows the label and the folder. If nothing can be selected,
-//! it reports that, and the last configuration stays.
+//! This module owns two tasks: one follows the node, the other serves metrics. As an init container, config-manager
+//! selects once and ends. As a sidecar, it follows the label and the folder. If it cannot select a configuration, it
+//! reports that, and the previous one stays.
 
 mod choose;
 
@@ -35,7 +35,7 @@ use linkwise_system::metrics::new;
 use linkwise_system::signals::LastSignals;
 
 /// The time after which the folder and the link are compared without a notification.
-const POLL: Duration = Duration::from_secs(10);
+const POLL_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The folder of the processes that may be signalled.
 const PROCFS: &str = "/proc";
@@ -48,9 +48,9 @@ struct Metrics {
 
 impl Metrics {
     fn register(registry: &mut Registry) -> Self {
-        let selected = "1 while the configuration that the node's label or the default names is in place, 0 while there \
-                        is none such and the last one stays";
-        let signals = "Signals after a change of the configuration: sent, failed, or no_process to send one to";
+        let selected = "1 while the configuration that the node's label or the default names is in place, 0 while none \
+                        can be selected and the previous one stays";
+        let signals = "Signals after a change of the configuration: sent, failed, or no_process if none has the name";
         Self { selected: new(registry, "config_selected", selected), signals: new(registry, "config_signals", signals) }
     }
 
@@ -116,8 +116,9 @@ fn answers(registry: Registry, problem: Arc<Mutex<Option<String>>>, hosts: Hosts
 struct Manager {
     settings: ConfigManagerSettings,
     metrics: Metrics,
-    /// The reason why it is not ready; `None` when it is.
+    /// The reason why config-manager is not ready; `None` when it is.
     problem: Arc<Mutex<Option<String>>>,
+    /// The problem that was logged last.
     problems: Reported<String>,
     /// The configuration that was logged last.
     selected: Option<Option<String>>,
@@ -135,9 +136,9 @@ impl Manager {
                 self.report(selected);
             }
             tokio::select! {
-                changed = labels.changed() => changed.context("the node is no longer followed")?,
+                changed = labels.changed() => changed.context("the task that follows the node ended")?,
                 () = folder.changed() => {}
-                () = tokio::time::sleep(POLL) => {}
+                () = tokio::time::sleep(POLL_INTERVAL) => {}
             }
         }
     }
@@ -148,7 +149,7 @@ impl Manager {
         let (node, mut logged) = (self.settings.node.clone(), false);
         let known = labels.wait_for(|labels| {
             if matches!(labels, Some(NodeLabels::Absent)) && !std::mem::replace(&mut logged, true) {
-                tracing::warn!(node, "no such node in the cluster, waiting for it (NODE_NAME?)");
+                tracing::warn!(node, "the cluster has no such node, waiting for it; check NODE_NAME");
             }
             matches!(labels, Some(NodeLabels::Of(_)))
         });
@@ -160,7 +161,7 @@ impl Manager {
             tracing::warn!(node = self.settings.node, "node not read in time, keeping the configuration in place");
             return Ok(());
         };
-        let known = known.context("the node is no longer followed")?.clone().unwrap_or(NodeLabels::Absent);
+        let known = known.context("the task that follows the node ended")?.clone().unwrap_or(NodeLabels::Absent);
         match self.select(&known) {
             Err(error) if !self.settings.destination.exists() => {
                 bail!("no configuration selected by {}: {error:#}", self.settings.label)
@@ -204,7 +205,7 @@ impl Manager {
         };
         if found.is_empty() {
             self.metrics.signalled("no_process");
-            tracing::warn!(process, "no such process to signal (shareProcessNamespace?); it may not have started yet");
+            tracing::warn!(process, "no such process to signal, it may start later; else check shareProcessNamespace");
         }
         for pid in found {
             let (id, sent) = (pid.as_raw_nonzero().get(), send(pid, *signal));
@@ -221,7 +222,7 @@ impl Manager {
         self.metrics.selected.set(i64::from(problem.is_none()));
         for error in self.problems.replace(problem.clone()) {
             let label = &self.settings.label;
-            tracing::warn!(label, error, "no configuration selected, keeping the last one");
+            tracing::warn!(label, error, "no configuration selected, keeping the previous one");
         }
         *lock(&self.problem) = problem;
     }
@@ -276,7 +277,7 @@ mod tests {
             fs::create_dir(procfs.path().join(pid)).unwrap();
             fs::write(procfs.path().join(pid).join("cmdline"), line).unwrap();
         }
-        // This process has ended while it was read.
+        // This process ended while its folder was read.
         fs::create_dir(procfs.path().join("12")).unwrap();
         let found = |word| {
             let mut found: Vec<i32> =
