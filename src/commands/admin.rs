@@ -15,10 +15,11 @@ use linkwise_core::quote::one_line;
 use linkwise_core::state::Cordon;
 use linkwise_system::uds;
 
-/// The longest time for an answer: the order to release the driver waits 10 s for a process to end.
-const ANSWER: Duration = Duration::from_secs(20);
-/// The longest time for the state: linkwise answers from memory; if it ends, that is noticed sooner.
-pub(super) const LOOK: Duration = Duration::from_secs(5);
+/// The longest time for an answer. An order to release the driver may take 10 s, because the agent has to end first.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
+/// The longest time for an answer with the state, which linkwise has in memory. If linkwise ends, the connection closes
+/// sooner.
+pub(super) const STATE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest answer that is read, in bytes: the state of a node with many GPUs has some 100 KB.
 const MAX_ANSWER: u64 = 16 << 20;
 
@@ -41,16 +42,16 @@ pub async fn admin(args: &AdminArgs) -> Result<()> {
         AdminOrder::Resume => "POST /driver/resume".to_owned(),
         AdminOrder::Clear { gpu } => format!("POST /gpus/{gpu}/clear"),
     };
-    let mut words = order(&args.socket, &line, &body, ANSWER).await?;
+    let mut answer = order(&args.socket, &line, &body, ANSWER_TIMEOUT).await?;
     if args.order == AdminOrder::Release {
         for process in gpu_users(Path::new("/proc")) {
-            words += &format!("another process has GPUs open: {process}\n");
+            answer += &format!("another process has GPUs open: {process}\n");
         }
     }
-    Ok(print(&words)?)
+    Ok(print(&answer)?)
 }
 
-/// The processes that have GPUs open, with their names, as far as this one can see them.
+/// The processes that have GPUs open, as far as this process may see them: id, name and device nodes.
 fn gpu_users(procfs: &Path) -> Vec<String> {
     let entries = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
     let gpu = |file: PathBuf| {
@@ -74,25 +75,25 @@ fn gpu_users(procfs: &Path) -> Vec<String> {
 /// The state of the linkwise on this host.
 pub(super) async fn state(socket: &Path, limit: Duration) -> Result<NodeView> {
     let answer = order(socket, "GET /state", "", limit).await?;
-    serde_json::from_str(&answer).with_context(|| format!("what answers on {} is no linkwise", socket.display()))
+    serde_json::from_str(&answer).with_context(|| format!("another program answers on {}", socket.display()))
 }
 
-/// The body of the answer to an order.
+/// Sends an order, and returns the body of the answer.
 async fn order(socket: &Path, line: &str, body: &str, limit: Duration) -> Result<String> {
     let at = socket.display();
-    let answer = timeout(limit, ask(socket, line, body)).await;
+    let answer = timeout(limit, send(socket, line, body)).await;
     let text = answer.with_context(|| format!("no answer on {at} within {limit:?}"))?;
     let text = text.with_context(|| format!("cannot ask linkwise on {at} (its --admin-socket)"))?;
     let (head, body) = text.split_once("\r\n\r\n").unwrap_or((&text, ""));
     let status = head.split(' ').nth(1).unwrap_or_default();
-    ensure!(head.starts_with("HTTP/1."), "what answers on {at} is no linkwise");
+    ensure!(head.starts_with("HTTP/1."), "another program answers on {at}");
     if status != "200" {
         bail!("{}", one_line(body));
     }
     Ok(body.to_owned())
 }
 
-async fn ask(socket: &Path, line: &str, body: &str) -> std::io::Result<String> {
+async fn send(socket: &Path, line: &str, body: &str) -> std::io::Result<String> {
     let (mut stream, _) = uds::connect(socket).await?;
     let head = format!("{line} HTTP/1.1\r\nHost: linkwise\r\nConnection: close\r\nContent-Length: {}\r\n", body.len());
     let request = format!("{head}\r\n{body}");

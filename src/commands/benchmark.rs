@@ -1,5 +1,5 @@
-//! `linkwise expect` and `linkwise verify`: the bus bandwidth of an all-reduce by NCCL's model, and beside what
-//! nccl-tests measured.
+//! `linkwise expect` computes the bus bandwidth of an all-reduce by NCCL's model, and `linkwise verify` compares it
+//! with the output of nccl-tests.
 
 use std::collections::BTreeSet;
 use std::io::Read;
@@ -18,23 +18,23 @@ use linkwise_core::quote::excerpt;
 use linkwise_core::state::GpuSelector;
 use linkwise_core::topology::{GpuUuid, NodeTopology};
 
-/// The longest text of nccl-tests that is read, in bytes: a log of NCCL with all ranks of a large job.
-const MAX_TEXT: u64 = 64 << 20;
+/// The longest output of nccl-tests that is read, in bytes: enough for an NCCL log with all ranks of a large job.
+const MAX_OUTPUT: u64 = 64 << 20;
 
-/// The answer of `expect`, as scripts read it.
+/// The JSON output of `expect`.
 #[derive(Serialize)]
 struct Expected {
     gpus: Vec<ChosenGpu>,
-    /// MB/s, of the faster algorithm.
+    /// The bus bandwidth of the faster algorithm, MB/s.
     bus: Option<u64>,
     #[serde(flatten)]
     expectation: Expectation,
-    /// The GPUs that differ from the others of their model, in words.
+    /// A sentence for each GPU that differs from the others of its model.
     odd: Vec<String>,
     model: &'static str,
 }
 
-/// The answer of `verify`, as scripts read it.
+/// The JSON output of `verify`.
 #[derive(Serialize)]
 struct Verified<'a> {
     #[serde(flatten)]
@@ -49,13 +49,13 @@ pub async fn expect(args: &ExpectArgs) -> Result<()> {
     let (topology, warnings) = NodeTopology::assemble(&machine.observed);
     let named = places(&topology, &args.pod, args.gpus.as_deref()).await?;
     let places = named.unwrap_or_else(|| (0..topology.gpus().len()).collect());
-    ensure!(places.len() > 1, "an all-reduce of one GPU has no bandwidth: name two or more");
+    ensure!(places.len() > 1, "an all-reduce of one GPU has no bandwidth; name two or more");
     let expectation = Expectation::of(&topology, &places);
     let set = topology.restricted(&places);
     let gpus = places.iter().filter_map(|place| ChosenGpu::at(&topology, *place));
     let mut odd: Vec<String> = odd_among(&warnings, set.gpus()).collect();
     if set.knows_nvlinks() && !set.knows_rates() {
-        odd.push("the GPUs' model is unknown, and so are the rates of their links: --gpu-model gives it".to_owned());
+        odd.push("the GPUs' model and link rates are unknown; name the model with --gpu-model".to_owned());
     }
     let expected = Expected { gpus: gpus.collect(), bus: expectation.bandwidth(), expectation, odd, model: MODEL };
     print(&match args.format {
@@ -82,9 +82,9 @@ pub async fn expect(args: &ExpectArgs) -> Result<()> {
     Ok(())
 }
 
-/// Compares a text of nccl-tests with the machine.
+/// Compares the output of nccl-tests with the machine.
 pub async fn verify(args: &VerifyArgs) -> Result<ExitCode> {
-    let text = text(&args.file)?;
+    let text = read_output(&args.file)?;
     let report = NcclReport::read(&text).with_context(|| args.file.display().to_string())?;
     let machine = super::machine(&args.node).await?;
     let (topology, _) = NodeTopology::assemble(&machine.observed);
@@ -96,7 +96,7 @@ pub async fn verify(args: &VerifyArgs) -> Result<ExitCode> {
             let verified = Verified { comparison: &comparison, unreadable_lines: report.unreadable, model: MODEL };
             serde_json::to_string(&verified)? + "\n"
         }
-        Format::Text => words(&comparison, report.unreadable),
+        Format::Text => comparison_text(&comparison, report.unreadable),
     })?;
     Ok(match comparison.verdict {
         Verdict::WrongValues | Verdict::Below | Verdict::Above => ExitCode::FAILURE,
@@ -105,7 +105,7 @@ pub async fn verify(args: &VerifyArgs) -> Result<ExitCode> {
 }
 
 /// The comparison for people.
-fn words(comparison: &Comparison, unreadable: usize) -> String {
+fn comparison_text(comparison: &Comparison, unreadable: usize) -> String {
     let Comparison { best, measured, whole, percent, verdict, .. } = comparison;
     let expected = whole.map_or("an unknown bandwidth".to_owned(), gb_per_s);
     let share = percent.map(|percent| format!(" ({percent} %)")).unwrap_or_default();
@@ -113,21 +113,21 @@ fn words(comparison: &Comparison, unreadable: usize) -> String {
         Verdict::WrongValues => ("wrong values", ""),
         Verdict::AsExpected => ("as expected", ""),
         Verdict::Below => ("below", ""),
-        Verdict::Above => ("above", ": the model is of other GPUs"),
+        Verdict::Above => ("above", ": the model describes other GPUs"),
         Verdict::TooSmall => ("too small a size to tell", ": run all_reduce_perf with -e 8G"),
-        Verdict::NotCalibrated => ("no claim", ": no published result bears out the model for such GPUs"),
-        Verdict::SeveralHosts => ("no claim", ": the model is of one host, the run used several"),
+        Verdict::NotCalibrated => ("no verdict", ": no published result confirms the model for such GPUs"),
+        Verdict::SeveralHosts => ("no verdict", ": the model is of one host, the run used several"),
     };
     let (bus, bytes, data_type) = (gb_per_s(*measured), best.bytes, best.data_type);
     let causes = comparison.causes.iter().map(|cause| format!("  {cause}\n")).collect::<String>();
-    let left_out = match unreadable {
+    let ignored = match unreadable {
         0 => String::new(),
-        lines => format!("  {lines} lines were cut or mixed, and are left out\n"),
+        lines => format!("  {lines} lines were cut off or mixed, and ignored\n"),
     };
-    format!("{begins}: {bus} of {expected}{share}, at {bytes} bytes of {data_type}{ends}\n{causes}{left_out}")
+    format!("{begins}: {bus} of {expected}{share}, at {bytes} bytes of {data_type}{ends}\n{causes}{ignored}")
 }
 
-/// The places of the GPUs that a person named, one by one or by the pod that has them.
+/// The indices of the GPUs that a person named, one by one or by their pod; `None` if none is named.
 async fn places(topology: &NodeTopology, pod: &PodArgs, gpus: Option<&[GpuSelector]>) -> Result<Option<Vec<usize>>> {
     let of_pod = match &pod.pod {
         Some(name) => Some(of_pod(topology, name, &pod.socket).await?),
@@ -140,15 +140,15 @@ async fn places(topology: &NodeTopology, pod: &PodArgs, gpus: Option<&[GpuSelect
 
 /// The GPUs of a pod, or of one of its containers.
 async fn of_pod(topology: &NodeTopology, name: &str, socket: &Path) -> Result<Vec<GpuSelector>> {
-    let state = admin::state(socket, admin::LOOK).await?;
+    let state = admin::state(socket, admin::STATE_TIMEOUT).await?;
     let Some(allocations) = &state.allocations else {
         bail!("linkwise does not know yet which pods have which GPUs");
     };
-    let is_its = |held: &&Allocation| {
+    let is_of_pod = |held: &&Allocation| {
         let pod = format!("{}/{}", held.namespace, held.pod);
         name == pod || name == format!("{pod}/{}", held.container)
     };
-    let uuids: BTreeSet<&GpuUuid> = allocations.iter().filter(is_its).flat_map(|held| &held.gpus).collect();
+    let uuids: BTreeSet<&GpuUuid> = allocations.iter().filter(is_of_pod).flat_map(|held| &held.gpus).collect();
     ensure!(!uuids.is_empty(), "{name} has no GPU on this node");
     let mut with_mig = topology.mig_devices().iter().filter_map(|mig| topology.gpus().get(mig.parent));
     if let Some(gpu) = with_mig.find(|gpu| uuids.contains(&gpu.uuid)) {
@@ -157,11 +157,11 @@ async fn of_pod(topology: &NodeTopology, name: &str, socket: &Path) -> Result<Ve
     Ok(uuids.into_iter().cloned().map(GpuSelector::Uuid).collect())
 }
 
-/// Reads a text. Bytes that are no text belong to lines that are left out.
-fn text(path: &Path) -> Result<String> {
+/// Reads the output of nccl-tests. A line with bytes that are not UTF-8 is unreadable later, and ignored.
+fn read_output(path: &Path) -> Result<String> {
     let mut bytes = Vec::new();
-    let read = open(path)?.take(MAX_TEXT + 1).read_to_end(&mut bytes);
+    let read = open(path)?.take(MAX_OUTPUT + 1).read_to_end(&mut bytes);
     read.with_context(|| format!("cannot read {}", path.display()))?;
-    ensure!(bytes.len() as u64 <= MAX_TEXT, "{} is longer than {MAX_TEXT} bytes", path.display());
+    ensure!(bytes.len() as u64 <= MAX_OUTPUT, "{} is longer than {MAX_OUTPUT} bytes", path.display());
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }

@@ -1,9 +1,9 @@
-//! `linkwise top`: the state of the linkwise on this host as text, again and again; and that text, which `linkwise admin
-//! state --format text` prints too.
+//! `linkwise top`: prints the state of the linkwise on this host as text, again and again. `linkwise admin state
+//! --format text` prints the same text once.
 //!
 //! The text is the [`NodeView`] in tables: the GPUs with their pods, the quality of each pod's set, the result of each
-//! possible request, and the parts that must be ready. All text from outside goes through `one_line`, which escapes what
-//! a terminal obeys.
+//! possible request, and the parts that must be ready. All text from outside goes through `one_line`, which escapes
+//! control characters, because a terminal would obey them.
 
 use std::io::{self, IsTerminal};
 use std::path::Path;
@@ -20,34 +20,35 @@ use linkwise_core::state::{Availability, Timestamp};
 use linkwise_core::topology::GpuUuid;
 use linkwise_system::output::{print_styled, table};
 
-/// Moves to the first column of the first line, and clears all that a terminal shows.
+/// Moves the cursor to the first column of the first line, and clears the terminal.
 const CLEAR: &str = "\x1b[H\x1b[J";
 
-/// Runs the command: until a signal ends it, or once.
+/// Runs the command once, or until a signal ends it.
 pub async fn top(args: &TopArgs) -> Result<()> {
     if args.once || !io::stdout().is_terminal() {
         return Ok(print(&state_text(&args.socket).await?)?);
     }
     loop {
         let text = state_text(&args.socket).await;
-        let away = |error| format!("linkwise does not answer, trying again: {}\n", one_line(&format!("{error:#}")));
-        print_styled(&format!("{CLEAR}{}", escaped(&text.unwrap_or_else(away))))?;
+        let failure = |error| format!("linkwise does not answer, trying again: {}\n", one_line(&format!("{error:#}")));
+        print_styled(&format!("{CLEAR}{}", escaped(&text.unwrap_or_else(failure))))?;
         sleep(Duration::from_secs(args.interval.into())).await;
     }
 }
 
 /// The state of the linkwise that serves this socket, for people.
 pub(super) async fn state_text(socket: &Path) -> Result<String> {
-    Ok(text(&admin::state(socket, admin::LOOK).await?, now()))
+    Ok(text(&admin::state(socket, admin::STATE_TIMEOUT).await?, now()))
 }
 
-/// The present time, as `run` counts it.
+/// The current time, counted from 1970 as `run` counts it.
 pub(super) fn now() -> Timestamp {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
 }
 
-/// The duration, as `3 h`; `None` if it began just now, or later by a clock that was set back.
-pub(super) fn lasting(since: u64, now: Timestamp) -> Option<String> {
+/// The time from `since` to `now`, as `3 h`; `None` if it is less than a second, or negative because the clock was set
+/// back.
+pub(super) fn duration_text(since: u64, now: Timestamp) -> Option<String> {
     match now.as_secs().saturating_sub(since) {
         0 => None,
         seconds @ 1..=119 => Some(format!("{seconds} s")),
@@ -62,8 +63,8 @@ fn text(view: &NodeView, now: Timestamp) -> String {
     parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join("\n")
 }
 
-/// A table without its empty columns; nothing without rows.
-fn shown<const N: usize>(titles: [&str; N], rows: impl Iterator<Item = [String; N]>) -> String {
+/// A table without its empty columns; empty if there are no rows.
+fn dense_table<const N: usize>(titles: [&str; N], rows: impl Iterator<Item = [String; N]>) -> String {
     let rows: Vec<[String; N]> = rows.collect();
     let kept: Vec<usize> =
         (0..N).filter(|at| rows.iter().any(|row| row.get(*at).is_some_and(|cell| !cell.is_empty()))).collect();
@@ -91,13 +92,13 @@ fn head(view: &NodeView, now: Timestamp) -> String {
         head += &format!("not ready: {}\n", one_line(line));
     }
     if view.driver_released {
-        head += "an operator released the driver: GPUs are not watched until linkwise admin resume\n";
+        head += "an operator released the driver: the GPUs are not monitored until linkwise admin resume\n";
     }
     if let Some(idle) = &view.idle {
         head += &format!("nothing is offered: {}\n", one_line(idle));
     }
     for lack in &view.shortfalls {
-        let time = lasting(lack.since, now).map(|time| format!(", for {time}")).unwrap_or_default();
+        let time = duration_text(lack.since, now).map(|time| format!(", for {time}")).unwrap_or_default();
         head += &format!("lacking: {}{time}; until: it is back, or linkwise admin accept\n", one_line(&lack.what));
     }
     head
@@ -128,13 +129,13 @@ fn gpus(view: &NodeView, now: Timestamp) -> String {
     });
     let reasons = |gpu: &GpuView| {
         let reason = |reason: &ReasonView| {
-            let time = lasting(reason.since, now).map(|time| format!(", for {time}")).unwrap_or_default();
+            let time = duration_text(reason.since, now).map(|time| format!(", for {time}")).unwrap_or_default();
             let (why, until) = (one_line(&reason.reason), one_line(&reason.ends_with));
             format!("GPU {}: {why}{time}; until: {until}\n", gpu.index)
         };
         gpu.reasons.iter().map(reason).collect::<String>()
     };
-    shown(titles, rows) + &view.gpus.iter().map(reasons).collect::<String>()
+    dense_table(titles, rows) + &view.gpus.iter().map(reasons).collect::<String>()
 }
 
 fn pods(view: &NodeView) -> String {
@@ -152,7 +153,7 @@ fn pods(view: &NodeView) -> String {
             held.why.iter().map(|why| why.to_string()).collect::<Vec<_>>().join(", "),
         ]
     });
-    shown(titles, rows)
+    dense_table(titles, rows)
 }
 
 fn outlook(view: &NodeView) -> String {
@@ -164,7 +165,7 @@ fn outlook(view: &NodeView) -> String {
         };
         [outlook.size.to_string(), gpus, number(outlook.collective), share(of_best)]
     });
-    shown(["A REQUEST FOR", "WOULD GET NOW", "MB/s", "OF BEST"], rows)
+    dense_table(["A REQUEST FOR", "WOULD GET NOW", "MB/s", "OF BEST"], rows)
 }
 
 fn parts(view: &NodeView) -> String {
@@ -178,10 +179,10 @@ fn parts(view: &NodeView) -> String {
     let parts = view.parts.iter().map(|(name, part)| {
         [name.clone(), part.phase.to_string(), String::new(), part.trouble.clone().unwrap_or_default()]
     });
-    shown(["PART", "STATE", "DEVICES", "TROUBLE"], resources.chain(parts))
+    dense_table(["PART", "STATE", "DEVICES", "TROUBLE"], resources.chain(parts))
 }
 
-/// The last choices, what the configuration asks for in vain, and the warnings.
+/// The last choices, the resources of the configuration that cannot be offered, and the warnings.
 fn remarks(view: &NodeView) -> String {
     let choices = view.choices.iter().map(|choice| {
         let gpus = indices(view, choice.gpus.iter().map(String::as_str));
@@ -193,7 +194,7 @@ fn remarks(view: &NodeView) -> String {
     choices.chain(problems).chain(warnings).collect()
 }
 
-/// GPUs by NVML's indices, those that are gone by their UUIDs.
+/// NVML's indices of these GPUs. A GPU that is gone has none, so its UUID stands for it.
 fn indices<'a>(view: &NodeView, uuids: impl Iterator<Item = &'a str>) -> String {
     let index = |uuid| view.gpu(uuid).map_or_else(|| one_line(uuid), |gpu| gpu.index.to_string());
     uuids.map(index).collect::<Vec<_>>().join(",")

@@ -173,7 +173,7 @@ fn matrix_of_nvidia_smi_is_a_machine() {
     assert!(said(&["topology", "--node", "-"]).contains("GPU7  NV12  NV12"));
     assert!(said(&["allocate", "--node", "-", "--size", "4"]).contains("NV12"));
     let told = said(&["expect", "--node", "-"]);
-    assert!(told.contains("rings         unknown\n") && told.contains("--gpu-model gives it"), "{told}");
+    assert!(told.contains("rings         unknown\n") && told.contains("name the model with --gpu-model"), "{told}");
     let told = said(&["expect", "--node", "-", "--gpu-model", "NVIDIA A100-SXM4-80GB"]);
     assert!(told.contains("240.00 GB/s") && told.contains("published results: A100 behind NVSwitches"), "{told}");
 }

@@ -130,7 +130,7 @@ async fn policy_for_unchanged_pods_is_looked_for() {
     let kind = "mutatingadmissionpolicies";
     for (code, message, part) in [
         (404, "the server could not find the requested resource", "has no MutatingAdmissionPolicies"),
-        (403, "mutatingadmissionpolicies is forbidden", "could not be read"),
+        (403, "mutatingadmissionpolicies is forbidden", "cannot read"),
     ] {
         host.cluster.server.fail(Fault::of("GET", kind, 1, Answer::Refusal(code, message, None)));
         host.finds("DRA", "skipped", part).await;

@@ -137,7 +137,7 @@ async fn unavailable_driver_reports_cause_and_remedy() {
         let report = look(&setup, &[]).await;
         found(&report, "driver", "failed", cause);
         remedy(&report, advice);
-        found(&report, "gpus", "skipped", "NVML does not answer");
+        found(&report, "gpus", "skipped", "NVML unavailable");
     }
     let (mut setup, _kubelet) = well();
     setup.tell("init 9");
@@ -182,7 +182,7 @@ async fn module_of_another_version_and_gpu_without_minor_number_are_named() {
     let module = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.1.2  Release Build\n";
     fs::write(setup.at("proc/driver/nvidia/version"), module).unwrap();
     let report = look(&setup, &[]).await;
-    found(&report, "driver", "failed", "the kernel module is 570.1.2, the driver says 580.95.05");
+    found(&report, "driver", "failed", "the kernel module has version 570.1.2, but the driver reports 580.95.05");
     found(&report, "device nodes", "ok", "all 8 nodes are there");
     found(&report, "device nodes", "warning", "NVML does not report the device nodes of 1 of the GPUs");
 }
@@ -203,7 +203,7 @@ async fn missing_or_closed_device_nodes_are_named() {
     let report: Value = serde_json::from_str(&text).unwrap();
     assert_eq!(code, Some(1), "{text}");
     found(&report, "device nodes", "failed", "dev/nvidia3: No such file");
-    found(&report, "device nodes", "failed", "dev/nvidia4 is no character device");
+    found(&report, "device nodes", "failed", "dev/nvidia4 is not a character device");
     found(&report, "device nodes", "skipped", "there is no");
     found(&report, "permissions", "failed", "dev/nvidia5: No such device");
     absent(&report, "device nodes", "ok", "nodes are there");
@@ -221,7 +221,7 @@ async fn gpus_of_kernel_and_nvml_are_compared() {
                 .unwrap();
         }
     }
-    absent(&look(&setup, &[]).await, "sysfs", "ok", "the same by NVML");
+    absent(&look(&setup, &[]).await, "sysfs", "ok", "NVML lists the same");
     fs::remove_dir_all(setup.at("sys/bus/pci/devices/0000:8a:00.0")).unwrap();
     let report = look(&setup, &[]).await;
     found(&report, "sysfs", "failed", "0000:b0:00.0 is on the PCI bus, but NVML does not list it");
@@ -304,7 +304,7 @@ async fn absent_kubelet_is_reported_by_cause() {
     kubelet.stop().await.unwrap();
     found(&look(&setup, &[]).await, "kubelet", "failed", "kubelet.sock: no process listens on it");
     fs::remove_file(&setup.kubelet_socket).unwrap();
-    found(&look(&setup, &[]).await, "kubelet", "failed", "kubelet.sock: there is none");
+    found(&look(&setup, &[]).await, "kubelet", "failed", "kubelet.sock: does not exist");
     fs::write(&setup.kubelet_socket, "").unwrap();
     found(&look(&setup, &[]).await, "kubelet", "failed", "kubelet.sock: is not a socket");
     found(&look(&setup, &[]).await, "kubelet", "skipped", "p/kubelet.sock: no process listens on it");
@@ -328,7 +328,7 @@ async fn absent_kubelet_is_reported_by_cause() {
     setup.kubelet_socket = "/proc/kubelet.sock".into();
     found(&look(&setup, &[]).await, "kubelet", "failed", "/proc: ");
     setup.kubelet_socket = "kubelet.sock".into();
-    found(&look(&setup, &[]).await, "kubelet", "failed", "'kubelet.sock' is no path of a kubelet socket");
+    found(&look(&setup, &[]).await, "kubelet", "failed", "'kubelet.sock' is not the path of a kubelet socket");
 }
 
 #[tokio::test]
@@ -358,7 +358,7 @@ async fn other_plugins_in_kubelet_folder_are_named() {
     answering.join().unwrap();
     found(&report, "plugins", "failed", "the NVIDIA device plugin serves nvidia-gpu.sock");
     found(&report, "plugins", "warning", "2 linkwise serve nvidia.com/gpu: linkwise-nvidia.com_gpu-00000000.sock, ");
-    found(&report, "plugins", "warning", "linkwise-nvidia.com_gpu-11111111.sock was left by a linkwise that is gone");
+    found(&report, "plugins", "warning", "linkwise-nvidia.com_gpu-11111111.sock was left by a linkwise that has ended");
     found(&report, "plugins", "warning", "silent.sock: a process listens, and does not answer within 2s");
     found(&report, "plugins", "warning", "stranger.sock: a process listens, and is not a device plugin");
     found(&report, "plugins", "ok", "other plugins: sriov.sock");
@@ -394,7 +394,7 @@ async fn broken_and_duplicate_cdi_specs_are_reported() {
     write("var/run/cdi/broken.json", "{\"cdiVersion\": ");
     let report = look(&setup, &[]).await;
     found(&report, "container runtime", "warning", "both have 2 devices of nvidia.com/gpu");
-    found(&report, "container runtime", "warning", "broken.json is no CDI spec");
+    found(&report, "container runtime", "warning", "broken.json is not a CDI spec");
     fs::remove_dir_all(setup.at("etc/cdi")).unwrap();
     write("etc/cdi", "a file");
     found(&look(&setup, &[]).await, "container runtime", "warning", "Not a directory");
@@ -425,12 +425,7 @@ async fn topology_manager_findings_advise_numa_hints() {
     // A node that NVML reports and the host does not list.
     let beyond = [("GPU-a", "0000:01:00.0", ", numa: 7")];
     let report = of("pack:2 numa:1 pu:2", &beyond, &[]).await;
-    found(
-        &report,
-        "topology manager",
-        "warning",
-        "1 of 1 GPU are on NUMA nodes that this host does not list (such as 7)",
-    );
+    found(&report, "topology manager", "warning", "1 of 1 GPU are on NUMA nodes unknown to this host (such as 7)");
     absent(&report, "topology manager", "warning", "without CPUs");
     let report = of("pack:2 numa:1 pu:2", &beyond, &["--numa-hints=off"]).await;
     absent(&report, "topology manager", "warning", "");
@@ -477,7 +472,7 @@ async fn driver_facts_warn_but_missing_count_fails() {
 async fn pods_too_large_for_policy_are_named() {
     let (setup, _kubelet) = well();
     fs::create_dir_all(setup.at("var/lib/kubelet")).unwrap();
-    let refused = "a pod of 8 GPUs can never be admitted here: under single-numa-node";
+    let refused = "single-numa-node never admits a pod of 8 GPUs here";
     for (policy, hints, refuses) in [
         ("single-numa-node", "node", true),
         ("single-numa-node", "off", false),
@@ -489,7 +484,7 @@ async fn pods_too_large_for_policy_are_named() {
         found(&report, "topology manager", "ok", &format!("the kubelet's policy is {policy}"));
         match refuses {
             true => found(&report, "topology manager", "warning", refused),
-            false => absent(&report, "topology manager", "warning", "can never be admitted"),
+            false => absent(&report, "topology manager", "warning", "never admits"),
         }
     }
 }

@@ -343,7 +343,7 @@ async fn a_stranger_on_the_admin_socket_is_no_linkwise() {
     let output = command.args(["admin", "--socket"]).arg(&socket).arg("state").output().await.unwrap();
     speaking.join().unwrap();
     let words = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(words, format!("linkwise: what answers on {} is no linkwise\n", socket.display()));
+    assert_eq!(words, format!("linkwise: another program answers on {}\n", socket.display()));
     assert_eq!((output.status.code(), output.stdout), (Some(1), Vec::new()));
 }
 

@@ -1,6 +1,6 @@
-//! Checks what needs the API server: DRA, if the configuration asks for it, and other drivers of its name; one extended
-//! resource through both doors; rights to write events; NodeFeature objects that would give this node labels beside
-//! linkwise's.
+//! Checks the parts of linkwise that need the API server: DRA, if the configuration uses it, and other drivers of its
+//! name; an extended resource that both doors serve; the rights to write events; and NodeFeature objects that would
+//! give this node other labels than linkwise's.
 
 use std::io::ErrorKind;
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ const OURS: &str = "linkwise-";
 /// The manager of objects that linkwise wrote.
 const MANAGER: &str = "linkwise";
 
-/// Checks the needs of DRA. Reports nothing if no GPU goes through it.
+/// Checks that DRA finds the API server and the kubelet's folders. Reports nothing if no GPU goes through DRA.
 pub(super) fn check(found: &mut Findings, node: &Node) {
     if let Some(settings) = &node.settings
         && settings.dra_gpus.value != Door::Plugin
@@ -34,21 +34,21 @@ pub(super) fn slices(found: &mut Findings, facts: DraFound, policy: Option<&Poli
     let DraFound { has_class, slices, pod_policy: changes_pods, extended_resource: resource } = facts;
     found.check = "DRA";
     let unread =
-        format!("the DeviceClass {DRA_DRIVER} could not be read, nor which door pods with its extended resource take");
+        format!("cannot read the DeviceClass {DRA_DRIVER}, nor which door pods with its extended resource take");
     match found.known(has_class, &unread, &format!("kubectl get deviceclass {DRA_DRIVER} -o yaml")) {
         Some(true) => found.ok(format!("there is a DeviceClass {DRA_DRIVER}")),
         Some(false) => found.warning(
             format!("there is no DeviceClass {DRA_DRIVER}: claims that name it get no GPU"),
-            "kubectl apply -k manifests/overlays/dra makes it, and so does the chart (dra.deviceClasses)",
+            "make it with kubectl apply -k manifests/overlays/dra, or with the chart (dra.deviceClasses)",
         ),
         None => {}
     }
     let by_hand = "kubectl get resourceslices --field-selector spec.nodeName=NODE";
-    let slices = found.known(slices, "ResourceSlices could not be listed", by_hand);
+    let slices = found.known(slices, "cannot list ResourceSlices", by_hand);
     if slices.as_ref().is_some_and(Vec::is_empty) {
         found.failed(
             format!("there is no ResourceSlice of {DRA_DRIVER} for this node: no claim gets its GPUs"),
-            "linkwise admin state and its log say why: the parts DRA slices and DRA plugin",
+            "look for the cause in linkwise admin state and in the log: the parts DRA slices and DRA plugin",
         );
     }
     for (name, managers) in slices.into_iter().flatten() {
@@ -56,35 +56,35 @@ pub(super) fn slices(found: &mut Findings, facts: DraFound, policy: Option<&Poli
             found.ok(format!("ResourceSlice {name} is linkwise's"));
             continue;
         }
-        let advice = "another DRA driver of this name runs on the node, or linkwise does not: it deletes such slices";
-        found.failed(format!("ResourceSlice {name} was written by {}: the same GPUs twice", names(&managers)), advice);
+        let advice = "another DRA driver of this name runs on the node, or no linkwise runs: it deletes such slices";
+        found.failed(format!("ResourceSlice {name} was written by {}: GPUs published twice", names(&managers)), advice);
     }
     pod_policy(found, changes_pods);
     extended_resource(found, resource, policy);
 }
 
-/// Checks that pods with `nvidia.com/gpu: N` can get claims. A node may not read which namespaces have labels and
-/// templates.
+/// Checks that pods with `nvidia.com/gpu: N` can get claims. The doctor has no right to read which namespaces have the
+/// label and the templates.
 fn pod_policy(found: &mut Findings, policy: Result<PodPolicy, String>) {
     let name = PodPolicy::NAME;
-    let left = "pods with nvidia.com/gpu: N and without a claim get the first GPUs that are free";
+    let without = "pods with nvidia.com/gpu: N and without a claim get the first GPUs that are free";
     let by_hand = format!("kubectl get mutatingadmissionpolicies,mutatingadmissionpolicybindings {name}");
-    let unread = format!("the MutatingAdmissionPolicy {name} could not be read");
+    let unread = format!("cannot read the MutatingAdmissionPolicy {name}");
     let Some(policy) = found.known(policy, &unread, &by_hand) else { return };
     match policy {
         PodPolicy::Bound => found.ok(format!(
             "the policy {name} makes claims of nvidia.com/gpu: N, in namespaces with its label and the templates"
         )),
         PodPolicy::Unbound => found.warning(
-            format!("the policy {name} has no binding, and no effect: {left}"),
-            "kubectl apply -k manifests/dra/unchanged-pods makes both",
+            format!("the policy {name} has no binding, and no effect: {without}"),
+            "make both with kubectl apply -k manifests/dra/unchanged-pods",
         ),
         PodPolicy::Absent => found.skipped(
-            format!("there is no MutatingAdmissionPolicy {name}: {left}"),
+            format!("there is no MutatingAdmissionPolicy {name}: {without}"),
             Some("for the best sets: kubectl apply -k manifests/dra/unchanged-pods (docs/dra-pods.md)"),
         ),
         PodPolicy::NotServed => found.skipped(
-            format!("the API server has no MutatingAdmissionPolicies of admissionregistration.k8s.io/v1: {left}"),
+            format!("the API server has no MutatingAdmissionPolicies of admissionregistration.k8s.io/v1: {without}"),
             Some("Kubernetes 1.36 has them; for older ones see docs/dra-pods.md"),
         ),
     }
@@ -97,21 +97,21 @@ fn api_server(found: &mut Findings, node: &Node) {
         return found.failed("no API server: KUBERNETES_SERVICE_HOST is not set, and no --kubeconfig is given", advice);
     }
     if !api.kubeconfig.is_empty() {
-        return found.ok(format!("API server by {}", api.kubeconfig));
+        return found.ok(format!("API server of the kubeconfig {}", api.kubeconfig));
     }
     let token = api.service_account_dir.join("token");
     match std::fs::File::open(&token) {
         Ok(_) => found.ok(format!("API server {}, with a token", api.api_server_host)),
         Err(error) => found.failed(
-            format!("no token to reach the API server with: {}: {error}", token.display()),
+            format!("cannot read the ServiceAccount's token {}: {error}", token.display()),
             "set automountServiceAccountToken, as manifests/overlays/dra does",
         ),
     }
 }
 
 fn folders(found: &mut Findings, node: &Node, settings: &Settings) {
-    let mounted = "mount the kubelet's folder at this path (manifests/overlays/dra); with another --root-dir of the kubelet \
-                   set --dra-registry-dir and --dra-plugins-dir";
+    let mounted = "mount the kubelet's folder at this path (manifests/overlays/dra); if the kubelet has another \
+                   --root-dir, set --dra-registry-dir and --dra-plugins-dir";
     let registry = node.at(&settings.dra_registry_dir.value.to_string_lossy());
     match entries(&registry) {
         Ok(mut others) => {
@@ -120,47 +120,47 @@ fn folders(found: &mut Findings, node: &Node, settings: &Settings) {
             for other in &others {
                 found.failed(
                     format!("another DRA driver registers as {DRA_DRIVER}: {}", other.display()),
-                    "two drivers of one name take pods and ResourceSlices from each other: remove NVIDIA's kubelet plugin from \
-                     this node (resources.gpus.enabled=false), and its socket",
+                    "two drivers of one name take pods and ResourceSlices from each other: remove NVIDIA's kubelet \
+                     plugin from this node (resources.gpus.enabled=false), and its socket",
                 );
             }
             if others.is_empty() {
                 found.ok(format!("{}: no other DRA driver is called {DRA_DRIVER}", registry.display()));
             }
         }
-        Err(error) => found.failed(format!("the kubelet's {}: {error}", registry.display()), mounted),
+        Err(error) => found.failed(format!("cannot read the kubelet's {}: {error}", registry.display()), mounted),
     }
     let plugins = node.at(&settings.dra_plugins_dir.value.to_string_lossy());
     if let Err(error) = std::fs::metadata(&plugins) {
         let is_missing = error.kind() == ErrorKind::NotFound;
-        let why = if is_missing { " is not there".to_owned() } else { format!(": {error}") };
+        let why = if is_missing { " does not exist".to_owned() } else { format!(": {error}") };
         found.failed(format!("the kubelet's {}{why}", plugins.display()), mounted);
     }
 }
 
 /// Reports which devices pods with the extended resource of the driver's DeviceClass get here.
 ///
-/// The scheduler uses the device plugin on every node where the kubelet counts a device of it, and a kubelet counts a device
-/// plugin for some minutes after its end.
+/// The scheduler uses the device plugin on every node where the kubelet counts a device of the plugin, and a kubelet
+/// counts a device plugin for some minutes after its end.
 fn extended_resource(
     found: &mut Findings,
     facts: Result<Option<ExtendedResourceFound>, String>,
     policy: Option<&Policy>,
 ) {
-    let unread = "the Node could not be read, so which door pods with the class's extended resource take";
+    let unread = "cannot read the Node, nor which door pods with the class's extended resource take";
     let facts = found.known(facts, unread, "kubectl get node NODE -o jsonpath='{.status.allocatable}'");
     let Some(Some(ExtendedResourceFound { name, allocatable, capacity })) = facts else { return };
     match (allocatable, capacity) {
         (Some(1..), _) => found.warning(
             format!(
-                "{name} is a resource of the device plugin here and of the DeviceClass {DRA_DRIVER}: pods with {name} and \
-                 without a claim get devices of the plugin only, also while all of them are taken"
+                "{name} is a resource of the device plugin here and of the DeviceClass {DRA_DRIVER}: pods with {name} \
+                 and without a claim get devices of the plugin only, also while all of them are taken"
             ),
-            "a device plugin of that name runs on the node: remove it, or set dra.gpus to none (docs/migrating-to-dra.md)",
+            "remove the device plugin of that name from the node, or set dra.gpus to none (docs/migrating-to-dra.md)",
         ),
         (_, Some(1..)) => {
-            let forgets = "the kubelet forgets a device plugin 5 minutes after its end; `linkwise admin state` shows pods that \
-                           still hold GPUs through it";
+            let forgets = "the kubelet forgets a device plugin 5 minutes after its end; `linkwise admin state` shows \
+                           pods that still hold GPUs through it";
             let remembers = format!("the kubelet still remembers a device plugin of {name}, with no healthy device");
             let (with, unknown) = match policy {
                 Some(policy) if policy.name == "none" => {
@@ -172,13 +172,15 @@ fn extended_resource(
             let rejects = format!("it may reject pods with {name} and without a claim (TopologyAffinityError)");
             found.warning(format!("{remembers}: with {with} {rejects}{unknown}"), forgets);
         }
-        _ => found.ok(format!("pods with {name} and without a claim get GPUs of this node through the DeviceClass {DRA_DRIVER}")),
+        _ => {
+            found.ok(format!("pods with {name} and without a claim get GPUs here through the DeviceClass {DRA_DRIVER}"))
+        }
     }
 }
 
-/// The remedy: what grants the rights.
+/// The remedy, which grants the rights.
 const ADVICE: &str =
-    "kubectl apply -k manifests/overlays/events makes the role, and so does the chart (events.enabled)";
+    "make the role with kubectl apply -k manifests/overlays/events, or with the chart (events.enabled)";
 
 /// Names the missing rights. Reports nothing if events are off.
 pub(super) fn event_rights(found: &mut Findings, node: &Node, missing: Option<MissingRights>) {
@@ -203,14 +205,14 @@ pub(super) fn event_rights(found: &mut Findings, node: &Node, missing: Option<Mi
     }
 }
 
-/// Names the objects that GPU Feature Discovery left behind: NFD makes labels of all of them.
+/// Names the objects that GPU Feature Discovery left behind, because NFD makes labels of all of them.
 pub(super) fn node_features(found: &mut Findings, node: &Node, features: Option<NodeFeatures>) {
     found.check = "labels";
-    // Outside of a cluster there are no such objects.
+    // Outside of a cluster there are no NodeFeature objects.
     if features.is_none() && node.args.api.is_given() {
         found.skipped("NodeFeature objects were not listed: this pod has no token", Some(BY_HAND));
     }
-    let listed = features.and_then(|listed| found.known(listed, "NodeFeature objects could not be listed", BY_HAND));
+    let listed = features.and_then(|listed| found.known(listed, "cannot list NodeFeature objects", BY_HAND));
     for NodeFeatureFound { namespace, name, managers } in listed.into_iter().flatten() {
         let object = format!("NodeFeature {namespace}/{name}");
         if managers.iter().any(|manager| manager == MANAGER) {
@@ -225,5 +227,5 @@ pub(super) fn node_features(found: &mut Findings, node: &Node, features: Option<
     }
 }
 
-/// The command by which a person finds them.
+/// The command by which a person finds GPU Feature Discovery's objects.
 const BY_HAND: &str = "kubectl get nodefeatures.nfd.k8s-sigs.io -A | grep nvidia-features-for-";

@@ -1,4 +1,5 @@
-//! Checks the driver and its library: found, loaded, of one version. NVML is called in the child process, as in `run`.
+//! Checks that the driver and its library are found, loaded and of one version. NVML is called in the child process, as
+//! in `run`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -18,6 +19,7 @@ use linkwise_core::state::HealthPoll;
 use linkwise_core::topology::{GpuObservation, GpuUuid};
 use linkwise_core::words::count;
 
+/// The outcome of the calls to NVML.
 #[derive(Clone, Debug)]
 pub(super) enum Nvml {
     Answers {
@@ -28,9 +30,9 @@ pub(super) enum Nvml {
         /// The first poll of each GPU, if there was one.
         polls: BTreeMap<GpuUuid, HealthPoll>,
     },
-    /// NVML is unavailable: the call, or `dlopen`, with its result, and the meaning of that.
+    /// NVML is unavailable: the failed call, or `dlopen`, with its error, and the kind of fault.
     Fails(String, Fault),
-    /// The library ends the process that calls it; with the remedy.
+    /// The agent ended without an answer, for this reason; with the remedy.
     Ends(String, &'static str),
     /// A call hangs.
     Hangs(Duration),
@@ -45,7 +47,7 @@ impl Nvml {
     }
 }
 
-/// Asks NVML for all facts, through an agent that then ends.
+/// Asks NVML for all facts, through an agent that ends afterwards.
 pub(super) async fn ask(host: &HostArgs, limit: Duration) -> Nvml {
     let mut agent = match Agent::spawn(&run::agent_command(host)) {
         Ok(agent) => agent,
@@ -104,16 +106,16 @@ pub(super) fn check(found: &mut Findings, nvml: &Nvml, bus: Option<&BusGpus>, mo
             versions(found, driver, library, module);
         }
         Nvml::Fails(why, fault) if fault.is_no_driver() && bus.is_some_and(BTreeMap::is_empty) => found.skipped(
-            format!("no NVIDIA GPU on the PCI bus, and no NVML ({why}): linkwise run idles here, and is ready"),
-            Some("nothing to do, unless this node should have GPUs: then lspci -d 10de: on the host shows whether it does"),
+            format!("no NVIDIA GPU on the PCI bus, NVML unavailable ({why}): linkwise run idles here, and is ready"),
+            Some("nothing to do; if this node should have GPUs, run lspci -d 10de: on the host"),
         ),
         Nvml::Fails(why, fault) if fault.is_no_driver() && bus.is_some_and(others_hold_all) => found.skipped(
-            format!("other drivers hold all GPUs on the PCI bus, and no NVML ({why}): linkwise run idles here, and is ready"),
-            Some("right where all GPUs are passed through to virtual machines; else bind them to nvidia"),
+            format!("other drivers hold all GPUs, NVML unavailable ({why}): linkwise run idles here, and is ready"),
+            Some("right if all GPUs are passed through to virtual machines; otherwise bind them to nvidia"),
         ),
         Nvml::Fails(why, fault) => found.failed(format!("NVML unavailable: {why}"), advice(*fault, module)),
-        // This also holds on a node whose bus shows no GPU: a library that exists and fails does not prove that there
-        // is none.
+        // This is a failure also on a node whose bus shows no GPU: a library that exists and fails does not prove that
+        // there is none.
         Nvml::Ends(why, remedy) => found.failed(format!("NVML unavailable: {why}"), remedy),
         Nvml::Hangs(limit) => found.failed(
             format!("NVML does not answer within {limit:?}"),
@@ -127,14 +129,14 @@ pub(super) fn check(found: &mut Findings, nvml: &Nvml, bus: Option<&BusGpus>, mo
 fn remedy(ended: &AgentEnded) -> &'static str {
     match ended {
         AgentEnded::Memory(..) => {
-            "a library that needs so much: give it more with --nvml-memory-mib (LINKWISE_NVML_MEMORY_MIB), and the \
-             container as much on top of its memory limit"
+            "if the library needs that much, raise --nvml-memory-mib (LINKWISE_NVML_MEMORY_MIB), and the container's \
+             memory limit by the same amount"
         }
         ended if ended.is_crash() => {
-            "the library crashes: library and driver are of different releases, or the library is broken; nvidia-smi on \
-             the host uses the same one"
+            "the library crashes: it is broken, or of another release than the driver; run nvidia-smi on the host, \
+             which uses the same library"
         }
-        _ => "nvidia-smi on the host, and dmesg (NVRM, Xid), say more",
+        _ => "run nvidia-smi on the host, and look at dmesg (NVRM, Xid)",
     }
 }
 
@@ -143,16 +145,16 @@ fn versions(found: &mut Findings, driver: Option<&str>, library: Option<&str>, m
         && driver != module
     {
         found.failed(
-            format!("the kernel module is {module}, the driver says {driver}"),
+            format!("the kernel module has version {module}, but the driver reports {driver}"),
             "the driver was replaced while the module stayed loaded: drain the node, reload the module or reboot",
         );
     }
-    // The library calls itself CUDA.DRIVER, such as 13.580.95.05.
+    // The library's version is CUDA.DRIVER, such as 13.580.95.05.
     if let (Some(driver), Some(library)) = (driver, library)
         && library != driver
         && !library.ends_with(&format!(".{driver}"))
     {
-        let advice = "the container holds an older driver's library: make it anew (delete the pod)";
+        let advice = "the container holds the library of another driver: delete the pod to make it again";
         found.warning(format!("the library is {library}, the driver {driver}: not of one release"), advice);
     }
 }
@@ -164,21 +166,21 @@ fn advice(fault: Fault, module: Option<&str>) -> &'static str {
              NVIDIA_VISIBLE_DEVICES=all), or name the library or the driver's root with --nvml-library"
         }
         Fault::VersionMismatch => {
-            "the library and the loaded kernel module are of different releases: drain the node, reload the module or reboot, \
-             and delete this pod"
+            "the library and the loaded kernel module are of different releases: drain the node, reload the module or \
+             reboot, and delete this pod"
         }
         Fault::Released => "nothing is wrong; run `linkwise admin resume` when the driver may be used again",
         Fault::NoPermission => "this process may not open the device nodes: see permissions below",
         Fault::GpuLost => "a GPU has fallen off the bus: drain the node and reboot it",
         Fault::DriverNotLoaded if module.is_none() => {
-            "the kernel module is not loaded: modprobe nvidia on the host; dmesg says why it does not load"
+            "the kernel module is not loaded: run modprobe nvidia on the host; if it fails, see dmesg"
         }
         Fault::DriverNotLoaded => {
-            "the kernel module is loaded, but this container cannot reach it: its device nodes are missing or not allowed, \
-             see below"
+            "the kernel module is loaded, but this container cannot reach it: its device nodes are missing or not \
+             allowed, see below"
         }
         Fault::Uninitialized | Fault::ResetRequired | Fault::Other => {
-            "nvidia-smi on the host, and dmesg (NVRM, Xid), say more"
+            "run nvidia-smi on the host, and look at dmesg (NVRM, Xid)"
         }
     }
 }

@@ -1,7 +1,8 @@
 //! Checks the GPUs one by one: NVML's failed calls, and the reasons for which a GPU is unhealthy, from the linkwise
 //! that runs here or from the health record of an earlier one.
 //!
-//! This module has no rule of health: `state` decides, by the rules of `run`; a running linkwise has decided already.
+//! This module does not decide if a GPU is healthy. The core's `state` does so by the same rules as in `run`, and if a
+//! linkwise runs here, its decisions count.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -10,7 +11,7 @@ use std::time::Duration;
 use super::driver::Nvml;
 use super::{Findings, Node, Status, blocking, name};
 use crate::commands::admin;
-use crate::commands::top::{lasting, now};
+use crate::commands::top::{duration_text, now};
 use crate::config::DoctorArgs;
 use linkwise_core::publish::view::{CORDONED, GpuView, NodeView, ReasonView, ShortfallView};
 use linkwise_core::state::{Event, HealthPoll, HealthRecord, NodeState, Timestamp, UnhealthyReason};
@@ -18,28 +19,31 @@ use linkwise_core::topology::{GpuUuid, HostObservation, NodeObservation, ProbeFa
 use linkwise_node::keeper::{self, Kept};
 use linkwise_nvml::{COUNT, CallError, CallFailure, Fault, REGISTER};
 
-/// A reason for which a GPU is unhealthy. The flag is set if NVML reports it now, but the running linkwise has no reason
-/// against the GPU.
-type Reason = (ReasonView, bool);
+/// A reason for which a GPU is unhealthy.
+pub(super) struct Reason {
+    view: ReasonView,
+    /// True if NVML reports it now, but the running linkwise has no reason against the GPU.
+    is_cleared: bool,
+}
 
 /// Adds a finding for each reason against the GPU of this name.
 fn add_reasons(found: &mut Findings, reasons: &[Reason], gpu: &str, now: Timestamp) {
-    for (ReasonView { reason, kind, since, ends_with }, cleared) in reasons {
-        let lasting = lasting(*since, now).map(|time| format!(", for {time}")).unwrap_or_default();
-        let what = format!("{gpu}: {reason}{lasting}");
-        if *cleared {
+    for Reason { view: ReasonView { reason, kind, since, ends_with }, is_cleared } in reasons {
+        let duration = duration_text(*since, now).map(|time| format!(", for {time}")).unwrap_or_default();
+        let what = format!("{gpu}: {reason}{duration}");
+        if *is_cleared {
             let what = format!("{what}; linkwise has no reason against the GPU");
             let advice =
-                "an operator cleared it (linkwise admin clear), or linkwise has not polled since: it polls every 10 s";
+                "an operator cleared it (linkwise admin clear), or linkwise has not polled the GPU yet (every 10 s)";
             found.each(Status::Warning, reason, what, advice);
             continue;
         }
         let clear =
             if ends_with.contains("`clear`") { " (linkwise admin clear UUID, once it is repaired)" } else { "" };
         let advice = format!("out of service until: {ends_with}{clear}; see docs/health.md");
-        // A GPU that still joins its fabric needs no operator, and one with a cordon is as an operator wants it.
-        let late = *kind == UnhealthyReason::FabricJoining.label() || *kind == CORDONED;
-        let status = if late { Status::Warning } else { Status::Failed };
+        // A GPU that still joins its fabric needs no operator, and a cordon is what an operator wants.
+        let is_expected = *kind == UnhealthyReason::FabricJoining.label() || *kind == CORDONED;
+        let status = if is_expected { Status::Warning } else { Status::Failed };
         found.each(status, reason, what, &advice);
     }
 }
@@ -47,10 +51,10 @@ fn add_reasons(found: &mut Findings, reasons: &[Reason], gpu: &str, now: Timesta
 /// Adds a finding for each part of the hardware that the node lacks.
 fn add_lacks(found: &mut Findings, lacks: &[ShortfallView], now: Timestamp) {
     for lack in lacks {
-        let lasting = lasting(lack.since, now).map(|time| format!(", for {time}")).unwrap_or_default();
-        let advice = "look at the card and its slot, cable or bridge (dmesg, NVRM); where the hardware was changed on \
-                      purpose, linkwise admin accept";
-        found.add(Status::Failed, None, format!("lacking: {}{lasting}", lack.what), Some(advice));
+        let duration = duration_text(lack.since, now).map(|time| format!(", for {time}")).unwrap_or_default();
+        let advice = "check the card and its slot, cable or bridge (dmesg, NVRM); if the hardware was changed on \
+                      purpose, run linkwise admin accept";
+        found.add(Status::Failed, None, format!("lacking: {}{duration}", lack.what), Some(advice));
     }
 }
 
@@ -62,9 +66,9 @@ pub(super) struct History {
 }
 
 impl History {
-    /// Asks the running linkwise, or else reads the health record; the findings name the source. It is no finding to
-    /// have neither on a node without GPUs (`any` is false).
-    pub async fn ask(found: &mut Findings, args: &DoctorArgs, any: bool, limit: Duration) -> Self {
+    /// Asks the running linkwise, or else reads the health record; the findings name the source. A node without GPUs
+    /// may have neither, which is not a finding.
+    pub async fn ask(found: &mut Findings, args: &DoctorArgs, has_gpus: bool, limit: Duration) -> Self {
         let socket = &args.admin_socket;
         match admin::state(socket, limit).await {
             Ok(state) => {
@@ -74,8 +78,8 @@ impl History {
                 ));
                 if state.driver_released {
                     found.warning(
-                        "linkwise has released the driver, as an operator ordered: the GPUs are not monitored",
-                        "linkwise admin resume opens it again",
+                        "an operator released the driver: the GPUs are not monitored",
+                        "run linkwise admin resume to open it again",
                     );
                 }
                 let status = if state.idle.is_some() { Status::Failed } else { Status::Warning };
@@ -88,32 +92,32 @@ impl History {
             Err(error) if is_absent(&error) => {}
             Err(error) => found.warning(
                 format!("{error:#}"),
-                "its reasons for unhealthy GPUs are unknown here: run this as root, with its --admin-socket",
+                "the reasons of a running linkwise are unknown here: run this as root, with its --admin-socket",
             ),
         }
         let (folder, kubelet, sysfs) = (args.state_dir.clone(), args.kubelet_socket.clone(), args.host.sysfs.clone());
         let reading = blocking(limit, move || keeper::kept(folder.as_deref(), &kubelet, &sysfs)).await;
         let Some(read) = reading else {
-            super::hangs(found, limit);
+            super::add_hang(found, limit);
             return Self::default();
         };
         match read {
-            Ok(Kept { record: None, .. }) if !any => {}
+            Ok(Kept { record: None, .. }) if !has_gpus => {}
             Ok(Kept { record: None, file, .. }) => found.skipped(
                 format!("no linkwise answers on {}, and there is no {}", socket.display(), file.display()),
                 Some("XIDs, and NVLinks that were active once, are unknown here: only what NVML reports now counts"),
             ),
             Ok(Kept { record: Some(HealthRecord { version, .. }), file, .. }) if version != HealthRecord::VERSION => {
                 let file = file.display();
-                found.skipped(format!("{file}: a health record of version {version}, which is not used"), None);
+                found.skipped(format!("{file}: health record of version {version}, which linkwise does not use"), None);
             }
             Ok(kept) => {
-                found.ok(format!("{}: its record of this boot and driver counts", kept.file.display()));
+                found.ok(format!("{}: used as the health record of this boot and driver", kept.file.display()));
                 return Self { running: None, kept: Some(kept) };
             }
             Err((file, error)) => found.warning(
-                format!("{}: {error:#}", file.display()),
-                "the next linkwise sets it aside and has no earlier XIDs",
+                format!("cannot read {}: {error:#}", file.display()),
+                "the next linkwise renames it, and starts without the earlier XIDs",
             ),
         }
         Self::default()
@@ -144,16 +148,16 @@ impl History {
         let mut all: BTreeMap<GpuUuid, Vec<Reason>> = BTreeMap::new();
         for gpu in known {
             let reasons = judged.hardware().reasons(&gpu).chain(judged.hardware().cordon(&gpu));
-            let own = reasons.map(|(reason, since)| (ReasonView::of(reason, since), false));
+            let own = reasons.map(|(reason, since)| Reason { view: ReasonView::of(reason, since), is_cleared: false });
             all.insert(gpu.clone(), own.collect());
         }
         for GpuView { uuid, reasons, .. } in self.running.into_iter().flat_map(|state| state.gpus) {
             let Ok(uuid) = uuid.parse() else { continue };
             let now = all.entry(uuid).or_default();
-            now.retain(|(own, _)| !reasons.iter().any(|held| held.kind == own.kind));
-            let is_well = reasons.iter().all(|reason| reason.kind == CORDONED);
-            now.iter_mut().for_each(|(_, cleared)| *cleared = is_well);
-            now.splice(0..0, reasons.into_iter().map(|reason| (reason, false)));
+            now.retain(|own| !reasons.iter().any(|held| held.kind == own.view.kind));
+            let is_healthy = reasons.iter().all(|reason| reason.kind == CORDONED);
+            now.iter_mut().for_each(|own| own.is_cleared = is_healthy);
+            now.splice(0..0, reasons.into_iter().map(|view| Reason { view, is_cleared: false }));
         }
         all.retain(|_, reasons| !reasons.is_empty());
         all
@@ -174,25 +178,25 @@ fn described(failure: &CallFailure) -> String {
 fn advice(error: &CallError) -> &'static str {
     match error.fault() {
         Fault::GpuLost => {
-            "it has fallen off the bus: drain the node and reboot it; if it comes again, the card or its slot"
+            "the GPU has fallen off the bus: drain the node and reboot it; if it recurs, check the card and its slot"
         }
         Fault::ResetRequired => {
             "drain the node, then linkwise admin release, nvidia-smi --gpu-reset -i INDEX, linkwise admin resume"
         }
         _ if error.call == REGISTER => {
-            "its XIDs and ECC errors are not seen: another process may hold the events, or the driver is in trouble (dmesg)"
+            "the GPU's XIDs and ECC errors are not seen: another process may hold the events, or see dmesg"
         }
-        _ => "linkwise goes on without that fact; dmesg (NVRM, Xid) may say why the driver does not answer",
+        _ => "linkwise works without that fact; look for the cause in dmesg (NVRM, Xid)",
     }
 }
 
-/// Adds a line for each GPU that is well, and one for each fault.
+/// Adds a finding for each healthy GPU, and one for each fault.
 pub(super) async fn check_gpus(found: &mut Findings, node: &Node, host: HostObservation) {
     found.check = "gpus";
     let history = History::ask(found, &node.args, !node.nvml.gpus().is_empty(), node.limit).await;
     let now = now();
     let Nvml::Answers { gpus, failures, polls, .. } = &node.nvml else {
-        found.skipped("NVML does not answer: no GPU can be asked", None);
+        found.skipped("NVML unavailable: no GPU can be checked", None);
         for (gpu, reasons) in history.reasons(found, &NodeObservation::default(), &Default::default(), now) {
             add_reasons(found, &reasons, &format!("GPU {gpu}"), now);
         }
@@ -207,8 +211,8 @@ pub(super) async fn check_gpus(found: &mut Findings, node: &Node, host: HostObse
         let address = gpu.pci.to_string();
         let failed: Vec<_> = failures.iter().filter(|failure| failure.subject == address).collect();
         let reasons = unhealthy.remove(&gpu.uuid).unwrap_or_default();
-        let asked = polls.contains_key(&gpu.uuid);
-        if failed.is_empty() && reasons.is_empty() && asked {
+        let is_polled = polls.contains_key(&gpu.uuid);
+        if failed.is_empty() && reasons.is_empty() && is_polled {
             found.ok(format!("{}: {}", name(gpu), gpu.model.as_deref().unwrap_or("model unknown")));
         }
         for failure in failed {
@@ -216,9 +220,9 @@ pub(super) async fn check_gpus(found: &mut Findings, node: &Node, host: HostObse
             found.each(Status::Warning, described(failure), what, advice(&failure.error));
         }
         add_reasons(found, &reasons, &name(gpu), now);
-        if !asked {
-            let what = "the process that asked NVML ended before it said how the GPU is";
-            let advice = "run this again; where it stays so, dmesg (NVRM, Xid) may say why";
+        if !is_polled {
+            let what = "the NVML agent ended before it polled the GPU";
+            let advice = "run this again; if it recurs, look for the cause in dmesg (NVRM, Xid)";
             found.each(Status::Warning, what, format!("{}: {what}", name(gpu)), advice);
         }
     }
@@ -229,8 +233,8 @@ pub(super) async fn check_gpus(found: &mut Findings, node: &Node, host: HostObse
     let listed = |failure: &CallFailure| gpus.iter().any(|gpu| failure.subject == gpu.pci.to_string());
     for failure in failures.iter().filter(|failure| !listed(failure)) {
         let what = format!("{}: {}", failure.subject, described(failure));
-        // A failed call about the driver only loses its fact, except the count of GPUs: without it no GPU can be
-        // offered.
+        // A failed call about the driver costs one fact only. The count of GPUs is an exception, because without it no
+        // GPU can be offered.
         let costs_gpus = failure.subject != "driver" || failure.error.call == COUNT;
         let status = if costs_gpus { Status::Failed } else { Status::Warning };
         found.each(status, described(failure), what, advice(&failure.error));

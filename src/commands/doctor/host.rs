@@ -19,11 +19,11 @@ use linkwise_host::yaml::fault;
 /// Compares the kernel's GPUs with NVML's.
 pub(super) fn sysfs(found: &mut Findings, node: &Node) {
     let sysfs = &node.args.host.sysfs;
-    let Some(bus) = &node.bus else { return super::hangs(found, node.limit) };
+    let Some(bus) = &node.bus else { return super::add_hang(found, node.limit) };
     let Some(bus) = bus else {
         return found.failed(
             format!("there is no PCI bus under {}", sysfs.display()),
-            "mount the host's /sys, or name its place with --sysfs: without it linkwise cannot see how near GPUs are",
+            "mount the host's /sys, or name its place with --sysfs: linkwise needs it to see which GPUs are close",
         );
     };
     let Nvml::Answers { gpus, .. } = &node.nvml else {
@@ -34,18 +34,18 @@ pub(super) fn sysfs(found: &mut Findings, node: &Node) {
             Some("nvidia") => (
                 Status::Failed,
                 "but NVML does not list it".to_owned(),
-                "the driver could not start it, or this container was not made for all GPUs: dmesg names its address (NVRM); \
-                 NVIDIA_VISIBLE_DEVICES=all",
+                "the driver could not start it: look for its address in dmesg (NVRM); or this container was not made \
+                 for all GPUs: set NVIDIA_VISIBLE_DEVICES=all",
             ),
             Some(driver) => (
                 Status::Warning,
                 format!("and bound to {driver}: NVML does not list it"),
-                "right for a GPU that is passed through to virtual machines; else bind it to nvidia",
+                "right for a GPU that is passed through to virtual machines; otherwise bind it to nvidia",
             ),
             None => (
                 Status::Failed,
                 "and bound to no driver".to_owned(),
-                "the driver does not support it or could not start it: dmesg names its address (NVRM)",
+                "the driver does not support it or could not start it: look for its address in dmesg (NVRM)",
             ),
         };
         let what = format!("GPU {pci} is on the PCI bus, {place}");
@@ -57,7 +57,7 @@ pub(super) fn sysfs(found: &mut Findings, node: &Node) {
         let advice = "this /sys is not the host's: mount it, or name its place with --sysfs";
         found.warning(format!("{absent} of {all} that NVML lists are not on the PCI bus under {sysfs}"), advice);
     } else if bus.len() == gpus.len() {
-        found.ok(format!("{} on the PCI bus, the same by NVML", count(bus.len(), "NVIDIA GPU")));
+        found.ok(format!("{} on the PCI bus, and NVML lists the same", count(bus.len(), "NVIDIA GPU")));
     }
 }
 
@@ -77,33 +77,31 @@ pub(super) fn topology(found: &mut Findings, observed: &NodeObservation, warning
 
 fn advice(warning: &TopologyWarning) -> &'static str {
     match warning {
-        TopologyWarning::Probe(_) => "hwloc could not look at the host: is /sys mounted and readable here?",
+        TopologyWarning::Probe(_) => "hwloc could not read the host: check that /sys is mounted and readable here",
         TopologyWarning::DuplicateUuid { .. } | TopologyWarning::DuplicateAddress { .. } => {
-            "the driver contradicts itself: send NVIDIA nvidia-bug-report.sh"
+            "the driver contradicts itself: send the output of nvidia-bug-report.sh to NVIDIA"
         }
         TopologyWarning::NotInHostTree(..) => {
-            "mount the host's /sys; in some virtual machines there is nothing to see, and NVML's levels are all there is"
+            "mount the host's /sys; some virtual machines do not show the tree, and only NVML's levels are known"
         }
         TopologyWarning::OddGpu { .. } => {
-            "drain the node, then linkwise admin release, nvidia-smi --gpu-reset -i INDEX, linkwise admin resume; if it stays odd, \
-             compare its lspci -vv with that of the others, and reseat or replace it"
+            "drain the node, then linkwise admin release, nvidia-smi --gpu-reset -i INDEX, linkwise admin resume; if \
+             the GPU still differs, compare its lspci -vv with that of the others, and reseat or replace it"
         }
         TopologyWarning::NvLinksUnknown(_) => {
             "run nvidia-smi nvlink -s: if it fails too, update the driver or reboot; until then GPUs are chosen by PCIe"
         }
         TopologyWarning::P2pRefused { .. } => {
-            "turn P2P on: the IOMMU off or in passthrough mode, ACS off below the switches, no NVreg setting against it"
+            "enable P2P: the IOMMU off or in passthrough mode, ACS off below the switches, no NVreg setting against P2P"
         }
         TopologyWarning::UnknownLevel(..) => "the pair is taken as far apart: choices between such GPUs are guesses",
         TopologyWarning::LevelDisagreement { .. } | TopologyWarning::NumaDisagreement { .. } => {
-            "nothing to do: known of virtual switches and of firmware; linkwise snapshot records both for a report"
+            "nothing to do: virtual switches and firmware cause this; linkwise snapshot records both for a report"
         }
         TopologyWarning::NvLinkOneSided { .. } | TopologyWarning::NvLinkUnknownRemote(..) => {
-            "an NVLink is down or still in training: nvidia-smi nvlink -s; on NVSwitch machines is the fabric manager running?"
+            "an NVLink is down or in training: run nvidia-smi nvlink -s; with NVSwitches check the fabric manager"
         }
-        _ => {
-            "linkwise goes on without it; linkwise topology shows what is left, linkwise snapshot records it for a report"
-        }
+        _ => "linkwise works without it; linkwise topology shows the rest, linkwise snapshot records it for a report",
     }
 }
 
@@ -120,6 +118,7 @@ struct Device {
     name: String,
 }
 
+/// Checks the CDI specs for NVIDIA devices.
 pub(super) fn container_runtime(found: &mut Findings, node: &Node) {
     let folders = ["etc/cdi", "var/run/cdi"].map(|folder| node.at(folder));
     let mut specs = 0;
@@ -133,13 +132,14 @@ pub(super) fn container_runtime(found: &mut Findings, node: &Node) {
             match text.and_then(read) {
                 Ok(spec) if is_nvidias(&spec.kind) => {
                     specs += 1;
-                    found.ok(format!("{}: {} of {}", path.display(), count(spec.devices.len(), "device"), excerpt(&spec.kind)));
-                    twice(found, &mut devices, spec, &path);
+                    let listed = count(spec.devices.len(), "device");
+                    found.ok(format!("{}: {listed} of {}", path.display(), excerpt(&spec.kind)));
+                    add_duplicates(found, &mut devices, spec, &path);
                 }
                 Ok(_) => {}
                 Err(error) => found.warning(
-                    format!("{} is no CDI spec: {error}", path.display()),
-                    "a runtime with CDI leaves it out, and some refuse every container: write it anew (nvidia-ctk cdi generate) or remove it",
+                    format!("{} is not a CDI spec: {error}", path.display()),
+                    "runtimes ignore it or refuse all containers: rewrite it (nvidia-ctk cdi generate) or remove it",
                 ),
             }
         }
@@ -148,7 +148,7 @@ pub(super) fn container_runtime(found: &mut Findings, node: &Node) {
         let [first, second] = folders.map(|folder| folder.display().to_string());
         found.skipped(
             format!("no CDI spec for NVIDIA devices in {first} or {second}"),
-            Some("not needed where containers get their GPUs by NVIDIA_VISIBLE_DEVICES, from the NVIDIA container runtime"),
+            Some("not needed if containers get their GPUs by NVIDIA_VISIBLE_DEVICES (NVIDIA container runtime)"),
         );
     }
 }
@@ -161,7 +161,7 @@ fn is_nvidias(kind: &str) -> bool {
 }
 
 /// Reports devices that two specs have.
-fn twice(found: &mut Findings, devices: &mut BTreeMap<String, PathBuf>, spec: Spec, path: &Path) {
+fn add_duplicates(found: &mut Findings, devices: &mut BTreeMap<String, PathBuf>, spec: Spec, path: &Path) {
     let mut others = Vec::new();
     for device in spec.devices {
         match devices.entry(format!("{}={}", spec.kind, device.name)) {
@@ -171,19 +171,19 @@ fn twice(found: &mut Findings, devices: &mut BTreeMap<String, PathBuf>, spec: Sp
     }
     if let Some(other) = others.last() {
         let (common, kind) = (count(others.len(), "device"), excerpt(&spec.kind));
-        let advice = "of two in one folder a runtime takes neither, else that of /var/run/cdi: remove the older one";
+        let advice = "in one folder a runtime uses neither, in two that of /var/run/cdi: remove the older one";
         found.warning(format!("{} and {} both have {common} of {kind}", other.display(), path.display()), advice);
     }
 }
 
-/// The nodes that every use of a GPU needs: the control node, and that of each GPU.
+/// The device nodes that every use of a GPU needs: the control node, and the node of each GPU.
 fn needed(node: &Node) -> Vec<PathBuf> {
     let minors = node.nvml.gpus().iter().filter_map(|gpu| gpu.minor);
     let gpus = minors.map(|minor| node.at(&format!("dev/nvidia{minor}")));
     std::iter::once(node.at("dev/nvidiactl")).chain(gpus).collect()
 }
 
-/// Counts the nodes that pass a check; each other one is a finding, with its fault and the remedy.
+/// Counts the nodes that pass a check. Each node that fails is a finding, with its fault and the remedy.
 fn count_good(
     found: &mut Findings,
     nodes: &[PathBuf],
@@ -212,13 +212,13 @@ pub(super) fn nodes(found: &mut Findings, node: &Node) {
     let good = count_good(found, &needed, |node| match fs::metadata(node) {
         Ok(meta) if meta.file_type().is_char_device() => Ok(()),
         Ok(_) => Err((
-            " is no character device".to_owned(),
-            "something else was put in its place: remove it on the host and run nvidia-modprobe (-c MINOR for a GPU's)",
+            " is not a character device".to_owned(),
+            "remove it on the host, and run nvidia-modprobe (-c MINOR for the node of a GPU)",
         )),
         Err(error) => Err((
             format!(": {error}"),
-            "on the host: nvidia-smi makes the nodes; in a container: it was made before the node was there, or not for \
-             all GPUs (NVIDIA_VISIBLE_DEVICES=all): delete the pod",
+            "on the host: run nvidia-smi, which makes the nodes; in a container that was made before the node, or not \
+             for all GPUs (NVIDIA_VISIBLE_DEVICES=all): delete the pod",
         )),
     });
     if good == needed.len() {
@@ -226,7 +226,7 @@ pub(super) fn nodes(found: &mut Findings, node: &Node) {
     }
     let unknown = gpus.iter().filter(|gpu| gpu.minor.is_none()).count();
     if unknown > 0 {
-        let advice = "with --pass-device-specs their pods get no node of theirs: leave it off";
+        let advice = "leave --pass-device-specs off: with it the pods of these GPUs get no device node";
         found.warning(format!("NVML does not report the device nodes of {unknown} of the GPUs"), advice);
     }
     for (path, whose, use_) in [
@@ -247,7 +247,7 @@ pub(super) fn nodes(found: &mut Findings, node: &Node) {
 
 /// Checks that this process may open the existing nodes.
 pub(super) fn permissions(found: &mut Findings, node: &Node) {
-    // This reads the uid without unsafe code. Opening the nodes shows which of them the process may not open.
+    // The owner of /proc/self is this process's uid.
     if let Ok(own) = fs::metadata("/proc/self") {
         found.ok(format!("runs as uid {}", own.uid()));
     }
@@ -257,8 +257,8 @@ pub(super) fn permissions(found: &mut Findings, node: &Node) {
         Ok(_) => Ok(()),
         Err(error) => Err((
             format!(": {error}"),
-            "the container's device rules do not allow it: it was made before the node was there, or a cgroup change took it \
-             (systemctl daemon-reload does, with runc): delete the pod; see manifests/README.md for SELinux",
+            "the container's device rules forbid it: the container was made before the node, or a cgroup change took \
+             the rule (as systemctl daemon-reload does with runc): delete the pod; for SELinux see manifests/README.md",
         )),
     });
     match (good, nodes.len()) {

@@ -1,5 +1,5 @@
-//! Checks the kubelet's folder and the listeners in it (the kubelet, linkwise, other plugins), and predicts the work of
-//! its Topology Manager with this node's GPUs.
+//! Checks the kubelet's folder and the listeners in it (the kubelet, linkwise, other plugins), and predicts what its
+//! Topology Manager does with this node's GPUs.
 //!
 //! The Topology Manager's policy is read where this process can see it: in the command line of a running kubelet, in
 //! its configuration file, or in the folder of files that add to it.
@@ -22,7 +22,7 @@ use linkwise_core::words::count;
 use linkwise_kubelet::device_plugin::{self as kubelet, ProbeError};
 
 /// The longest time for an answer of a listener.
-const ANSWER: Duration = Duration::from_secs(2);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The oldest kubelet that can call a plugin of ours, as its major and minor version.
 const OLDEST: (u32, u32) = (1, 26);
@@ -32,28 +32,27 @@ const NVIDIA: &str = "nvidia-";
 /// The first part of the names of our sockets. `RESOURCE-NUMBER.sock` follows, with `_` for the resource's `/`.
 const OURS: &str = "linkwise-";
 
-/// Checks the folder of the kubelet's socket, and the folders beside it.
+/// Checks the folder of the kubelet's socket, the kubelet's two sockets, and the plugins in the folder.
 pub(super) async fn check(found: &mut Findings, socket: &Path, resources: &Path, limit: Duration) {
     found.check = "kubelet";
     let Some(folder) = socket.parent().filter(|folder| !folder.as_os_str().is_empty()) else {
-        return found.failed(format!("'{}' is no path of a kubelet socket", socket.display()), "see --kubelet-socket");
+        return found
+            .failed(format!("'{}' is not the path of a kubelet socket", socket.display()), "see --kubelet-socket");
     };
     let (at, own) = (folder.to_owned(), socket.to_owned());
     let Some(sockets) = blocking(limit, move || sockets(&at, &own)).await else {
-        return super::hangs(found, limit);
+        return super::add_hang(found, limit);
     };
     let sockets = match sockets {
         Ok(sockets) => sockets,
         Err(error) => {
             let advice = match error.kind() {
                 ErrorKind::NotFound => {
-                    "the kubelet does not run here, has another --root-dir (see --kubelet-socket), or its folder is not mounted"
+                    "the kubelet does not run here, or its folder is another or not mounted: see --kubelet-socket"
                 }
-                _ => {
-                    "linkwise needs uid 0 and this folder mounted for reading and writing; under SELinux see manifests/README.md"
-                }
+                _ => "run as uid 0 with this folder mounted read-write; under SELinux see manifests/README.md",
             };
-            return found.failed(format!("{}: {error}", folder.display()), advice);
+            return found.failed(format!("cannot use {}: {error}", folder.display()), advice);
         }
     };
     found.ok(format!("{} can be written to", folder.display()));
@@ -65,13 +64,13 @@ pub(super) async fn check(found: &mut Findings, socket: &Path, resources: &Path,
         Ok(()) => found.ok(format!("{} answers", resources.display())),
         Err((why, _)) => found.skipped(
             format!("{}: {why}", resources.display()),
-            Some("not needed; where it is mounted it confirms registrations and tells which devices pods hold"),
+            Some("not needed; if it is mounted, it confirms registrations and reports which devices pods hold"),
         ),
     }
     plugins(found, sockets).await;
 }
 
-/// Names a kubelet that is too old.
+/// Reports a kubelet that is too old.
 pub(super) fn version(found: &mut Findings, version: Option<&str>) {
     found.check = "kubelet";
     let mut parts = version.unwrap_or_default().trim_start_matches('v').split('.').map(str::parse::<u32>);
@@ -97,12 +96,12 @@ fn sockets(folder: &Path, kubelet: &Path) -> std::io::Result<Vec<PathBuf>> {
 /// Checks that a process answers; otherwise returns the reason and the remedy.
 async fn answers(socket: &Path) -> Result<(), (String, &'static str)> {
     // A connection alone is no evidence: the kernel accepts it for a process that hangs, too.
-    match kubelet::probe(socket, ANSWER).await {
+    match kubelet::probe(socket, ANSWER_TIMEOUT).await {
         // A kubelet serves another API there, and refuses the call.
         Ok(()) | Err(ProbeError::Stranger) => Ok(()),
         Err(ProbeError::Connect(error)) => Err(match error.kind() {
             ErrorKind::NotFound => (
-                "there is none".to_owned(),
+                "does not exist".to_owned(),
                 "the kubelet does not run, or has another --root-dir: see --kubelet-socket",
             ),
             ErrorKind::ConnectionRefused if !is_socket(socket) => {
@@ -124,23 +123,23 @@ fn is_socket(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|found| found.file_type().is_socket())
 }
 
-/// Reports other listeners in the folder.
+/// Reports the device plugins that listen in the folder.
 async fn plugins(found: &mut Findings, sockets: Vec<PathBuf>) {
     found.check = "plugins";
     let (mut ours, mut others) = (BTreeMap::<String, Vec<String>>::new(), Vec::new());
     for path in sockets {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        match (kubelet::probe(&path, ANSWER).await, name) {
+        match (kubelet::probe(&path, ANSWER_TIMEOUT).await, name) {
             (Ok(()), name) if name.starts_with(NVIDIA) => found.failed(
                 format!("the NVIDIA device plugin serves {name}"),
-                "both register nvidia.com/gpu, and the kubelet keeps one of them: take the NVIDIA plugin off this node",
+                "both register nvidia.com/gpu, and the kubelet keeps one: remove the NVIDIA plugin from this node",
             ),
             (Ok(()), name) => match resource(&name) {
                 Some(resource) => ours.entry(resource).or_default().push(name),
                 None => others.push(name),
             },
             (Err(error), name) if error.is_dead() && name.starts_with(OURS) => found.warning(
-                format!("{name} was left by a linkwise that is gone"),
+                format!("{name} was left by a linkwise that has ended"),
                 "nothing to do: the next linkwise removes it",
             ),
             // The kubelet removes them all when it starts.
@@ -148,11 +147,11 @@ async fn plugins(found: &mut Findings, sockets: Vec<PathBuf>) {
             (Err(ProbeError::Connect(error)), _) if error.kind() == ErrorKind::NotFound => {}
             (Err(error @ ProbeError::Silent(_)), name) => found.warning(
                 format!("{name}: {error}"),
-                "a plugin that hangs: restart its pod; the kubelet waits for it while pods are admitted",
+                "the plugin hangs: restart its pod; the kubelet waits for the plugin while it admits pods",
             ),
             (Err(error), name) => found.warning(
                 format!("{name}: {}", chain(&error)),
-                "whatever it is, it does not belong into the kubelet's folder, or not to a device plugin that works",
+                "only sockets of working device plugins belong in the kubelet's folder: find its program, or remove it",
             ),
         }
     }
@@ -164,15 +163,13 @@ async fn plugins(found: &mut Findings, sockets: Vec<PathBuf>) {
             [one] => found.ok(format!("linkwise serves {one}")),
             several => found.warning(
                 format!("{} linkwise serve {resource}: {}", several.len(), several.join(", ")),
-                "the kubelet keeps one of them: is the DaemonSet deployed twice? (while a pod is replaced this is so for a moment)",
+                "the kubelet keeps one of them: deploy one DaemonSet only (while a pod is replaced, two serve)",
             ),
         }
     }
     if !others.is_empty() {
         let others = others.join(", ");
-        found.ok(format!(
-            "other plugins: {others} (their resources are unknown here: none of them may be one of linkwise's)"
-        ));
+        found.ok(format!("other plugins: {others} (their resources are unknown here, and must not be linkwise's)"));
     }
 }
 
@@ -185,6 +182,7 @@ pub(in crate::commands) fn resource(socket: &str) -> Option<String> {
 /// The path of the kubelet's configuration with kubeadm and most distributions.
 const CONFIG: &str = "/var/lib/kubelet/config.yaml";
 
+/// The kubelet's Topology Manager policy.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Policy {
     /// The kubelet's name for it, such as `single-numa-node`.
@@ -251,10 +249,10 @@ fn flag(words: &[String], name: &str) -> Option<String> {
 /// maxAllowableNUMANodes).
 const MAX_NODES: usize = 8;
 
-/// The numbers of GPUs that pods usually request, beside one.
-const USUAL: [usize; 3] = [2, 4, 8];
+/// The numbers of GPUs that pods usually request, besides one.
+const USUAL_SIZES: [usize; 3] = [2, 4, 8];
 
-/// Checks NUMA nodes, packages, and the places of GPUs.
+/// Checks if the Topology Manager can align this node's GPUs, by their NUMA nodes and packages.
 pub(super) fn topology_manager(
     found: &mut Findings,
     observed: &NodeObservation,
@@ -277,7 +275,7 @@ pub(super) fn topology_manager(
             "run the kubelet with --topology-manager-policy=none: under another policy it does not start",
         );
     } else {
-        found.ok(format!("{} of which {without} without CPUs", count(nodes, "NUMA node")));
+        found.ok(format!("{}, {without} of them without CPUs", count(nodes, "NUMA node")));
     }
     if let Some(policy) = policy {
         check_policy(found, policy, topology, hints);
@@ -290,11 +288,11 @@ pub(super) fn topology_manager(
         return;
     }
     if (1..gpus.len()).contains(&unknown) {
-        let advice = "a Topology Manager never calls these aligned, and uses them last: set --numa-hints=off";
+        let advice = "the Topology Manager never counts these as aligned, and uses them last: set --numa-hints=off";
         found.warning(format!("{unknown} of {all} have no NUMA node (-1)"), advice);
     }
-    // NVML may report a node that this host does not list: a container or a virtual machine may see only a part of
-    // them.
+    // NVML may report a node that this host does not list: a container or a virtual machine may see only a part of the
+    // nodes.
     let listed = |id| observed.host.numa_nodes.iter().any(|node| node.id == id);
     let unlisted: Vec<_> = gpus.iter().filter_map(|gpu| gpu.numa).filter(|id| !listed(*id)).collect();
     let silent =
@@ -302,25 +300,25 @@ pub(super) fn topology_manager(
     if let Some(node) = unlisted.first() {
         let some = unlisted.len();
         found.warning(
-            format!("{some} of {all} are on NUMA nodes that this host does not list (such as {node}), and claim none"),
-            "this container or virtual machine sees fewer NUMA nodes than NVML: mount the host's /sys, or set --numa-hints=off",
+            format!("{some} of {all} are on NUMA nodes unknown to this host (such as {node}), and give no hint"),
+            "NVML reports more NUMA nodes than are visible here: mount the host's /sys, or set --numa-hints=off",
         );
     }
     if silent > 0 {
         let advice = "set --numa-hints=package, or off";
-        found.warning(format!("{silent} of {all} are on NUMA nodes without CPUs, and claim none"), advice);
+        found.warning(format!("{silent} of {all} are on NUMA nodes without CPUs, and give no hint"), advice);
     }
     if hints == NumaHints::Node && several_to_a_package(topology) {
         found.warning(
             "packages have several NUMA nodes with CPUs, and GPUs on more than one of them",
-            "under a Topology Manager set --numa-hints=package, or pods of several GPUs are spread or refused \
-             (docs/topology-manager.md); under policy none nothing is to be done",
+            "under a policy other than none set --numa-hints=package, or pods of several GPUs are spread or refused \
+             (docs/topology-manager.md)",
         );
     }
 }
 
 /// Reports usual requests that the kubelet's policy never admits. Only single-numa-node refuses for ever: restricted
-/// takes as few nodes as a request needs on an idle machine, however many these are.
+/// admits a request on as few NUMA nodes as the request needs on an idle machine, even if these are several.
 fn check_policy(found: &mut Findings, Policy { name, source }: &Policy, topology: &NodeTopology, hints: NumaHints) {
     found.ok(format!("the kubelet's policy is {} ({source})", excerpt(name)));
     let mut on_node: BTreeMap<NumaNodeId, usize> = BTreeMap::new();
@@ -328,23 +326,23 @@ fn check_policy(found: &mut Findings, Policy { name, source }: &Policy, topology
         *on_node.entry(node).or_default() += 1;
     }
     // If no GPU names a node, the Topology Manager does not constrain GPUs.
-    let Some(most) = on_node.into_values().max().filter(|_| name == "single-numa-node") else { return };
-    let refused = USUAL.into_iter().filter(|size| (most + 1..=topology.gpus().len()).contains(size));
+    let Some(largest) = on_node.into_values().max().filter(|_| name == "single-numa-node") else { return };
+    let refused = USUAL_SIZES.into_iter().filter(|size| (largest + 1..=topology.gpus().len()).contains(size));
     let refused: Vec<String> = refused.map(|size| size.to_string()).collect();
     if !refused.is_empty() {
-        let (sizes, most) = (refused.join(" or "), count(most, "GPU"));
+        let (sizes, largest) = (refused.join(" or "), count(largest, "GPU"));
         found.warning(
-            format!("a pod of {sizes} GPUs can never be admitted here: under {name} it needs one NUMA node, and none has more than {most}"),
+            format!("{name} never admits a pod of {sizes} GPUs here: no NUMA node has more than {largest}"),
             "run the kubelet with --topology-manager-policy=restricted or best-effort, or set --numa-hints=off \
-             (docs/topology-manager.md); else keep such pods off this node",
+             (docs/topology-manager.md), or keep such pods off this node",
         );
     }
 }
 
-/// Returns true if GPUs of one package are on more than one of its nodes.
+/// Returns true if GPUs of one package are on more than one of its NUMA nodes.
 fn several_to_a_package(topology: &NodeTopology) -> bool {
     let places: Vec<_> = topology.gpus().iter().filter_map(|gpu| Some((gpu.package?, gpu.cpu_node?))).collect();
-    places.iter().any(|(package, node)| places.iter().any(|(other, beside)| package == other && node != beside))
+    places.iter().any(|(package, node)| places.iter().any(|(other, another)| package == other && node != another))
 }
 
 #[cfg(test)]

@@ -16,7 +16,7 @@ const DEFAULT_FILE: &str = "/etc/kubernetes/node-feature-discovery/features.d/gf
 /// The first part of gpu-feature-discovery's labels, and so of linkwise's.
 const OURS: &str = "nvidia.com/gpu.";
 /// The largest file that NFD reads (source/local, `MaxFeatureFileSize`), in bytes.
-const LARGEST: u64 = 65_536;
+const MAX_FILE: u64 = 65_536;
 
 /// Reports a second file with the GPUs' labels. Reports nothing if the folder does not exist.
 pub(super) fn check(found: &mut Findings, node: &Node) {
@@ -33,10 +33,12 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
                 let ours = labels.iter().filter(|label| label.starts_with(OURS)).count();
                 writers.extend((ours > 0).then_some((path, ours)));
             }
-            Err(error) => found.warning(format!("{}: {error}", path.display()), "NFD reads this file: see its mode"),
+            Err(error) => {
+                found.warning(format!("cannot read {}: {error}", path.display()), "NFD reads it: check its mode")
+            }
         }
     }
-    let beside_own = writers.iter().any(|(path, _)| *path == own);
+    let has_own = writers.iter().any(|(path, _)| *path == own);
     let alone = writers.len() == 1;
     for (path, labels) in writers {
         let what = format!("{} has {} {OURS}*", path.display(), count(labels, "label"));
@@ -45,16 +47,14 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
             (true, false) => {}
             (false, true) => found.skipped(
                 format!("{what}, and linkwise writes none to {}", own.display()),
-                Some(
-                    "right where another program writes the labels; linkwise labels beside it would be a second writer",
-                ),
+                Some("right if another program is to write the labels; linkwise labels would be a second writer"),
             ),
             (false, false) => {
-                let beside = if beside_own { format!(", and so has {}", own.display()) } else { String::new() };
+                let also = if has_own { format!(", and so has {}", own.display()) } else { String::new() };
                 found.warning(
-                    format!("{what}{beside}"),
-                    "two programs write the same labels, and NFD takes the file that is last by name: end one of them and remove \
-                     its file",
+                    format!("{what}{also}"),
+                    "two programs write the same labels, and NFD takes the file that is last by name: end one of them \
+                     and remove its file",
                 );
             }
         }
@@ -63,8 +63,8 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
 
 /// Returns true if NFD reads the file: it is not hidden and not too large.
 fn is_read(path: &Path) -> bool {
-    let hidden = path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
-    !hidden && std::fs::metadata(path).is_ok_and(|meta| meta.is_file() && meta.len() <= LARGEST)
+    let is_hidden = path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
+    !is_hidden && std::fs::metadata(path).is_ok_and(|meta| meta.is_file() && meta.len() <= MAX_FILE)
 }
 
 /// The keys of the labels that NFD makes: a line each, `key=value` or `key`. A directive in a comment ends the labels

@@ -1,7 +1,8 @@
 //! `linkwise doctor`: finds the faults of this node, and names the remedies.
 //!
-//! A function for each check, in the order in which a person would check; each adds its findings. The doctor changes
-//! nothing on the node, calls NVML in the child process only, and waits for nothing longer than --timeout.
+//! Each check is a function that adds its findings. The checks run in the order in which a person would make them. The
+//! doctor changes nothing on the node, calls NVML in the child process only, and waits for nothing longer than
+//! --timeout.
 
 mod dra;
 mod driver;
@@ -38,9 +39,11 @@ struct Node {
     args: DoctorArgs,
     limit: Duration,
     nvml: Nvml,
-    /// The GPUs on the PCI bus; `None` inside if sysfs has no such bus, outside if reading it hangs.
+    /// The GPUs on the PCI bus: `None` if reading the bus hangs, `Some(None)` if sysfs has no PCI bus.
     bus: Option<Option<BusGpus>>,
+    /// The version of the loaded kernel module.
     module: Option<String>,
+    /// The settings of `run`; `None` if they cannot be read.
     settings: Option<Settings>,
 }
 
@@ -62,13 +65,13 @@ fn entries(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// The files and folders in a folder, which need not exist. A folder that cannot be read is a finding, which names its
-/// `contents`.
+/// The files and folders in a folder, which need not exist. A folder that cannot be read becomes a finding, whose
+/// advice names the folder's `contents`.
 fn existing(found: &mut Findings, folder: &Path, contents: &str) -> Vec<PathBuf> {
     match entries(folder) {
         Err(error) if error.kind() != ErrorKind::NotFound => {
-            let advice = format!("run as uid 0 with the folder mounted to look at its {contents}");
-            found.warning(format!("{}: {error}", folder.display()), &advice);
+            let advice = format!("run as uid 0 with the folder mounted, so that its {contents} can be checked");
+            found.warning(format!("cannot read {}: {error}", folder.display()), &advice);
             Vec::new()
         }
         paths => paths.unwrap_or_default(),
@@ -86,7 +89,7 @@ async fn cluster_facts(node: &Node) -> Option<Result<ClusterFacts, String>> {
     Some(facts.map_err(|_| format!("no answer within {limit:?}")))
 }
 
-/// Runs the command; the exit code is 1 where any check failed.
+/// Runs the command. The exit code is 1 if any check failed.
 pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     let limit = Duration::from_secs(args.timeout);
     let progress = Progress::start("checking the PCI bus");
@@ -112,7 +115,7 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     progress.step("checking the topology");
     let sysfs = args.host.sysfs.clone();
     let assembled = blocking(limit, move || hwloc::observe(&sysfs)).await.map(|(host, failures)| {
-        // The failed calls of NVML are reported with the GPUs.
+        // NVML's failed calls are left out, because the check of the GPUs reports them.
         let gpus = node.nvml.gpus().to_vec();
         let observed = NodeObservation { gpus, host, failures, ..NodeObservation::default() };
         let (topology, warnings) = NodeTopology::assemble(&observed);
@@ -121,7 +124,7 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     found.check = "topology";
     match &assembled {
         Some((observed, _, warnings)) => host::topology(found, observed, warnings),
-        None => hangs(found, limit),
+        None => add_hang(found, limit),
     }
     progress.step("checking the kubelet");
     kubelet::check(found, &args.kubelet_socket, &args.pod_resources_socket, limit).await;
@@ -175,12 +178,13 @@ async fn guarded(found: &mut Findings, node: &Arc<Node>, name: &'static str, che
     };
     match blocking(node.limit, looking).await {
         Some(own) => found.found.extend(own),
-        None => hangs(found, node.limit),
+        None => add_hang(found, node.limit),
     }
 }
 
-fn hangs(found: &mut Findings, limit: Duration) {
-    let advice = "a file or a device hangs in the kernel: look for its address in dmesg; a reboot ends it";
+/// Adds the finding of a check that did not end in time.
+fn add_hang(found: &mut Findings, limit: Duration) {
+    let advice = "a file or a device hangs in the kernel: look for its address in dmesg, and reboot the node";
     found.failed(format!("no answer within {limit:?}"), advice);
 }
 
@@ -188,13 +192,13 @@ fn name(gpu: &GpuObservation) -> String {
     format!("GPU {} ({}, {})", gpu.index, gpu.pci, gpu.uuid)
 }
 
-/// Names from outside, in a line.
+/// Untrusted names in quotes, in one line.
 fn names(names: &[String]) -> String {
     names.iter().map(|name| quoted(name)).collect::<Vec<_>>().join(", ")
 }
 
-/// The most findings of one kind that are listed one by one; of more, the first is listed with their number.
-const EACH: usize = 3;
+/// The most findings of one kind that are listed one by one. If there are more, the first stands for all.
+const MAX_LISTED: usize = 3;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -267,12 +271,13 @@ impl Findings {
         self.add(Status::Skipped, None, what, advice);
     }
 
-    /// The value of a fact. An unknown one becomes a finding, with its reason and the command that asks by hand.
+    /// The value of a fact. An unknown fact becomes a finding, with the reason and the command by which a person reads
+    /// it.
     pub fn known<T>(&mut self, fact: Result<T, String>, unknown: &str, by_hand: &str) -> Option<T> {
         fact.map_err(|why| self.skipped(format!("{unknown}: {why}"), Some(by_hand))).ok()
     }
 
-    /// Adds one of possibly many findings that differ in their subject only: `what` names it, `kind` does not.
+    /// Adds one of possibly many findings that differ only in their subject: `what` names the subject, `kind` does not.
     pub fn each(&mut self, status: Status, kind: impl Into<String>, what: impl Into<String>, advice: &str) {
         self.add(status, Some(kind.into()), what, Some(advice));
     }
@@ -288,12 +293,13 @@ struct Report {
 }
 
 impl Report {
-    /// Lists findings in the order of the checks; of more than [`EACH`] findings of one kind the first stands for all.
+    /// Lists findings in the order of the checks. If there are more than [`MAX_LISTED`] of one kind, the first stands
+    /// for all.
     pub fn new(found: &[Finding]) -> Self {
         let mut findings: Vec<Finding> = Vec::new();
         for finding in found {
             let (what, count) = (&finding.what, found.iter().filter(|other| finding.is_like(other)).count());
-            if count <= EACH {
+            if count <= MAX_LISTED {
                 findings.push(finding.clone());
             } else if !findings.iter().any(|other| finding.is_like(other)) {
                 findings.push(Finding { what: format!("{what} (and {} like it)", count - 1), ..finding.clone() });

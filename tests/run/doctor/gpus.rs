@@ -92,7 +92,7 @@ async fn reasons_of_running_linkwise_are_reported() {
     // An unavailable driver changes nothing of what linkwise holds.
     setup.tell("init 999");
     let report = look(setup, &[]).await;
-    found(&report, "gpus", "skipped", "NVML does not answer");
+    found(&report, "gpus", "skipped", "NVML unavailable");
     reports(&report, &uuid(1, 2), "failed", "XID 79", "linkwise admin clear");
     assert_eq!(kubelet.state().resources[GPU].registrations, 1, "nobody was disturbed");
 }
@@ -105,7 +105,7 @@ async fn health_record_counts_on_same_boot() {
     kept(&node.setup, &uuid(1, 2)).await;
     let mut record: HealthRecord = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
     let report = look(&node.setup, &[]).await;
-    found(&report, "gpus", "ok", "linkwise_health.json: its record of this boot");
+    found(&report, "gpus", "ok", "linkwise_health.json: used as the health record of this boot");
     reports(&report, &uuid(1, 2), "failed", "XID 79", "linkwise admin clear");
     // A link that was active while linkwise ran.
     let setup = &node.end().await;
@@ -139,7 +139,7 @@ async fn foreign_admin_socket_warns_without_delay() {
     reports(&report, &uuid(1, 2), "ok", "Tesla V100", "");
     // The first is the one that gave up.
     let speaking = stranger(hanging, 2, b"HTTP/1.1 200 OK\r\n\r\nhello\n");
-    found(&look(&setup, &[]).await, "gpus", "warning", "is no linkwise");
+    found(&look(&setup, &[]).await, "gpus", "warning", "another program answers on");
     speaking.join().unwrap();
 }
 
@@ -147,7 +147,7 @@ async fn foreign_admin_socket_warns_without_delay() {
 async fn released_driver_warns() {
     let (node, _kubelet) = running(true).await;
     assert_eq!(run(node.setup.admin(&["release"])).await.0, Some(0));
-    found(&look(&node.setup, &[]).await, "gpus", "warning", "has released the driver");
+    found(&look(&node.setup, &[]).await, "gpus", "warning", "an operator released the driver");
 }
 
 #[tokio::test]
