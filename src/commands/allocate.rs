@@ -13,7 +13,7 @@ use linkwise_core::allocation::{
 };
 use linkwise_core::topology::NodeTopology;
 
-/// The available GPUs, and the rules of the choice.
+/// A machine's GPUs, and the rules by which the command chooses among them.
 struct Choice {
     tables: AllocationTables,
     /// The number of slots of each GPU, and the slots; `None` if GPUs are not shared.
@@ -101,7 +101,7 @@ impl Choice {
         if report.fallback == Some(FallbackReason::Size) {
             let must = request.must_include.iter().collect::<std::collections::BTreeSet<_>>().len();
             let (size, what) = (request.size, if self.shared.is_some() { "slots" } else { "GPUs" });
-            bail!("no set of {size} {what}: {} may be taken, {must} must be included", report.candidates);
+            bail!("cannot choose {size} {what}: {} are available, {must} must be included", report.candidates);
         }
         let topology = self.tables.topology();
         let slots = self.shared.as_ref().map(|(_, units)| {
@@ -118,7 +118,7 @@ impl Choice {
         let named = &name.gpu;
         let Some((replicas, _)) = &self.shared else {
             if let Some(slot) = name.slot {
-                bail!("a slot is named ({named}::{slot}), but GPUs are whole without --replicas");
+                bail!("cannot choose slot {named}::{slot}: GPUs are not shared; add --replicas");
             }
             return Ok(vec![DeviceId::from(&gpu.uuid)]);
         };
@@ -126,7 +126,7 @@ impl Choice {
             Some(slot) => slot..slot.saturating_add(1),
             None => 0..*replicas,
         };
-        ensure!(slots.end <= *replicas, "no slot {} of GPU {named} (it has {replicas}, from 0)", slots.start);
+        ensure!(slots.end <= *replicas, "GPU {named} has no slot {}: it has {replicas}, from 0", slots.start);
         Ok(slots.map(|slot| Units::slot(&gpu.uuid, slot)).collect())
     }
 }
@@ -153,5 +153,5 @@ fn links(topology: &NodeTopology, devices: &[ChosenGpu]) -> String {
     let places: Vec<(u32, usize)> =
         devices.iter().filter_map(|gpu| Some((gpu.index, topology.position(&gpu.uuid)?))).collect();
     let pairs = places.iter().enumerate().flat_map(|(first, a)| places.iter().skip(first + 1).map(move |b| (a, b)));
-    pairs.map(|(a, b)| format!("{}-{} {}", a.0, b.0, topology.symbol(a.1, b.1))).collect::<Vec<_>>().join(", ")
+    pairs.map(|((a, at), (b, to))| format!("{a}-{b} {}", topology.symbol(*at, *to))).collect::<Vec<_>>().join(", ")
 }

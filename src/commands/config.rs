@@ -73,7 +73,7 @@ fn as_text(shown: &[Shown], file: &Setting<Option<PathBuf>>, findings: &[Finding
         value => value,
     };
     let width =
-        |of: &dyn Fn(&Shown) -> usize, most: usize| shown.iter().map(of).filter(|n| *n <= most).max().unwrap_or(0);
+        |of: &dyn Fn(&Shown) -> usize, limit: usize| shown.iter().map(of).filter(|n| *n <= limit).max().unwrap_or(0);
     let keys = width(&|shown| shown.key.chars().count(), usize::MAX);
     // A long value (sharing, resources) only moves its own origin to the right.
     let values = width(&|shown| value(shown).chars().count(), 48);

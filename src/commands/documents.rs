@@ -1,8 +1,5 @@
-//! `linkwise completions` and `linkwise man`: the completions of shells and the manual pages, made of the definitions
-//! that read the command line.
-//!
-//! They speak to no API server. They are here so that `linkwise run` does not map the code that writes them, and that
-//! `make demo` does not build it.
+//! `linkwise completions` and `linkwise man`: the shell completions and the manual pages, generated from the
+//! definitions of the command line.
 
 use std::fs;
 
@@ -42,8 +39,8 @@ pub fn man(args: &ManArgs) -> Result<()> {
     let folder = &args.folder;
     fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     for command in documented() {
-        // The pages of one version are equal, whenever they are made. The date is a blank: an empty date would shift
-        // the text after it.
+        // Without a date the pages of a version are always the same. The date is a blank, because an empty one would
+        // shift the text after it.
         let page =
             Man::new(command).date(" ").source(concat!("linkwise ", env!("CARGO_PKG_VERSION"))).manual("linkwise");
         let file = folder.join(page.get_filename());

@@ -18,18 +18,18 @@ use linkwise_system::progress::Progress;
 /// The longest name of an object.
 const MAX_NAME: usize = 253;
 
-/// A slice without an owner, and with a name in the place of the server's.
+/// A slice without an owner, and with a name, which the API server would generate otherwise.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct ResourceSlice {
     api_version: &'static str,
     kind: &'static str,
-    /// The name alone.
+    /// Only the name.
     metadata: BTreeMap<&'static str, String>,
     spec: SliceSpec,
 }
 
-/// Prints the slices with all GPUs that the settings offer, through whichever door. Problems with the devices go to
+/// Prints the slices with all GPUs that the settings offer, through either door. Problems with the devices go to
 /// standard error.
 pub async fn dra(args: &DraArgs) -> Result<()> {
     let settings = load(&args.flags)?.settings;
@@ -45,7 +45,8 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
     complain("linkwise", state.offers().problems());
     complain("linkwise", problems);
     let pool = Pool { counters: mig_counters(&facts), ..Pool::new(&args.node_name, devices) };
-    // The names begin as Kubernetes' own library for DRA drivers begins them: sorted by name, slices are in their order.
+    // The number comes first, as in Kubernetes' library for DRA drivers, so that sorting by name keeps the slices'
+    // order.
     let name = |number: usize| format!("{number:05x}-{DRA_DRIVER}-{}-slice", args.node_name);
     let slices = (0..).zip(pool.slices(1)).map(|(number, spec)| ResourceSlice {
         api_version: "resource.k8s.io/v1",
@@ -55,6 +56,6 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
     });
     let slices: Vec<ResourceSlice> = slices.collect();
     let longest = slices.iter().flat_map(|slice| slice.metadata.values()).map(String::len).max().unwrap_or(0);
-    ensure!(longest <= MAX_NAME, "the names of the slices would be {longest} long, with the name of the node");
+    ensure!(longest <= MAX_NAME, "slice names have {longest} characters, {MAX_NAME} at most; shorten --node-name");
     Ok(print(&text(&list(slices), args.format)?)?)
 }

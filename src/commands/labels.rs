@@ -1,4 +1,4 @@
-//! `linkwise labels --node X`: prints the labels that a machine would get, a `key=value` a line.
+//! `linkwise labels --node X`: prints the labels that a machine would get, one `key=value` a line.
 
 use anyhow::Result;
 
@@ -10,8 +10,8 @@ use linkwise_core::publish::labels::{HostFacts, LabelSettings};
 use linkwise_host::labels::{own_fabric, text};
 use linkwise_system::output::{complain, print};
 
-/// Prints the labels. Problems with them go to standard error. A machine has no timestamp, and its name is the node's
-/// if `--node-name` gives no other.
+/// Prints the labels. Problems with the labels go to standard error. A machine gets no timestamp, and if `--node-name`
+/// is not set, the node has the machine's name.
 pub async fn labels(args: &LabelsArgs) -> Result<()> {
     let settings = load(&args.flags)?.settings;
     let machine = machine(&args.node).await?;

@@ -1,8 +1,8 @@
-//! The commands that read and print: `topology`, `allocate`, `expect`, `verify`, `snapshot`, `doctor`, `dra`, `claim`,
-//! `admin`, `top`, `wait`, `config`.
+//! The commands besides `run`: `topology`, `allocate`, `expect`, `verify`, `snapshot`, `doctor`, `dra`, `labels`,
+//! `claim`, `admin`, `top`, `wait`, `config`, `config-manager`, `completions` and `man`.
 //!
-//! It reads a machine (a file, or this one), asks the core and prints. Called by `main`. The output
-//! for scripts is an interface; golden tests check the output for people.
+//! Most of them read a machine (from a file, or this one), call the core and print the result. `main` calls them. The
+//! output for scripts is an interface; golden tests check the output for people.
 
 mod admin;
 mod allocate;
@@ -50,26 +50,26 @@ pub use top::top;
 pub use topology::topology;
 pub use wait::wait;
 
-/// The tables of a machine: for one with many GPUs this takes a while.
+/// Builds the allocation tables of a machine. With many GPUs this takes a while.
 fn tables(topology: NodeTopology) -> AllocationTables {
     let _progress = Progress::start("comparing the sets of this machine's GPUs");
     AllocationTables::new(topology.into())
 }
 
-/// The GPU that a person named, with its place.
+/// The GPU that a person named, with its index in the topology.
 fn find_gpu<'a>(topology: &'a NodeTopology, name: &GpuSelector) -> Result<(usize, &'a Gpu)> {
     let gpus = topology.gpus();
     let found = gpus.iter().enumerate().find(|(_, gpu)| name.is(gpu));
     found.with_context(|| format!("no GPU {name} on this machine (it has {})", gpus.len()))
 }
 
-/// Says on standard error that NVLinks are unknown, for a command whose answer depends on them.
+/// Warns on standard error if the machine's NVLinks are unknown, for a command whose answer depends on them.
 fn note_unknown_nvlinks(machine: &str, topology: &NodeTopology) {
     let note = || format!("{}: its NVLinks are unknown, and taken as none", excerpt(machine));
     complain("linkwise", (!topology.knows_nvlinks()).then(note));
 }
 
-/// The machine of a command's options.
+/// The machine that a command's options name.
 async fn machine(node: &NodeArgs) -> Result<Machine> {
     match &node.node {
         Some(name) => {
@@ -86,7 +86,7 @@ async fn machine(node: &NodeArgs) -> Result<Machine> {
 async fn this_machine(host: &HostArgs) -> Result<Machine> {
     let _progress = Progress::start("reading this machine");
     let scan = supervisor::scan(&run::agent_command(host)).await;
-    let scan = scan.context("cannot look at this machine (--node names another)")?;
+    let scan = scan.context("cannot read this machine; name another one with --node")?;
     let (seen, failures) = hwloc::observe(Path::new(&host.sysfs));
     let name = "this machine".to_owned();
     let source = vec!["NVML and hwloc, live".to_owned()];

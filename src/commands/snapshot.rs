@@ -1,4 +1,4 @@
-//! `linkwise snapshot`: a machine's observations as a node file.
+//! `linkwise snapshot`: writes a machine's observations as a node file.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -24,14 +24,14 @@ const OWN_FABRIC: &str = "00000000-0000-0000-0000-000000000000";
 
 /// Runs the command.
 pub async fn snapshot(args: &SnapshotArgs) -> Result<()> {
-    // This comes before the observation, which takes seconds.
+    // The refusal comes before the observation, which takes seconds.
     if let Some(path) = args.output.as_deref() {
         may_write(path, args.force)?;
     }
     let mut machine = super::machine(&args.node).await?;
     let live = args.node.node.is_none();
     for gpu in &mut machine.observed.gpus {
-        // A node file has neither, so they would not read back.
+        // A node file has neither of the two, so they would not read back.
         (gpu.serial, gpu.pcie_width_now) = (None, None);
     }
     if args.redact {
@@ -53,7 +53,7 @@ pub async fn snapshot(args: &SnapshotArgs) -> Result<()> {
     let same = Machine::parse(&text).is_ok_and(|read| read == machine);
     ensure!(
         same,
-        "the snapshot does not read back as it was seen; please report this with the output of linkwise topology"
+        "cannot write the snapshot: it does not read back as observed; report this with the output of linkwise topology"
     );
     match args.output.as_deref() {
         Some(path) => {
@@ -113,7 +113,7 @@ fn redact(observed: &mut NodeObservation) {
     }
 }
 
-/// Replaces the GUIDs of RDMA cards and ports: the same by the same.
+/// Replaces the GUIDs of RDMA cards and ports. Equal GUIDs stay equal.
 fn redact_guids(device: &mut PciObservation, known: &mut BTreeMap<Guid, Guid>) {
     for nic in &mut device.nics {
         for guid in nic.system_guid.iter_mut().chain(&mut nic.port_guids) {
@@ -124,13 +124,13 @@ fn redact_guids(device: &mut PciObservation, known: &mut BTreeMap<Guid, Guid>) {
     device.devices.iter_mut().for_each(|below| redact_guids(below, known));
 }
 
-/// Checks that a file may be put there: not over another without --force, and never over anything but a file.
+/// Checks that the file may be written: over an existing file only with --force, and never over anything else.
 fn may_write(path: &Path, force: bool) -> Result<()> {
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error).with_context(|| format!("cannot write {}", path.display())),
-        Ok(there) if !there.is_file() => bail!("{} is there and is no file; not written", path.display()),
-        Ok(_) if !force => bail!("{} is there already; --force replaces it", path.display()),
+        Ok(existing) if !existing.is_file() => bail!("cannot write {}: it exists and is not a file", path.display()),
+        Ok(_) if !force => bail!("cannot write {}: the file exists; replace it with --force", path.display()),
         Ok(_) => Ok(()),
     }
 }

@@ -1,4 +1,4 @@
-//! `linkwise topology`: the machine, for people and for scripts.
+//! `linkwise topology`: prints the machine, for people and for scripts.
 
 use std::fmt::Write;
 

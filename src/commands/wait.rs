@@ -1,7 +1,7 @@
-//! `linkwise wait`: waits until linkwise serves this node, as seen by the kubelet, from outside of linkwise's pod.
+//! `linkwise wait`: waits until the kubelet sees that linkwise serves this node.
 //!
-//! Made for `helm test` and for scripts. The command needs only the kubelet's folders: no GPU, no driver, no API
-//! server. It changes nothing.
+//! The command is for `helm test` and for scripts, and runs outside of linkwise's pod. It needs only the kubelet's
+//! folders: no GPU, no driver, no API server. It changes nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -19,9 +19,9 @@ use linkwise_kubelet::dra::is_registration_socket;
 use linkwise_system::uds;
 
 /// The longest time for the answer of one socket.
-const ANSWER: Duration = Duration::from_secs(2);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// The time from one attempt to the next.
-const PAUSE: Duration = Duration::from_millis(500);
+const ATTEMPT_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Runs the command.
 pub async fn wait(args: &WaitArgs) -> Result<()> {
@@ -29,11 +29,10 @@ pub async fn wait(args: &WaitArgs) -> Result<()> {
     let _progress = Progress::start("waiting for linkwise and the kubelet");
     let end = Instant::now() + Duration::from_secs(args.timeout);
     loop {
-        let next = Instant::now() + PAUSE;
-        match look(args).await {
-            Ok(served) => {
-                let lines: Vec<String> =
-                    served.iter().map(|what| format!("{node}: linkwise serves {what}\n")).collect();
+        let next = Instant::now() + ATTEMPT_INTERVAL;
+        match served(args).await {
+            Ok(all) => {
+                let lines: Vec<String> = all.iter().map(|what| format!("{node}: linkwise serves {what}\n")).collect();
                 return Ok(print(&lines.concat())?);
             }
             Err(why) if next >= end => bail!("{node} is not served after {} s: {why}", args.timeout),
@@ -43,16 +42,16 @@ pub async fn wait(args: &WaitArgs) -> Result<()> {
 }
 
 /// The resources that linkwise serves to this kubelet, a line for each; otherwise the reason why there are none.
-async fn look(args: &WaitArgs) -> Result<Vec<String>, String> {
+async fn served(args: &WaitArgs) -> Result<Vec<String>, String> {
     let folder = args.kubelet_socket.parent().unwrap_or(Path::new("/"));
     let sockets = sockets(folder).map_err(|error| {
-        format!("{}: {error}; is the kubelet's --root-dir another (kubeletRootDir in the chart)?", folder.display())
+        format!("cannot read {}: {error}; set kubeletRootDir to the kubelet's --root-dir", folder.display())
     })?;
     let mut resources = BTreeSet::new();
     let mut silent = None;
     for (name, path) in sockets {
         let Some(resource) = resource_of_socket(&name) else { continue };
-        match probe(&path, ANSWER).await {
+        match probe(&path, ANSWER_TIMEOUT).await {
             Ok(()) => drop(resources.insert(resource)),
             Err(error) => silent = Some(format!("{name} does not answer: {}", linkwise_core::errors::chain(&error))),
         }
@@ -60,8 +59,8 @@ async fn look(args: &WaitArgs) -> Result<Vec<String>, String> {
     let mut served = claims(&args.dra_registry_dir).await;
     if resources.is_empty() && served.is_empty() {
         return Err(silent.unwrap_or_else(|| {
-            "linkwise offers nothing here: it has no pod on this node, has not started yet, or found no GPU that it can \
-             use; the log of its pod on this node says which"
+            "linkwise offers nothing here: it has no pod on this node, has not started yet, or found no GPU that it \
+             can use; read the log of its pod on this node"
                 .to_owned()
         }));
     }
@@ -81,24 +80,24 @@ async fn look(args: &WaitArgs) -> Result<Vec<String>, String> {
     match missing {
         // All devices are unhealthy, or not yet registered; another resource may still be served.
         Some(resource) if served.is_empty() => Err(format!(
-            "linkwise runs, and the kubelet has no healthy device of {resource}; `linkwise doctor` in its pod says why"
+            "linkwise runs, but the kubelet has no healthy device of {resource}; run `linkwise doctor` in its pod"
         )),
         _ => Ok(served),
     }
 }
 
-/// The DRA driver, if one of linkwise's listens.
+/// A line about the DRA driver, if a registration socket of linkwise answers.
 async fn claims(folder: &Path) -> Vec<String> {
     let sockets = sockets(folder).unwrap_or_default().into_iter();
     for (_, path) in sockets.filter(|(name, _)| is_registration_socket(name)) {
-        if let Ok(Ok(_)) = tokio::time::timeout(ANSWER, uds::connect(&path)).await {
+        if let Ok(Ok(_)) = tokio::time::timeout(ANSWER_TIMEOUT, uds::connect(&path)).await {
             return vec!["claims, by its DRA driver".to_owned()];
         }
     }
     Vec::new()
 }
 
-/// The files of a folder by name; files whose names are not text are not linkwise's.
+/// The files of a folder by name. Names that are not UTF-8 are left out, because linkwise makes none.
 fn sockets(folder: &Path) -> std::io::Result<BTreeMap<String, PathBuf>> {
     let entries = std::fs::read_dir(folder)?.flatten();
     Ok(entries.filter_map(|entry| Some((entry.file_name().into_string().ok()?, entry.path()))).collect())

@@ -87,9 +87,9 @@ fn shared_gpu_slots_are_chosen() {
     let shown = text(&mut linkwise(&["allocate", "--node", "dgx1-v100", "--size", "1", "--replicas", "2"]));
     assert!(shown.lines().next().unwrap().ends_with("::0"), "{shown}");
     for (more, expected) in [
-        (&["--available", "0::1"][..], "a slot is named (0::1), but GPUs are whole without --replicas"),
-        (&["--available", "0::4", "--replicas", "4"], "no slot 4 of GPU 0 (it has 4, from 0)"),
-        (&["--available", "0", "--replicas", "1"], "no set of 2 slots: 1 may be taken"),
+        (&["--available", "0::1"][..], "cannot choose slot 0::1: GPUs are not shared; add --replicas"),
+        (&["--available", "0::4", "--replicas", "4"], "GPU 0 has no slot 4: it has 4, from 0"),
+        (&["--available", "0", "--replicas", "1"], "cannot choose 2 slots: 1 are available"),
     ] {
         let args = [&["allocate", "--node", "dgx1-v100", "--size", "2"], more].concat();
         let error = String::from_utf8(linkwise(&args).output().unwrap().stderr).unwrap();

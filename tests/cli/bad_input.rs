@@ -90,16 +90,19 @@ fn broken_node_file_is_named_with_line() {
 fn impossible_choice_reports_cause() {
     let allocate =
         |more: &[&str], named: &[&str]| refused(&[&["allocate", "--node", "dgx-h100"], more].concat(), named);
-    allocate(&["--size", "9"], &["no set of 9 GPUs", "8 may be taken"]);
-    allocate(&["--size", "0"], &["no set of 0 GPUs"]);
-    allocate(&["--size", "18446744073709551615"], &["no set of 18446744073709551615 GPUs"]);
-    allocate(&["--size", "3", "--available", "0,1"], &["no set of 3 GPUs", "2 may be taken"]);
-    allocate(&["--size", "2", "--available", "1,1,1"], &["no set of 2 GPUs", "1 may be taken"]);
-    allocate(&["--size", "1", "--must-include", "1,2"], &["no set of 1 GPUs", "2 must be included"]);
+    allocate(&["--size", "9"], &["cannot choose 9 GPUs", "8 are available"]);
+    allocate(&["--size", "0"], &["cannot choose 0 GPUs"]);
+    allocate(&["--size", "18446744073709551615"], &["cannot choose 18446744073709551615 GPUs"]);
+    allocate(&["--size", "3", "--available", "0,1"], &["cannot choose 3 GPUs", "2 are available"]);
+    allocate(&["--size", "2", "--available", "1,1,1"], &["cannot choose 2 GPUs", "1 are available"]);
+    allocate(&["--size", "1", "--must-include", "1,2"], &["cannot choose 1 GPUs", "2 must be included"]);
     allocate(&["--size", "1", "--available", "0,8"], &["no GPU 8", "it has 8"]);
     allocate(&["--size", "1", "--must-include", "GPU-nobody"], &["no GPU GPU-nobody"]);
     let (_folder, path) = file(b"version: 1\nname: bare\nobserved: {gpus: []}\n");
-    refused(&["allocate", "--size", "1", "--node", path.to_str().unwrap()], &["no set of 1 GPUs", "0 may be taken"]);
+    refused(
+        &["allocate", "--size", "1", "--node", path.to_str().unwrap()],
+        &["cannot choose 1 GPUs", "0 are available"],
+    );
     for exact in [&[][..], &["--exact"]] {
         let claim = ["claim", "--gpus", "1", "--node", path.to_str().unwrap()];
         refused(&[&claim, exact].concat(), &["--gpus 1 with --node", "the largest has 0"]);
