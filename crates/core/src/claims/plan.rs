@@ -3,7 +3,7 @@
 use crate::prelude::*;
 use alloc::collections::BTreeSet;
 
-use super::claim::{AllocatedDevice, Claim, alternative, base};
+use super::claim::{AllocatedConfig, AllocatedDevice, Claim, alternative, base};
 use super::config::{Configs, Kind};
 use super::containers::containers;
 use super::error::{ClaimError, DeviceRefusal};
@@ -59,27 +59,7 @@ pub struct PlanInputs<'a> {
 ///
 /// The first fault that is found. Nothing is prepared then.
 pub fn plan(claim: &Claim, requested: &ClaimName, node: PlanInputs<'_>) -> Result<Prepared, ClaimError> {
-    let (name, found) = (requested.to_string(), claim.metadata.to_string());
-    if found != name {
-        return Err(ClaimError::OtherClaim { requested: name, found });
-    }
-    if claim.metadata.uid != requested.uid {
-        let (requested, found, claim) = (requested.uid.clone(), claim.metadata.uid.clone(), name);
-        return Err(ClaimError::OtherUid { claim, requested, found });
-    }
-    let allocation = claim.status.allocation.as_ref().ok_or_else(|| ClaimError::NotAllocated(name.clone()))?;
-    let (results, configs) = (&allocation.devices.results, &allocation.devices.config);
-    for (what, count, limit) in
-        [("devices", results.len(), MAX_DEVICES), ("configurations", configs.len(), MAX_CONFIGS)]
-    {
-        if count > limit {
-            return Err(ClaimError::TooMany { claim: name, what, count, limit });
-        }
-    }
-    let ours: Vec<&AllocatedDevice> = results.iter().filter(|result| result.driver == DRA_DRIVER).collect();
-    if ours.is_empty() {
-        return Err(ClaimError::NoDevices(name));
-    }
+    let (ours, configs) = allocated(claim, requested)?;
     let configs = Configs::read(configs)?;
     let others = || node.state.ledger().claims().filter(|(name, _)| name.uid != requested.uid);
     let mut prepared: Vec<PreparedDevice> = Vec::new();
@@ -146,6 +126,36 @@ pub fn plan(claim: &Claim, requested: &ClaimName, node: PlanInputs<'_>) -> Resul
         containers(&prepared, node)?;
     }
     Ok(prepared)
+}
+
+/// Returns the claim's devices of this driver and all its configurations, if it is the requested claim and within the
+/// limits of the API.
+fn allocated<'a>(
+    claim: &'a Claim,
+    requested: &ClaimName,
+) -> Result<(Vec<&'a AllocatedDevice>, &'a [AllocatedConfig]), ClaimError> {
+    let (name, found) = (requested.to_string(), claim.metadata.to_string());
+    if found != name {
+        return Err(ClaimError::OtherClaim { requested: name, found });
+    }
+    if claim.metadata.uid != requested.uid {
+        let (requested, found, claim) = (requested.uid.clone(), claim.metadata.uid.clone(), name);
+        return Err(ClaimError::OtherUid { claim, requested, found });
+    }
+    let allocation = claim.status.allocation.as_ref().ok_or_else(|| ClaimError::NotAllocated(name.clone()))?;
+    let (results, configs) = (&allocation.devices.results, &allocation.devices.config);
+    for (what, count, limit) in
+        [("devices", results.len(), MAX_DEVICES), ("configurations", configs.len(), MAX_CONFIGS)]
+    {
+        if count > limit {
+            return Err(ClaimError::TooMany { claim: name, what, count, limit });
+        }
+    }
+    let ours: Vec<&AllocatedDevice> = results.iter().filter(|result| result.driver == DRA_DRIVER).collect();
+    if ours.is_empty() {
+        return Err(ClaimError::NoDevices(name));
+    }
+    Ok((ours, configs))
 }
 
 /// Finds the hardware of an allocated device, and checks that containers can have it. For a MIG device that is made for

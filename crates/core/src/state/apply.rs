@@ -1,11 +1,12 @@
 //! [`NodeState::apply`]: makes the next state from an event, and the effects that the node's loop has to carry out.
 
 use crate::prelude::*;
+use alloc::collections::BTreeSet;
 use alloc::sync::Arc;
 
 use super::free_at_admission;
 use super::health::GpuHealth;
-use super::{Effect, Event, NodeState, Offers, Timestamp, UnhealthyReason};
+use super::{DeviceId, Effect, Event, NodeState, Offers, ResourceName, Timestamp, UnhealthyReason};
 
 impl NodeState {
     /// Makes the next state from an event, and the effects that the node's loop has to carry out.
@@ -14,7 +15,7 @@ impl NodeState {
     /// loop does not jump.
     pub fn apply(mut self, event: Event, now: Timestamp) -> (Self, Vec<Effect>) {
         let mut effects = Vec::new();
-        // `remake`: the resources have to be made again. `publish`: the lists changed by more than a device's health.
+        // For `settle`.
         let (mut remake, mut publish) = (false, false);
         let is_new_list = matches!(&event, Event::Holders(Some(holdings)) if !holdings.is_early);
         let hardware = Arc::make_mut(&mut self.hardware);
@@ -41,18 +42,7 @@ impl NodeState {
                 }
             }
             Event::Allocated { resource, devices, offered } => {
-                let given = free_at_admission::at_allocate(
-                    (hardware, &self.ledger, &self.offers),
-                    &resource,
-                    &devices,
-                    &offered,
-                );
-                Arc::make_mut(&mut self.ledger).admissions.give(resource, devices, given);
-                // An admission that no list contains yet does not change the health of a device.
-                effects.extend(given.map(|_| Effect::Keep));
-                if self.note_held() && self.opening.is_open() {
-                    effects.push(Effect::Publish);
-                }
+                effects.extend(self.allocated(resource, devices, &offered));
                 return (self, effects);
             }
             Event::Prepared(claims) => {
@@ -97,6 +87,25 @@ impl NodeState {
             }
             Event::Tick => {}
         }
+        effects.extend(self.settle(remake, publish, is_new_list, now));
+        (self, effects)
+    }
+
+    /// Notes what pods could have had when the kubelet chose these devices. An admission that no list contains yet does
+    /// not change the health of a device.
+    fn allocated(&mut self, resource: ResourceName, devices: BTreeSet<DeviceId>, offered: &[DeviceId]) -> Vec<Effect> {
+        let node = (&*self.hardware, &*self.ledger, &*self.offers);
+        let given = free_at_admission::at_allocate(node, &resource, &devices, offered);
+        Arc::make_mut(&mut self.ledger).admissions.give(resource, devices, given);
+        let is_published = self.note_held() && self.opening.is_open();
+        given.map(|_| Effect::Keep).into_iter().chain(is_published.then_some(Effect::Publish)).collect()
+    }
+
+    /// Carries out what follows from any event: makes the resources again (`remake`), hands GPUs to the other door, and
+    /// publishes the lists if they changed (`publish`: by more than a device's health).
+    fn settle(&mut self, mut remake: bool, mut publish: bool, is_new_list: bool, now: Timestamp) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        let hardware = Arc::make_mut(&mut self.hardware);
         if remake {
             effects.extend(Arc::make_mut(&mut self.offers).make(hardware, &self.ledger, now));
         }
@@ -118,7 +127,7 @@ impl NodeState {
             effects.push(Effect::Publish);
         }
         effects.extend(keep);
-        (self, effects)
+        effects
     }
 
     /// Follows which GPUs are held, after any event. Returns true if that changed.
