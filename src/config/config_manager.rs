@@ -75,7 +75,7 @@ pub struct ConfigManagerArgs {
     /// Serve /metrics, /livez and /readyz at this address; by default nowhere
     #[arg(long, value_name = "ADDRESS", env = "LINKWISE_CONFIG_MANAGER_METRICS_ADDRESS")]
     pub metrics_address: Option<SocketAddr>,
-    /// With --oneshot: the longest time to wait for the API server if a configuration is in place already
+    /// The longest time that --oneshot waits for the API server if a configuration is in place already
     #[arg(long, value_name = "N", default_value_t = 30_000, hide = true)]
     pub keep_after_ms: u64,
     /// The first pause after a request that failed

@@ -64,9 +64,9 @@ pub struct NodeArgs {
 /// The form in which a machine is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum TopologyFormat {
-    /// For people: tree and matrix.
+    /// Tree and matrix, for people.
     Text,
-    /// For scripts.
+    /// JSON, for scripts.
     Json,
     /// A picture, for a browser.
     Svg,

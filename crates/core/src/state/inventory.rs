@@ -34,7 +34,7 @@ pub struct Expectation {
 pub struct Inventory {
     /// The GPUs that the node had.
     pub gpus: BTreeMap<GpuUuid, KnownGpu>,
-    /// What is missing, GPU by GPU.
+    /// The missing hardware, GPU by GPU.
     pub shortfalls: Vec<Shortfall>,
     /// The shortfalls that an operator accepted, while they last.
     pub accepted: Vec<Shortfall>,

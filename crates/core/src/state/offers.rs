@@ -34,7 +34,7 @@ pub struct Offers {
     pub(super) mps: Mps,
     pub(super) doors: Doors,
     resources: BTreeMap<ResourceName, Resource>,
-    /// With the door DRA, the names that the device plugin would offer.
+    /// The names that the device plugin would offer, if the door is DRA.
     names: BTreeSet<ResourceName>,
 }
 

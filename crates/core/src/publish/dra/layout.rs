@@ -260,7 +260,7 @@ fn gpus_behind(places: &[usize], set: GpuSet) -> usize {
 /// An order and its rates.
 struct Rated {
     order: Vec<usize>,
-    /// How much it is worse than the order by address: over the sizes, the sum of `max(floor - rate, 0)`.
+    /// The loss against the order by address: over the sizes, the sum of `max(floor - rate, 0)`.
     lacks: u64,
     /// The sum of its rates.
     total: u64,
