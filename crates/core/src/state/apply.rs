@@ -6,7 +6,8 @@ use alloc::sync::Arc;
 
 use super::free_at_admission;
 use super::health::GpuHealth;
-use super::{DeviceId, Effect, Event, NodeState, Offers, ResourceName, Timestamp, UnhealthyReason};
+use super::{Effect, Event, NodeState, Offers, ResourceName, Timestamp, UnhealthyReason};
+use crate::allocation::DeviceId;
 
 impl NodeState {
     /// Makes the next state from an event, and the effects that the node's loop has to carry out.
