@@ -14,8 +14,8 @@ use linkwise_host::labels::own_fabric;
 use linkwise_host::machines;
 use proptest::prelude::*;
 
-use crate::dra::golden::holds;
-use crate::dra::limits::mig_device;
+use crate::dra::published::golden::holds;
+use crate::dra::published::limits::mig_device;
 use crate::random_node;
 
 type Map = BTreeMap<String, String>;

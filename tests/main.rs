@@ -19,8 +19,6 @@ mod cluster;
 mod commands;
 mod commits;
 mod dra;
-mod dra_door;
-mod dra_model;
 mod examples;
 mod fuzz_checks;
 mod fuzz_regressions;

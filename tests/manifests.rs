@@ -8,7 +8,7 @@ use std::process::Command;
 use serde_json::Value;
 
 use crate::commands::kustomize::rendered;
-use crate::dra::golden::{linkwise, run};
+use crate::dra::published::golden::{linkwise, run};
 use node_settings::{SETTINGS, given};
 
 use crate::node_settings;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use tempfile::TempDir;
 
 use crate::cli::linkwise;
-use crate::dra::golden::holds;
+use crate::dra::published::golden::holds;
 
 /// The command's exit code and standard error; it prints nothing on standard output.
 fn refusal(args: &[&str]) -> (Option<i32>, String) {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 
 use crate::cli::{linkwise, text};
-use crate::dra::golden::holds;
+use crate::dra::published::golden::holds;
 
 fn configs() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/configs")

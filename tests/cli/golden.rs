@@ -2,7 +2,7 @@
 //! `INSTA_UPDATE=always cargo test --test cli` writes.
 
 use crate::cli::{MACHINES, linkwise, text};
-use crate::dra::golden::holds;
+use crate::dra::published::golden::holds;
 
 /// The text without the duration of the choice, which differs at each run.
 fn timeless(text: &str) -> String {

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use serde_json::{Value, json};
 
 use crate::cli::{OnTerminal, linkwise, text};
-use crate::dra::golden::holds;
+use crate::dra::published::golden::holds;
 
 /// A linkwise that answers `GET /state`.
 pub(super) struct Neighbour {

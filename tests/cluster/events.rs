@@ -12,8 +12,8 @@ use serde_json::{Value, json};
 use tokio::process::Child;
 use tokio::sync::watch;
 
-use crate::cluster::dra_node::Node;
 use crate::cluster::support::{Cluster, PACE, Running, until, within};
+use crate::dra::cluster::node::Node;
 
 /// A writer on node `n`.
 struct Writing {

@@ -11,8 +11,8 @@ use linkwise_core::publish::Condition;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
-use crate::cluster::dra_node::Node;
 use crate::cluster::support::{Cluster, PACE, Running, node_key, until};
+use crate::dra::cluster::node::Node;
 
 const KIND: &str = "linkwise.dev/GPUsReady";
 

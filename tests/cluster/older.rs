@@ -9,10 +9,10 @@ use linkwise_kubelet_box::Connections;
 use tokio::process::Command;
 use tokio_util::sync::CancellationToken;
 
-use super::dra_mig;
-use super::dra_node::Node;
-use super::takeover::{World, ready};
 use crate::cluster::support::like;
+use crate::dra::cluster::mig;
+use crate::dra::cluster::node::Node;
+use crate::dra::cluster::takeover::{World, ready};
 use crate::run::node::{Process, until};
 
 /// There and back, this often.
@@ -35,7 +35,7 @@ fn older_of_gpus(node: &Node) -> Command {
 }
 
 fn older_of_mig(node: &Node) -> Command {
-    as_older(&dra_mig::program(node))
+    as_older(&mig::program(node))
 }
 
 /// How the process of before goes.
@@ -105,7 +105,7 @@ async fn upgrade_and_way_back_lose_no_claim() {
 async fn upgrade_and_way_back_keep_mig_devices_that_claims_have() {
     for how in [Change::Surged, Change::Restarted, Change::Killed] {
         let world = World::of_mig(Connections::ByResource, Duration::from_secs(1)).await;
-        let world = World { sets: vec![vec!["gpu-1"], vec![dra_mig::OTHER]], ..world };
-        there_and_back(world, [older_of_mig, dra_mig::program], dra_mig::DEVICE, how).await;
+        let world = World { sets: vec![vec!["gpu-1"], vec![mig::OTHER]], ..world };
+        there_and_back(world, [older_of_mig, mig::program], mig::DEVICE, how).await;
     }
 }

@@ -14,8 +14,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::process::Command;
 
-use super::dra_node::Node;
 use crate::cluster::support::{until, within};
+use crate::dra::cluster::node::Node;
 use crate::run::node::Process;
 
 const GPU: &str = "nvidia.com/gpu";

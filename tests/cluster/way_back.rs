@@ -13,8 +13,8 @@ use linkwise_kubelet_box::dra::ClaimRef;
 use tokio::sync::Semaphore;
 use tokio::task::{JoinSet, LocalSet};
 
-use super::dra_node::Node;
 use crate::cluster::support::{until, within};
+use crate::dra::cluster::node::Node;
 use crate::node_settings::{DRA, PLUGIN, SETTINGS, Setting};
 use crate::run::node::{Answer, Process, get};
 

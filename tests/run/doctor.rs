@@ -12,7 +12,7 @@ use serde_json::Value;
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use crate::dra::golden;
+use crate::dra::published::golden;
 use crate::run::node::{LIMIT, Setup, fifo, machine, registered, started_by, stranger};
 
 /// A machine on which nothing is wrong; what is at its paths is what a container sees.

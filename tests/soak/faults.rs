@@ -5,7 +5,7 @@ use linkwise_kubelet_box::Fault as BoxFault;
 
 use super::ledger::SHARES;
 use super::world::{GPUS, Hits, MIG, SHARED, Soak};
-use crate::cluster::dra_mps;
+use crate::dra::cluster::mps;
 use crate::run::node::GPU;
 
 /// How a temperature is asked for: the call that every round makes of every GPU.
@@ -184,7 +184,7 @@ impl Fault {
             SlicesWiped => server.wipe_slices("n", None),
             MpsKilled => {
                 soak.end_daemons().await;
-                soak.daemons = Some(dra_mps::daemons(&world.node));
+                soak.daemons = Some(mps::daemons(&world.node));
             }
             AgentKilled | AgentStopped => {
                 soak.signal_agent(if self == AgentKilled { "KILL" } else { "STOP" }).await;

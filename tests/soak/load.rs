@@ -12,8 +12,8 @@ use serde_json::{Value, json};
 use super::ledger::Piece;
 use super::random::Random;
 use super::world::{GPUS, MIG, SHARED, Turns, World, gpu_of};
-use crate::cluster::dra_mps;
-use crate::cluster::dra_node::DRIVER;
+use crate::dra::cluster::mps;
+use crate::dra::cluster::node::DRIVER;
 use crate::run::node::GPU;
 
 /// The name of the pods of the device plugin in the ledger.
@@ -106,7 +106,7 @@ fn schedule(world: &World, kind: Kind, name: String, random: &mut Random) -> Opt
             if free.len() > 1 {
                 chosen.extend(take(&mut free));
             }
-            let results: Vec<Value> = chosen.iter().map(|gpu| dra_mps::whole(&format!("gpu-{gpu}"))).collect();
+            let results: Vec<Value> = chosen.iter().map(|gpu| mps::whole(&format!("gpu-{gpu}"))).collect();
             let mps = (kind == Kind::Mps).then(|| json!({"defaultActiveThreadPercentage": 50}));
             (chosen.into_iter().map(Piece::Whole).collect(), results, mps, 0)
         }
@@ -115,7 +115,7 @@ fn schedule(world: &World, kind: Kind, name: String, random: &mut Random) -> Opt
             let shares = random.within(1..3);
             let pieces = vec![Piece::Shares(SHARED, shares)];
             (offered.contains(&device) && books.are_free(&pieces)).then_some(())?;
-            let result = dra_mps::share(&device, &name, &shares.to_string(), "1Gi");
+            let result = mps::share(&device, &name, &shares.to_string(), "1Gi");
             (pieces, vec![result], random.one_in(2).then(|| json!({})), shares)
         }
         Kind::Mig => {
@@ -125,11 +125,11 @@ fn schedule(world: &World, kind: Kind, name: String, random: &mut Random) -> Opt
                 of_gpu.filter_map(|device| Some((device, slices(device).filter(|slices| fits(*slices))?))).collect();
             (!free.is_empty()).then_some(())?;
             let (device, slices) = random.of(&free);
-            (vec![Piece::Slices(MIG, slices)], vec![dra_mps::whole(device)], None, 0)
+            (vec![Piece::Slices(MIG, slices)], vec![mps::whole(device)], None, 0)
         }
     };
     books.enter(&name, pieces.clone()).unwrap();
-    let claim = dra_mps::claim(&world.node, &name, &results, mps);
+    let claim = mps::claim(&world.node, &name, &results, mps);
     Some(Scheduled { name, kind, claim, pieces, shares, is_stale })
 }
 

@@ -18,9 +18,9 @@ use tokio::task::JoinSet;
 use super::RECOVERY;
 use super::ledger::{Books, Ledger, SETTLED, SHARES};
 use super::random::Random;
-use crate::cluster::dra_mps::{self, Daemons};
-use crate::cluster::dra_node::{DRIVER, Node};
-use crate::cluster::{dra_mig, takeover};
+use crate::dra::cluster::mps::{self, Daemons};
+use crate::dra::cluster::node::{DRIVER, Node};
+use crate::dra::cluster::{mig, takeover};
 use crate::run::node::{GPU, LIMIT, Process, children, kib, put_on_bus, replace, signal, sockets_in, try_get, until};
 
 pub const GPUS: u32 = 8;
@@ -216,7 +216,7 @@ fn machine(node: &Node) -> String {
 }
 
 fn spawn(node: &Node, pod: u32) -> Process {
-    let mut command = dra_mig::program(node);
+    let mut command = mig::program(node);
     command.env("FAKE_NVML_MACHINE", node.at("machine.json")).env("MPS_ROOT", "/host/mps");
     command.arg("--mps-container-root").arg(node.at("mps")).arg("--fail-on-init-error=false");
     // Everything happens about a hundred times as fast as on a node.
@@ -273,12 +273,12 @@ impl Soak {
             DraOptions::new("").reconcile,
         )
         .await;
-        let control = dra_mig::prepare(&node);
-        dra_mps::prepare(&node);
+        let control = mig::prepare(&node);
+        mps::prepare(&node);
         let layout = machine(&node);
         // Drivers of today have a recovery action.
         control.send("recovery * 0").unwrap();
-        let daemons = Some(dra_mps::daemons(&node));
+        let daemons = Some(mps::daemons(&node));
         let (scheduled, running, is_away, is_sharing, turns) = Default::default();
         let (is_dra, ledger) = (AtomicBool::new(true), Ledger::new());
         let world = World { node, control, scheduled, running, is_away, is_dra, is_sharing, turns, ledger };
@@ -375,7 +375,7 @@ impl Soak {
         node.cluster.server.wipe_slices("n", None);
         node.kubelet.start_again(Restart::Node).unwrap();
         node.dra.start_again().unwrap();
-        self.daemons = Some(dra_mps::daemons(node));
+        self.daemons = Some(mps::daemons(node));
         self.process = spawn(node, self.pods);
         up(&self.process).await;
     }
@@ -538,8 +538,8 @@ impl Soak {
             !pid.is_empty() && Path::new("/proc").join(pid.trim()).exists()
         };
         until(async || {
-            let started: Vec<PathBuf> = dra_mps::folders(node).into_iter().filter(lives).collect();
-            let left = (node.checkpoints(), dra_mig::instances(node), started, node.specs());
+            let started: Vec<PathBuf> = mps::folders(node).into_iter().filter(lives).collect();
+            let left = (node.checkpoints(), mig::instances(node), started, node.specs());
             if left == (vec![], 0, vec![], specs.to_vec()) { Ok(()) } else { Err(left) }
         })
         .await;

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::dra::golden::run;
+use crate::dra::published::golden::run;
 use crate::unchanged_pods::resources;
 
 /// helm reads no file outside of a chart.

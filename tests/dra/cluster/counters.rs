@@ -9,8 +9,8 @@ use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::publish::dra::{Counter, CounterConsumption, CounterSet, ServerVersion, SliceDevice};
 use serde_json::Value;
 
-use crate::cluster::slices::{write, writing};
 use crate::cluster::support::{Cluster, PACE, until};
+use crate::dra::cluster::slices::{write, writing};
 
 const NO_COUNTERS: Gates = Gates { partitionable_devices: false, ..Gates::OFF };
 

@@ -6,7 +6,7 @@ use linkwise_api_server_box::{Answer, Fault, ResourceType};
 use tokio::process::Command;
 
 use crate::cluster::support::{Cluster, within};
-use crate::dra::exact::slices;
+use crate::dra::published::exact::slices;
 
 async fn claim(cluster: &Cluster) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));

@@ -9,7 +9,7 @@ use tonic::transport::Endpoint;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 
-use super::dra_node::Node;
+use super::node::Node;
 use crate::cluster::support::{on_dgx1, until, within};
 use crate::run::node::Process;
 

@@ -7,7 +7,7 @@ use linkwise_kubelet_box::dra::{ClaimRef, PodClaims};
 use linkwise_kubelet_box::runtime::{self, ContainerEdits};
 use serde_json::{Value, json};
 
-use super::dra_node::{DRIVER, Node, result};
+use super::node::{DRIVER, Node, result};
 use crate::cluster::support::{until, within};
 
 /// What a container of a pod with this claim gets.

@@ -8,8 +8,8 @@ use fake_nvml::Control;
 use linkwise_kubelet_box::dra::PodClaims;
 use tokio::process::{Child, Command};
 
-use crate::cluster::dra_node::{DRIVER, Node};
 use crate::cluster::support::{until, within};
+use crate::dra::cluster::node::{DRIVER, Node};
 use crate::run::node::Process;
 
 /// 2g.20gb from memory slice 2.

@@ -11,9 +11,9 @@ use linkwise_kubelet_box::dra::{ClaimRef, PodClaims};
 use serde_json::{Value, json};
 use tokio::process::Child;
 
-pub use crate::cluster::dra_node::result as whole;
-use crate::cluster::dra_node::{DRIVER, Node};
 use crate::cluster::support::{like, until, within};
+pub use crate::dra::cluster::node::result as whole;
+use crate::dra::cluster::node::{DRIVER, Node};
 use crate::mps::node::SharedFolder;
 
 /// A node of 8 V100 with an MPS root and the driver's two programs.

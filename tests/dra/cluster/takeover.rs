@@ -15,8 +15,8 @@ use tokio::process::Command;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use super::dra_mig;
-use super::dra_node::{DRIVER, Node};
+use super::mig;
+use super::node::{DRIVER, Node};
 use crate::run::node::{DGX1_V100, KUBELETS, Process, get, put_on_bus, until};
 use crate::upgrade::fleet::stage;
 
@@ -65,9 +65,9 @@ impl World {
 
     /// A GPU, and one on which MIG devices are made.
     pub async fn of_mig(connections: Connections, reconcile: Duration) -> Self {
-        let sets = vec![vec!["gpu-1"], vec![dra_mig::DEVICE], vec![dra_mig::OTHER]];
-        let world = Self::of(connections, reconcile, dra_mig::program, sets).await;
-        dra_mig::prepare(&world.node);
+        let sets = vec![vec!["gpu-1"], vec![mig::DEVICE], vec![mig::OTHER]];
+        let world = Self::of(connections, reconcile, mig::program, sets).await;
+        mig::prepare(&world.node);
         world
     }
 
@@ -101,7 +101,7 @@ impl World {
     /// Waits until nothing of a claim is left.
     pub async fn is_over(&self) {
         let node = &self.node;
-        until(async || match (dra_mig::instances(node), node.checkpoints(), node.claim_specs()) {
+        until(async || match (mig::instances(node), node.checkpoints(), node.claim_specs()) {
             (0, checkpoints, specs) if checkpoints.is_empty() && specs.is_empty() => Ok(()),
             left => Err(left),
         })
@@ -205,7 +205,7 @@ async fn takeovers_under_claims_fail_no_call() {
 
 #[tokio::test]
 async fn takeovers_under_claims_for_mig_leave_no_instance() {
-    rollouts(World::of_mig(KUBELETS[0], RECONCILE).await, FEW, dra_mig::instances).await;
+    rollouts(World::of_mig(KUBELETS[0], RECONCILE).await, FEW, mig::instances).await;
 }
 
 /// Linkwise that soon counts NVML as away, on a node whose driver can fail.
@@ -292,6 +292,6 @@ async fn kill_at_any_step_leaves_one_that_prepares_claims() {
 async fn hundred_takeovers_under_claims_fail_no_call() {
     for connections in KUBELETS {
         rollouts(World::of_gpus(connections, RECONCILE).await, MANY, |_| 0).await;
-        rollouts(World::of_mig(connections, RECONCILE).await, MANY, dra_mig::instances).await;
+        rollouts(World::of_mig(connections, RECONCILE).await, MANY, mig::instances).await;
     }
 }

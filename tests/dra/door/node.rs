@@ -15,7 +15,9 @@ use linkwise_core::publish::RdmaNodes;
 use linkwise_core::publish::injection::{CdiOptions, ChosenDevice, HostDevices, InjectionOptions};
 use linkwise_core::state::{ClaimedDevice, Door, Event, Holdings, NodeState, NumaHints, ResourcePlan};
 use linkwise_core::topology::{GpuUuid, NodeObservation};
-use linkwise_kubelet::dra::{Book, BookEntry, CdiDevices, Handover, Phase, Plugin, PluginMetrics, ReadClaim, Settings};
+use linkwise_kubelet::dra::{
+    CdiDevices, Handover, LedgerEntry, LedgerLink, Phase, Plugin, PluginMetrics, ReadClaim, Settings,
+};
 use linkwise_kubelet::readiness::Readiness;
 use linkwise_kubelet_box::dra::{ClaimRef, DraError, DraKubelet, DraOptions, PodClaims};
 use linkwise_kubelet_box::runtime::{self, ContainerEdits};
@@ -98,8 +100,8 @@ impl States {
     }
 
     /// The node's loop, as far as claims need it.
-    async fn write(self, mut entries: mpsc::Receiver<BookEntry>) {
-        while let Some(BookEntry { plan, answer, .. }) = entries.recv().await {
+    async fn write(self, mut entries: mpsc::Receiver<LedgerEntry>) {
+        while let Some(LedgerEntry { plan, answer, .. }) = entries.recv().await {
             let _idle = self.busy().await;
             let planned = plan(&self.borrow());
             let planned = planned.map(|(event, prepared)| {
@@ -184,9 +186,9 @@ impl Node {
         let readiness = Readiness::new(Idle::Waiting(String::new()));
         let plugin = Plugin::new(Arc::new(self.settings.clone()), self.metrics.clone(), readiness);
         let end = CancellationToken::new();
-        let (book, entries) = Book::new();
+        let (ledger, entries) = LedgerLink::new();
         tokio::spawn(self.state.clone().write(entries));
-        let task = tokio::spawn(plugin.clone().run(self.state.subscribe(), book, Handover::alone(), end.clone()));
+        let task = tokio::spawn(plugin.clone().run(self.state.subscribe(), ledger, Handover::alone(), end.clone()));
         self.running = Some((task, end));
         plugin
     }

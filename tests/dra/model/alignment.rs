@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use linkwise_core::topology::{NicKind, Rank};
 use serde_json::{Value, json};
 
-use crate::dra_model::published::{Node, accepted, claim, gpus, list, nodes};
+use crate::dra::model::published::{Node, accepted, claim, gpus, list, nodes};
 use crate::oracle::{Set, places};
 
 const ROOT: &str = "resource.kubernetes.io/pcieRoot";

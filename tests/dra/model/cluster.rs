@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use linkwise_scheduler_box::{Cluster, Failure};
 use serde_json::{Value, json};
 
-use crate::dra::golden::holds;
-use crate::dra_model::published::{Node, allocation, claim, classes, gpus, node, nodes};
+use crate::dra::model::published::{Node, allocation, claim, classes, gpus, node, nodes};
+use crate::dra::published::golden::holds;
 use crate::oracle::{Oracle, Set, subsets};
 
 /// A node of a cluster: its machine under another name.

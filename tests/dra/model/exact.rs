@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
-use crate::dra::golden::run;
-use crate::dra_model::alignment::dranet;
-use crate::dra_model::published::{Node, accepted, claim, list, node};
+use crate::dra::model::alignment::dranet;
+use crate::dra::model::published::{Node, accepted, claim, list, node};
+use crate::dra::published::golden::run;
 use crate::oracle::{Oracle, Set, places, subsets};
 
 /// A DGX-1, an HGX H100, a machine with bridges, and PCIe pairs.

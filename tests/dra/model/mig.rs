@@ -13,9 +13,9 @@ use linkwise_scheduler_box::{Cluster, Failure};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use crate::dra::checker::check;
-use crate::dra::limits::idle;
-use crate::dra_model::published::{DRIVER, accepted, claim, printed};
+use crate::dra::model::published::{DRIVER, accepted, claim, printed};
+use crate::dra::published::checker::check;
+use crate::dra::published::limits::idle;
 
 const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/mig-on-demand.yaml");
 

@@ -1,6 +1,6 @@
 //! Claims without constraints: the order in which GPUs are published.
 
-use crate::dra_model::published::{gpus, nodes};
+use crate::dra::model::published::{gpus, nodes};
 use crate::oracle::{Oracle, Set, places};
 
 /// GPUs are placed by their PCI addresses: the first that are free, in the order of the bus.

@@ -8,7 +8,7 @@ use linkwise_host::machines;
 use linkwise_scheduler_box::{Cluster, Failure};
 use serde_json::{Value, json};
 
-use crate::dra::golden::run;
+use crate::dra::published::golden::run;
 use crate::oracle::{Set, places};
 
 /// NVIDIA's driver name, which linkwise takes by default.

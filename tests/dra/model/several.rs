@@ -6,7 +6,7 @@ use linkwise_api_server_box::{ApiServerBox, ResourceType};
 use linkwise_scheduler_box::{Cluster, Failure};
 use serde_json::{Value, json};
 
-use crate::dra_model::published::{accepted, node, printed};
+use crate::dra::model::published::{accepted, node, printed};
 use crate::unchanged_pods::several::becomes;
 use crate::unchanged_pods::{ON, put_template, read, server};
 

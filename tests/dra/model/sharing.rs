@@ -3,8 +3,8 @@
 use linkwise_scheduler_box::{Cluster, Failure};
 use serde_json::{Value, json};
 
-use crate::dra::golden::config;
-use crate::dra_model::published::{Node, SHARED, accepted, exactly, gpus, node_with};
+use crate::dra::model::published::{Node, SHARED, accepted, exactly, gpus, node_with};
+use crate::dra::published::golden::config;
 
 /// A DGX H100 with GPUs in shares: the first two in four, or as the row says.
 fn node(row: &str) -> Node {

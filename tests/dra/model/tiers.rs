@@ -1,6 +1,6 @@
 //! Claims with alternatives: the tiered groups, the best set first.
 
-use crate::dra_model::published::{Node, claim, list, node, nodes};
+use crate::dra::model::published::{Node, claim, list, node, nodes};
 use crate::oracle::{Oracle, Set, subsets};
 use serde_json::Value;
 

@@ -1,6 +1,6 @@
 //! One process of linkwise: the state with its one writer, the snapshot that the doors read, and the DRA plugin. State,
 //! ledger, doors and `claims::plan` are the real ones. A call of the DRA plugin is one step here:
-//! `tests/dra_door/crash.rs` has the deaths in the middle of one.
+//! `tests/dra/door/crash.rs` has the deaths in the middle of one.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
