@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use linkwise_core::claims::{AllocatedDevice, Allocation, Claim, ClaimName, ClaimStatus, DeviceAllocation};
 use linkwise_core::publish::injection::{CdiOptions, InjectionOptions};
 use linkwise_core::state::{Door, Event, Holdings, NodeState, NumaHints, ResourcePlan};
-use linkwise_kubelet::dra::{Book, BookEntry, CdiDevices, Handover, Plugin, PluginMetrics, Settings};
+use linkwise_kubelet::dra::{CdiDevices, Handover, LedgerEntry, LedgerLink, Plugin, PluginMetrics, Settings};
 use linkwise_kubelet::readiness::Readiness;
 use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
 use linkwise_nvml::supervisor::Idle;
@@ -71,9 +71,9 @@ async fn measure(folder: &Path) -> [Vec<Duration>; 3] {
     };
     let kubelet = DraKubelet::start(DraOptions::new(at("r"))).unwrap();
     let (shown, snapshot) = watch::channel(Arc::new(state));
-    let (book, mut entries) = Book::new();
+    let (ledger, mut entries) = LedgerLink::new();
     tokio::spawn(async move {
-        while let Some(BookEntry { plan, answer, .. }) = entries.recv().await {
+        while let Some(LedgerEntry { plan, answer, .. }) = entries.recv().await {
             let planned = plan(&shown.borrow());
             let prepared = planned.map(|(event, prepared)| {
                 shown.send_modify(|now| *now = Arc::new(NodeState::clone(now).apply(event, Duration::ZERO).0));
@@ -86,7 +86,7 @@ async fn measure(folder: &Path) -> [Vec<Duration>; 3] {
     let (metrics, readiness) =
         (PluginMetrics::register(&mut Registry::default()), Readiness::new(Idle::Waiting(String::new())));
     let plugin = Plugin::new(Arc::new(settings), metrics, readiness);
-    let plugin = tokio::spawn(plugin.run(snapshot, book, Handover::alone(), end.clone()));
+    let plugin = tokio::spawn(plugin.run(snapshot, ledger, Handover::alone(), end.clone()));
     let is_connected = |state: &linkwise_kubelet_box::dra::DraState| {
         state.drivers.get(DRIVER).is_some_and(|driver| driver.connected > 0)
     };

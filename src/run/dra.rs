@@ -122,7 +122,7 @@ pub(super) fn spawn_in(node: &mut Node, inputs: Inputs<'_>, api: Option<&ApiServ
             });
         }
     }
-    let running = plugin.clone().run(node.snapshot(), node.book(), handover, node.shutdown());
+    let running = plugin.clone().run(node.snapshot(), node.ledger(), handover, node.shutdown());
     node.spawn_until_done("DRA plugin", running.map(Ok));
     plugin
 }

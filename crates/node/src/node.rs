@@ -35,7 +35,7 @@ use linkwise_core::state::{Effect, Event, HealthRecord, Holdings, NodeState, Num
 use linkwise_core::topology::{GpuUuid, NodeObservation};
 use linkwise_kubelet::device_plugin::pod_resources::{self, Holders};
 use linkwise_kubelet::device_plugin::{self as kubelet, Phase, Plugin, PluginMetrics, Sources};
-use linkwise_kubelet::dra::{Book, BookEntry};
+use linkwise_kubelet::dra::{LedgerEntry, LedgerLink};
 use linkwise_nvml::supervisor::{Idle, NOT_SEEN, Others};
 use linkwise_system::right::Right;
 
@@ -97,11 +97,11 @@ pub struct Node {
     pub(crate) records: watch::Sender<Option<HealthRecord>>,
     events: mpsc::Receiver<Event>,
     event_sender: mpsc::Sender<Event>,
-    book: Book,
+    ledger: LedgerLink,
     /// The entries of claims into the state's ledger, as the DRA plugin sends them.
-    book_entries: mpsc::Receiver<BookEntry>,
+    ledger_entries: mpsc::Receiver<LedgerEntry>,
     /// The received entries that wait until the state is open.
-    waiting_entries: Vec<BookEntry>,
+    waiting_entries: Vec<LedgerEntry>,
     /// The tokens that end the plugins, also of plugins that are ending.
     plugins: BTreeMap<ResourceName, CancellationToken>,
     holders: watch::Sender<Holders>,
@@ -195,7 +195,7 @@ impl Node {
         let metrics_address = admin.as_ref().map_or(address, Admin::address);
         let (order_sender, orders) = mpsc::channel(MAX_ORDERS);
         let (event_sender, events) = mpsc::channel(MAX_EVENTS);
-        let (book, book_entries) = Book::new();
+        let (ledger, ledger_entries) = LedgerLink::new();
         let mut node = Self {
             kubelet: Arc::new(settings.kubelet),
             initial_state: state.current.clone(),
@@ -214,8 +214,8 @@ impl Node {
             records: watch::Sender::new(None),
             events,
             event_sender,
-            book,
-            book_entries,
+            ledger,
+            ledger_entries,
             waiting_entries: Vec::new(),
             plugins: BTreeMap::new(),
             holders: watch::Sender::default(),
@@ -259,8 +259,8 @@ impl Node {
     }
 
     /// The channel through which the DRA plugin enters claims into the ledger.
-    pub fn book(&self) -> Book {
-        self.book.clone()
+    pub fn ledger(&self) -> LedgerLink {
+        self.ledger.clone()
     }
 
     /// The metrics.
@@ -321,7 +321,7 @@ impl Node {
                     }
                     self.apply(event);
                 }
-                Some(entry) = self.book_entries.recv() => self.waiting_entries.push(entry),
+                Some(entry) = self.ledger_entries.recv() => self.waiting_entries.push(entry),
                 Some(order) = self.orders.recv() => self.perform(order),
                 Ok(()) = holders.changed() => {
                     let now = holders.borrow_and_update().clone();
@@ -408,7 +408,7 @@ impl Node {
         for entry in std::mem::take(&mut self.waiting_entries) {
             if entry.answer.is_closed() {
                 // Its caller no longer waits.
-            } else if entry.gives && !self.state.current.is_open() {
+            } else if entry.gives_hardware && !self.state.current.is_open() {
                 self.waiting_entries.push(entry);
             } else {
                 let planned = (entry.plan)(&self.state.current).map(|(event, prepared)| {

@@ -75,9 +75,9 @@ type Plan = Box<dyn FnOnce(&NodeState) -> Result<(Event, Prepared), ClaimError> 
 
 /// A request to enter a claim into the node's ledger. The state's one writer calls the plan, applies its event before
 /// any other and then answers, so that no hardware is given to two claims.
-pub struct BookEntry {
+pub struct LedgerEntry {
     /// True if the plan gives hardware. It waits until the state is open, because it has to know the holders.
-    pub gives: bool,
+    pub gives_hardware: bool,
     /// The plan, called with the current state.
     pub plan: Plan,
     /// The receiver of what the claim gets, or why it gets nothing.
@@ -86,11 +86,11 @@ pub struct BookEntry {
 
 /// The channel to the state's writer, which alone changes the ledger.
 #[derive(Clone, Debug)]
-pub struct Book(mpsc::Sender<BookEntry>);
+pub struct LedgerLink(mpsc::Sender<LedgerEntry>);
 
-impl Book {
+impl LedgerLink {
     /// Makes the channel; returns the writer's end too.
-    pub fn new() -> (Self, mpsc::Receiver<BookEntry>) {
+    pub fn new() -> (Self, mpsc::Receiver<LedgerEntry>) {
         let (sender, receiver) = mpsc::channel(MAX_WAITING_ENTRIES);
         (Self(sender), receiver)
     }
@@ -109,9 +109,9 @@ impl Book {
         self.enter(false, Box::new(|state| Ok((event(state), Prepared::default())))).await;
     }
 
-    async fn enter(&self, gives: bool, plan: Plan) -> Option<Result<Prepared, ClaimError>> {
+    async fn enter(&self, gives_hardware: bool, plan: Plan) -> Option<Result<Prepared, ClaimError>> {
         let (answer, answered) = oneshot::channel();
-        self.0.send(BookEntry { gives, plan, answer }).await.ok()?;
+        self.0.send(LedgerEntry { gives_hardware, plan, answer }).await.ok()?;
         answered.await.ok()
     }
 }

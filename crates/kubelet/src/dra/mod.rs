@@ -40,7 +40,7 @@ use linkwise_kubelet_api::pluginregistration::registration_client::RegistrationC
 use linkwise_system::uds::Callers;
 use turn::ManagerTask;
 
-pub use api::{Book, BookEntry, CdiDevices, CdiLink, MpsLink, MpsOrders, MpsServed, ReadClaim};
+pub use api::{CdiDevices, CdiLink, LedgerEntry, LedgerLink, MpsLink, MpsOrders, MpsServed, ReadClaim};
 pub use checkpoint::{Checkpoint, has_any as has_checkpoints, parse as parse_checkpoint};
 pub use linkwise_nvml::supervisor::{MigDone, MigRequest};
 pub use metrics::PluginMetrics;
@@ -277,7 +277,7 @@ impl Plugin {
     pub async fn run(
         self,
         snapshot: watch::Receiver<Arc<NodeState>>,
-        book: Book,
+        ledger: LedgerLink,
         handover: Handover,
         shutdown: CancellationToken,
     ) {
@@ -285,7 +285,7 @@ impl Plugin {
         let Handover { offers, claims: turn } = handover;
         let shared = Shared { settings, snapshot, reporter, manager: watch::Sender::new(None) };
         let registering = life::Registering { shared: shared.clone(), phase, offers, turn: turn.clone() };
-        let manager_task = ManagerTask { shared, book, lock, turn };
+        let manager_task = ManagerTask { shared, ledger, lock, turn };
         tokio::select! {
             biased;
             () = registering.run(&shutdown) => {}

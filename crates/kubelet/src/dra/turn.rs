@@ -12,7 +12,7 @@ use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::Shared;
-use super::api::Book;
+use super::api::LedgerLink;
 use super::claim_manager::{ClaimManager, keep_specs, keep_sweeping};
 use crate::registration::Life;
 use linkwise_core::errors::chain;
@@ -63,7 +63,7 @@ impl Shared {
 /// The task that opens and serves the claim manager.
 pub(super) struct ManagerTask {
     pub shared: Shared,
-    pub book: Book,
+    pub ledger: LedgerLink,
     pub lock: watch::Sender<Option<ClaimsLock>>,
     pub turn: watch::Receiver<Option<Right>>,
 }
@@ -77,9 +77,9 @@ impl ManagerTask {
             // Without a sender, the node is ending.
             let Some(right) = right else { return std::future::pending().await };
             let opened = tokio::select! {
-                opened = ClaimManager::open(&self.shared, self.book.clone(), right.clone()) => opened,
+                opened = ClaimManager::open(&self.shared, self.ledger.clone(), right.clone()) => opened,
                 () = self.withdrawn(&right) => {
-                    self.book.change(|_| Event::ClaimsHandedOver).await;
+                    self.ledger.change(|_| Event::ClaimsHandedOver).await;
                     continue;
                 }
             };
@@ -117,6 +117,6 @@ impl ManagerTask {
         let end = right.end();
         drop((manager, right));
         end.cancelled().await;
-        self.book.change(|_| Event::ClaimsHandedOver).await;
+        self.ledger.change(|_| Event::ClaimsHandedOver).await;
     }
 }

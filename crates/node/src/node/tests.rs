@@ -109,12 +109,12 @@ async fn claims_entered_right_after_adopt_are_kept() {
         let mut node = Node::start(settings(folder.path())).await.unwrap();
         node.stand_by();
         node.apply(observed());
-        let (orders, book, snapshot) = (node.order_sender.clone(), node.book(), node.snapshot());
+        let (orders, ledger, snapshot) = (node.order_sender.clone(), node.ledger(), node.snapshot());
         orders.send(Order::Adopt { record: None, owner_scan: None }).await.unwrap();
         let claim = ClaimName { uid: "1".to_owned(), ..ClaimName::default() };
         let prepared = PreparedClaim { claim, ..PreparedClaim::default() };
         let both_are_taken = async {
-            book.change(|_| Event::Prepared(vec![prepared])).await;
+            ledger.change(|_| Event::Prepared(vec![prepared])).await;
             while orders.capacity() < MAX_ORDERS {
                 tokio::task::yield_now().await;
             }
@@ -220,9 +220,9 @@ async fn one_of_two_waiting_claims_gets_the_hardware() {
     let mut node = Node::start(NodeSettings { health, ..settings(folder.path()) }).await.unwrap();
     node.apply(observed());
     let gpu = node.state.current.topology().gpus()[0].uuid.clone();
-    let (book, events) = (node.book(), node.events());
+    let (ledger, events) = (node.ledger(), node.events());
     let takes = |uid: &'static str| {
-        book.give(move |state| match state.ledger().claims().next() {
+        ledger.give(move |state| match state.ledger().claims().next() {
             Some((holder, _)) => Err(ClaimError::NotAllocated(holder.uid.clone())),
             None => {
                 let claim = ClaimName { uid: uid.to_owned(), ..ClaimName::default() };
@@ -234,11 +234,12 @@ async fn one_of_two_waiting_claims_gets_the_hardware() {
     let polls = async {
         let made = |state: &NodeState| state.ledger().claims().next().map(|(claim, _)| claim.uid.clone());
         let (seen, see) = tokio::sync::oneshot::channel();
-        book.change(move |state| {
-            drop(seen.send(made(state)));
-            Event::Tick
-        })
-        .await;
+        ledger
+            .change(move |state| {
+                drop(seen.send(made(state)));
+                Event::Tick
+            })
+            .await;
         assert_eq!(see.await, Ok(None), "the first list waits for a poll");
         events.send(Event::Polled([(gpu, Default::default())].into())).await.unwrap();
     };

@@ -27,7 +27,7 @@ use std::sync::{Arc, Mutex};
 use tokio::sync::{OnceCell, OwnedMutexGuard, watch};
 use tokio::time::{Instant, timeout};
 
-use super::api::Book;
+use super::api::LedgerLink;
 use super::checkpoint::{Checkpoint, CheckpointFolder, Found, Opened, Unreadable};
 use super::turn::ClaimsLock;
 use super::{PluginError, PluginMetrics, Settings, Shared};
@@ -62,7 +62,7 @@ pub(super) struct ClaimManager {
     metrics: PluginMetrics,
     snapshot: watch::Receiver<Arc<NodeState>>,
     /// The node's ledger.
-    book: Book,
+    ledger: LedgerLink,
     slots: Mutex<BTreeMap<String, Slot>>,
     /// The lock on claims, kept by each turn.
     lock: ClaimsLock,
@@ -72,7 +72,7 @@ pub(super) struct ClaimManager {
 
 impl ClaimManager {
     /// A manager with the claims that the checkpoints have.
-    pub async fn open(shared: &Shared, book: Book, lock: ClaimsLock) -> Result<Self, PluginError> {
+    pub async fn open(shared: &Shared, ledger: LedgerLink, lock: ClaimsLock) -> Result<Self, PluginError> {
         let Shared { settings, snapshot, reporter, .. } = shared.clone();
         let (folder, serves) = (settings.checkpoints.clone(), settings.serves);
         let opened = files::blocking_with(lock.clone(), move || CheckpointFolder::open(&folder, serves)).await;
@@ -92,9 +92,9 @@ impl ClaimManager {
         let slots: BTreeMap<_, _> = found.into_iter().map(slot).collect();
         let known = slots.values().filter_map(Slot::known);
         let entries = known.map(|checkpoint| checkpoint.entry(settings.boot.as_deref())).collect();
-        book.change(|_| Event::Prepared(entries)).await;
+        ledger.change(|_| Event::Prepared(entries)).await;
         let (store, slots, is_mig_known) = (Arc::new(store), Mutex::new(slots), OnceCell::new());
-        let manager = Self { settings, store, metrics: reporter.metrics, snapshot, book, slots, lock, is_mig_known };
+        let manager = Self { settings, store, metrics: reporter.metrics, snapshot, ledger, slots, lock, is_mig_known };
         manager.changed();
         Ok(manager)
     }
@@ -157,7 +157,7 @@ impl ClaimManager {
     async fn put(&self, uid: &str, checkpoint: Option<Checkpoint>) {
         let entry = checkpoint.as_ref().map(|checkpoint| checkpoint.entry(self.settings.boot.as_deref()));
         let named = uid.to_owned();
-        self.book.change(move |state| Event::Prepared(state.ledger().claims_with(&named, entry))).await;
+        self.ledger.change(move |state| Event::Prepared(state.ledger().claims_with(&named, entry))).await;
         self.set(uid, checkpoint);
     }
 

@@ -198,7 +198,7 @@ impl ClaimManager {
     async fn plan(&self, name: &ClaimName, claim: Arc<Claim>) -> Option<Result<Prepared, ClaimError>> {
         let (settings, host) = (Arc::clone(&self.settings), self.settings.host_devices.borrow().clone());
         let (common_shm, name) = (self.with_common_shm(), name.clone());
-        let planned = self.book.give(move |state| {
+        let planned = self.ledger.give(move |state| {
             let prepared = plan(&claim, &name, plan_inputs(&settings, state, &host, &common_shm))?;
             let entry = PreparedClaim { claim: name.clone(), prepared: prepared.clone(), is_of_another_boot: false };
             Ok((Event::Prepared(state.ledger().claims_with(&name.uid, Some(entry))), prepared))
