@@ -28,7 +28,7 @@ PACKAGES := libhwloc-dev libudev-dev pkg-config
 
 .PHONY: help
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 .PHONY: setup
 setup: ## install the Debian packages that the build needs, if they are missing

@@ -212,7 +212,7 @@ impl Manager {
             self.metrics.signalled(if sent.is_ok() { "sent" } else { "failed" });
             match sent {
                 Ok(()) => tracing::info!(process, pid = id, signal, "signal sent"),
-                Err(error) => tracing::warn!(process, pid = id, signal, %error, "signal not sent"),
+                Err(error) => tracing::warn!(process, pid = id, signal, %error, "cannot send signal"),
             }
         }
     }

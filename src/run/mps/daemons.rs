@@ -171,7 +171,7 @@ fn log(resource: &ResourceName, limits: &Limits, event: DaemonEvent) {
         }
         DaemonEvent::NotLabelled(why) => {
             let cause = chain(&why);
-            tracing::warn!(%resource, cause, "MPS pipe directory not labelled for SELinux");
+            tracing::warn!(%resource, cause, "cannot label MPS pipe directory for SELinux");
         }
         DaemonEvent::Failed(why, again_in) => {
             let cause = chain(&why);

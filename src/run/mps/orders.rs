@@ -83,7 +83,7 @@ impl OrdersTask {
             let (checked, history) = check.context("writing the MPS orders panicked")?;
             last = history;
             for trouble in troubles.replace(checked.trouble) {
-                tracing::warn!(trouble, "MPS daemons not ordered");
+                tracing::warn!(trouble, "MPS orders reach no daemon");
             }
             for (resource, readiness) in resources.replace(checked.resources.clone()) {
                 self.log_resource(&resource, readiness);

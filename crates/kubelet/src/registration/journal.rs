@@ -50,7 +50,7 @@ impl Journal {
             _ if !self.is_news(event) => tracing::debug!(%plugin, ?event, "repeated event"),
             Life::Waiting(why) => tracing::warn!(%plugin, why, "waiting for the kubelet"),
             Life::Registered(Ok(())) => tracing::info!(%plugin, "registered"),
-            Life::Registered(Err(error)) => tracing::warn!(%plugin, error, "not registered"),
+            Life::Registered(Err(error)) => tracing::warn!(%plugin, error, "cannot register with the kubelet"),
             Life::Ended(why) => tracing::warn!(%plugin, why, "the session with the kubelet ended"),
             Life::Refused(Refusal::NotAccepted(error)) => {
                 tracing::warn!(%plugin, error, "cannot accept a connection");

@@ -33,7 +33,7 @@ pub(super) enum MigError {
         .slot.profile_id, .slot.placement.start
     )]
     Refused { device: String, gpu: String, slot: MigSlot, source: MigOrderError },
-    #[error("cannot make the MIG device {0}: the boot id is unknown, so later nobody would know who made it")]
+    #[error("cannot make the MIG device {0}: the boot ID is unknown, so a later process could not tell who made it")]
     UnknownBoot(String),
     #[error("the MIG device {device} was made ({uuid}), and no scan has found it")]
     Unseen { device: String, uuid: MigUuid },

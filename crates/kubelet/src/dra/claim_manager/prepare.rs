@@ -85,7 +85,7 @@ impl ClaimManager {
                 let devices = prepared.names().join(",");
                 tracing::info!(claim = %name, uid, devices, repeated, ?elapsed, "claim prepared");
             }
-            Err(error) => tracing::warn!(claim = %name, uid, error, "claim not prepared"),
+            Err(error) => tracing::warn!(claim = %name, uid, error, "cannot prepare claim"),
         }
         result
     }

@@ -60,7 +60,7 @@ impl ClaimManager {
                 tracing::debug!(claim = %name, uid, ?elapsed, "claim unprepared: it was not prepared here");
             }
             Ok(()) => tracing::info!(claim = %name, uid, ?elapsed, "claim unprepared"),
-            Err(error) => tracing::warn!(claim = %name, uid, error, "claim not unprepared"),
+            Err(error) => tracing::warn!(claim = %name, uid, error, "cannot unprepare claim"),
         }
         result
     }
