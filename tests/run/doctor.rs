@@ -512,7 +512,7 @@ async fn what_dra_lacks_is_named() {
         ("KUBERNETES_SERVICE_HOST", "10.0.0.1"),
         ("LINKWISE_SERVICE_ACCOUNT_DIR", account.to_str().unwrap()),
     ];
-    found(&look(&pod).await, "DRA", "failed", "no token");
+    found(&look(&pod).await, "DRA", "failed", "cannot read the ServiceAccount's token");
     fs::create_dir(&account).unwrap();
     fs::write(account.join("token"), "token").unwrap();
     let registry = setup.at("var/lib/kubelet/plugins_registry");

@@ -133,7 +133,7 @@ async fn refused_registration_is_retried() {
     kubelet.set_fault(Fault::Refuse { code: Code::ResourceExhausted, message: "not today".into() });
     let node = setup.start().await;
     kubelet.wait(|state| state.refused >= 2).await.unwrap();
-    let line = node.process.logged(|line| line["message"] == "not registered").await;
+    let line = node.process.logged(|line| line["message"] == "cannot register with the kubelet").await;
     assert!(line["error"].as_str().unwrap().contains("refused to register nvidia.com/gpu: not today"), "{line}");
     node.ready(503, "not today").await;
     kubelet.set_fault(Fault::None);
@@ -149,7 +149,10 @@ async fn unanswered_register_is_retried_and_counted() {
     kubelet.set_fault(Fault::Hang);
     let register_timeout = Duration::from_millis(50);
     let alone = Alone::start(Settings { register_timeout, ..quick(folder.path().join("kubelet.sock")) });
-    alone.log.has(&["not registered", "error=\"the kubelet did not answer Register within 50ms\""]).await;
+    alone
+        .log
+        .has(&["cannot register with the kubelet", "error=\"the kubelet did not answer Register within 50ms\""])
+        .await;
     alone.log.has_times(2, &["repeated", "Registered(Err(\"the kubelet did not answer Register within 50ms\"))"]).await;
     alone.end().await;
 }

@@ -158,7 +158,7 @@ async fn release_names_who_still_holds_the_driver() {
     let words = String::from_utf8(refused.stderr).unwrap();
     assert_eq!(refused.status.code(), Some(1));
     assert!(
-        words.contains("still hold the driver after 10s: gpu-feature-discovery (") && words.contains("stands"),
+        words.contains("still hold the driver after 10s: gpu-feature-discovery;") && words.contains("stands"),
         "{words}"
     );
     ordered(&node, &["release"]).await;

@@ -92,7 +92,7 @@ async fn pod_that_handed_over_never_takes_over_again() {
     world.admit("pod").await.unwrap();
     // It is unready, and writes nothing.
     let Running { process: again, address } = Running::of(again).await;
-    again.logged(|line| line["input"] == "Sees(true)").await;
+    again.logged(|line| line["input"] == "SeesGpus(true)").await;
     let answer = get(address, "/readyz").await;
     assert!(answer.status == 503 && answer.body.contains("another linkwise serves this node"), "{answer:?}");
     assert_eq!(get(address, "/livez").await.status, 200);

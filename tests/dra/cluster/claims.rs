@@ -88,7 +88,7 @@ async fn refusal_and_lies_are_told_at_once() {
         assert!(why.contains(word), "{why}");
     }
     let Err(ReadClaimError::Failed(why)) = reading.read("../secrets/x").await else { panic!("a path is no name") };
-    assert!(why.contains("'../secrets/x' is no name"), "{why}");
+    assert!(why.contains("'../secrets/x' is not a valid object name"), "{why}");
 }
 
 #[tokio::test]

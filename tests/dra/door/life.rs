@@ -99,7 +99,7 @@ async fn refused_registration_is_told_and_tried_again() {
     let kubelet = DraKubelet::start(node.kubelet_options()).unwrap();
     kubelet.refuse(Some("no\nplugins today"));
     node.start();
-    node.log.has(&["not registered", "error=\"no plugins today\""]).await;
+    node.log.has(&["cannot register with the kubelet", "error=\"no plugins today\""]).await;
     kubelet.refuse(None);
     connected(&kubelet).await;
     node.was(Phase::Registered).await;

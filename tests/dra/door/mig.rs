@@ -574,7 +574,7 @@ async fn setting_off_destroys_what_was_made() {
 #[tokio::test]
 async fn nothing_is_made_without_setting_or_boot_name() {
     for (makes_mig, boot, words) in
-        [(false, Some("this boot"), "there is no device"), (true, None, "name of this boot")]
+        [(false, Some("this boot"), "there is no device"), (true, None, "the boot ID is unknown")]
     {
         let (mut node, driver) = node();
         (node.settings.makes_mig, node.settings.boot) = (makes_mig, boot.map(str::to_owned));

@@ -125,7 +125,7 @@ async fn name_of_the_version_before_gives_no_second_gpu() {
     let (mut node, kubelet) = upgraded().await;
     for boot in ["the next boot", "the one after"] {
         reboot(&mut node, &kubelet, with_moved_minors(), boot).await;
-        is_refused(&kubelet, &name("a"), &[&node.gpu(1), "delete its pods"]).await;
+        is_refused(&kubelet, &name("a"), &[&node.gpu(1), "delete the claim's pods"]).await;
         assert_eq!(node.checkpoints(), ["a.json"]);
         reboot(&mut node, &kubelet, state("dgx1-v100"), &format!("{boot} but one")).await;
         assert_eq!(start_container(&kubelet, &name("a")).await.unwrap().gpus(), ["/dev/nvidia0"]);

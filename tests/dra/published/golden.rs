@@ -48,7 +48,7 @@ pub fn config(text: &str) -> tempfile::TempPath {
 /// Compares with tests/snapshots/NAME.snap.
 pub fn holds(name: &str, text: &str) {
     let mut settings = insta::Settings::clone_current();
-    settings.set_snapshot_path("../snapshots");
+    settings.set_snapshot_path("../../snapshots");
     settings.set_prepend_module_to_snapshot(false);
     settings.set_omit_expression(true);
     settings.bind(|| insta::assert_snapshot!(name, text));

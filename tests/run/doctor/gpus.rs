@@ -84,7 +84,7 @@ async fn reasons_of_running_linkwise_are_reported() {
     setup.tell("recovery 4 1");
     unhealthy(&kubelet, &[2, 3, 4]).await;
     let report = look(setup, &[]).await;
-    reports(&report, &uuid(1, 4), "failed", "the driver asks for: GPU reset", "recovery action");
+    reports(&report, &uuid(1, 4), "failed", "the driver asks for: GPU reset", "the requested action, after which");
     // An operator clears it: linkwise offers it, and the doctor reports that.
     assert_eq!(run(setup.admin(&["clear", &uuid(1, 4)])).await.0, Some(0));
     unhealthy(&kubelet, &[2, 3]).await;
