@@ -1,4 +1,4 @@
-//! What a container gets with its GPUs (`publish::injection`), by strategy.
+//! Tests of `publish::injection`: the variables, mounts, device nodes and CDI names of a container, by strategy.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use linkwise_host::machines;
 
 use super::snapshot;
 
-/// What a container gets with all GPUs of the snapshot that `is_chosen` names by index.
+/// Injects the snapshot's GPUs whose index `is_chosen` accepts.
 fn inject(
     options: &InjectionOptions,
     host: &HostDevices,
@@ -86,7 +86,7 @@ fn imex_channels_are_among_the_device_nodes() {
 }
 
 #[test]
-fn gpu_without_minor_number_is_refused_where_its_node_is_given() {
+fn gpu_without_minor_is_refused_if_its_node_is_needed() {
     let (host, by_name) = (HostDevices::default(), by_name());
     assert!(inject(&by_name, &host, &one_gpu(None), |_| true).is_ok());
     for options in [
@@ -127,7 +127,7 @@ fn cdi_annotation_is_named_after_the_resource() {
     assert_ne!(a, annotation(&format!("nvidia.com/{long}b")).0);
 }
 
-/// What a container gets with these GPUs, by index, of a built-in machine: its NICs and its nodes.
+/// Injects GPUs of a built-in machine, by index; returns `LINKWISE_NICS` and the InfiniBand device nodes.
 fn nics(machine: &str, gpus: &[u32]) -> (String, Vec<String>) {
     let observed = machines::load(machine).unwrap().observed;
     let snapshot = NodeState::default().apply(Event::Observed(Box::new(observed)), std::time::Duration::ZERO).0;
@@ -148,5 +148,5 @@ fn nearest_nics_come_with_their_gpus() {
     // Two GPUs of a board share a NIC.
     assert_eq!(nics("dgx1-v100", &[0, 1]), expected("mlx5_0", &["uverbs0", "rdma_cm"]));
     assert_eq!(nics("dgx1-v100", &[1, 7]), expected("mlx5_0,mlx5_3", &["uverbs0", "uverbs3", "rdma_cm"]));
-    assert_eq!(nics("workstation-a6000", &[0]), expected("", &[]), "none near: the variable is empty");
+    assert_eq!(nics("workstation-a6000", &[0]), expected("", &[]), "no NIC is near: the variable is empty");
 }

@@ -1,5 +1,5 @@
-//! A driver root in a temporary folder, as a host has it: libraries, programs, firmware, sockets, device nodes and the
-//! kernel's /sys. Device nodes are links to /dev/null: a character device that everybody may link to.
+//! A driver root in a temporary folder: libraries, programs, firmware, sockets, device nodes and the kernel's /sys.
+//! Device nodes are links to /dev/null, a character device, because making one needs root.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 pub const VERSION: &str = "550.54.15";
 
-/// Where the libraries are.
+/// The folder of the libraries, below the root.
 pub const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
 
 pub struct Root {
@@ -16,13 +16,13 @@ pub struct Root {
 }
 
 impl Root {
-    /// A root with nothing in it.
+    /// An empty root.
     pub fn empty(path: &Path) -> Self {
         fs::create_dir_all(path).unwrap();
         Self { path: path.to_owned() }
     }
 
-    /// A root with a driver and what a node with two GPUs, GDRCopy, GDS and two RDMA NICs has.
+    /// A root with a driver and the files of a node with two GPUs, GDRCopy, GDS and two RDMA NICs.
     pub fn full(path: &Path) -> Self {
         let root = Self::empty(path);
         root.driver(VERSION);
@@ -32,14 +32,14 @@ impl Root {
         for name in ["nvidia-smi", "nvidia-persistenced", "nvidia-debugdump"] {
             root.program(&format!("usr/bin/{name}"));
         }
-        // Not to be run: not a program.
+        // Not executable, so not a program.
         root.file("usr/bin/nvidia-cuda-mps-control");
         root.file(&format!("lib/firmware/nvidia/{VERSION}/gsp_ga10x.bin"));
         root.file("lib/firmware/nvidia/470.1/gsp.bin");
         root.file("usr/share/glvnd/egl_vendor.d/10_nvidia.json");
         root.file("etc/cufile.json");
         fs::create_dir_all(path.join("run/nvidia-persistenced")).unwrap();
-        // Dropping it leaves the file.
+        // The socket's file stays when the listener is dropped.
         drop(UnixListener::bind(path.join("run/nvidia-persistenced/socket")).unwrap());
         for node in ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia0", "nvidia1", "gdrdrv"] {
             root.node(node);
@@ -50,12 +50,12 @@ impl Root {
         for node in ["dri/card1", "dri/renderD128", "dri/card2"] {
             root.node(node);
         }
-        // A file is no device.
+        // A regular file is not a device.
         root.file("dev/nvidia-modeset");
         root
     }
 
-    /// The libraries of a driver.
+    /// Writes the libraries of a driver.
     pub fn driver(&self, version: &str) {
         for name in ["libcuda", "libnvidia-ml", "libnvidia-ptxjitcompiler"] {
             self.file(&format!("{LIBRARIES}/{name}.so.{version}"));
@@ -64,25 +64,25 @@ impl Root {
         self.link(&format!("{LIBRARIES}/libcuda.so"), "libcuda.so.1");
     }
 
-    /// The toolkit's hooks, of its first release with hooks.
+    /// Writes the hook program of the toolkit's first release with hooks.
     pub fn hook(&self) {
         self.hook_with(&[]);
     }
 
-    /// The same with these more.
+    /// Writes a hook program that also has the hooks `names`.
     pub fn hook_with(&self, names: &[&str]) {
         self.program("usr/bin/nvidia-cdi-hook");
         let text = format!("\x7fELF create-symlinks update-ldcache {}", names.join("\0"));
         fs::write(self.path.join("usr/bin/nvidia-cdi-hook"), text).unwrap();
     }
 
-    /// The kernel's word on the loaded driver.
+    /// Writes the version of the loaded driver, as the kernel reports it.
     pub fn loaded(&self, version: &str) {
         self.file("sys/module/nvidia/version");
         fs::write(self.path.join("sys/module/nvidia/version"), format!("{version}\n")).unwrap();
     }
 
-    /// A GPU's nodes as the kernel lists them.
+    /// Writes a GPU's DRM nodes, as the kernel lists them in /sys.
     pub fn drm(&self, pci: &str, names: &[&str]) {
         for name in names {
             fs::create_dir_all(self.path.join(format!("sys/bus/pci/devices/{pci}/drm/{name}"))).unwrap();
@@ -100,7 +100,7 @@ impl Root {
         fs::set_permissions(self.path.join(path), fs::Permissions::from_mode(0o755)).unwrap();
     }
 
-    /// A link, over another one where there is one.
+    /// Makes a symbolic link; replaces an existing one.
     pub fn link(&self, path: &str, target: &str) {
         let path = self.path.join(path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();

@@ -1,5 +1,5 @@
-//! The CDI format retold: SPEC.md and the schema of the CDI project (version 1.1.0) as strict types, and the rules
-//! that the project's own library holds a spec to. Shares no code with what it checks.
+//! A second implementation of the CDI format: SPEC.md and the schema of the CDI project (version 1.1.0) as strict
+//! types, and the rules that the project's library enforces. It shares no code with linkwise.
 
 use std::collections::BTreeSet;
 
@@ -65,14 +65,14 @@ struct Hook {
 
 const HOOKS: [&str; 6] = ["prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop"];
 
-/// What is wrong with a spec, a line each.
+/// Returns the violations of the format in a spec, a line each.
 pub fn check(text: &str) -> Vec<String> {
     let spec: Spec = match serde_json::from_str(text) {
         Ok(spec) => spec,
         Err(error) => return vec![error.to_string()],
     };
     let mut wrong = Vec::new();
-    let mut hold = |ok: bool, what: String| {
+    let mut expect = |ok: bool, what: String| {
         if !ok {
             wrong.push(what);
         }
@@ -84,53 +84,57 @@ pub fn check(text: &str) -> Vec<String> {
             && edge(text.chars().last())
             && text.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
     };
-    hold(label(vendor) && label(class), format!("kind {}", spec.kind));
-    hold(!spec.devices.is_empty(), "no devices".to_owned());
+    expect(label(vendor) && label(class), format!("kind {}", spec.kind));
+    expect(!spec.devices.is_empty(), "no devices".to_owned());
     let mut names = BTreeSet::new();
     for device in &spec.devices {
         let name = &device.name;
-        hold(label(&name.replace(':', "-")) && !name.starts_with(':') && !name.ends_with(':'), format!("name {name}"));
-        hold(names.insert(name), format!("{name} twice"));
+        expect(
+            label(&name.replace(':', "-")) && !name.starts_with(':') && !name.ends_with(':'),
+            format!("name {name}"),
+        );
+        expect(names.insert(name), format!("{name} twice"));
         let edits = &device.container_edits;
         let empty = edits.env.is_empty() && edits.device_nodes.is_empty() && edits.mounts.is_empty();
-        hold(!empty || !edits.hooks.is_empty(), format!("{name} is empty"));
+        expect(!empty || !edits.hooks.is_empty(), format!("{name} is empty"));
     }
     let edits = || spec.devices.iter().map(|device| &device.container_edits).chain([&spec.container_edits]);
     let absolute = |path: &str| path.starts_with('/') && !path.contains("//") && !path.contains("/../");
     for edits in edits() {
         for env in &edits.env {
-            hold(env.split_once('=').is_some_and(|(name, _)| !name.is_empty()), format!("env {env}"));
+            expect(env.split_once('=').is_some_and(|(name, _)| !name.is_empty()), format!("env {env}"));
         }
         for node in &edits.device_nodes {
-            hold(absolute(&node.path), format!("node {}", node.path));
-            hold(node.host_path.as_deref().is_none_or(absolute), format!("node {:?}", node.host_path));
-            hold(node.permissions.chars().all(|c| "rwm".contains(c)), format!("rights {}", node.permissions));
+            expect(absolute(&node.path), format!("node {}", node.path));
+            expect(node.host_path.as_deref().is_none_or(absolute), format!("node {:?}", node.host_path));
+            expect(node.permissions.chars().all(|c| "rwm".contains(c)), format!("rights {}", node.permissions));
         }
         for mount in &edits.mounts {
-            hold(absolute(&mount.host_path), format!("mount {}", mount.host_path));
-            hold(absolute(&mount.container_path), format!("mount {}", mount.container_path));
-            hold(mount.options.iter().all(|option| !option.is_empty()), "an empty option".to_owned());
+            expect(absolute(&mount.host_path), format!("mount {}", mount.host_path));
+            expect(absolute(&mount.container_path), format!("mount {}", mount.container_path));
+            expect(mount.options.iter().all(|option| !option.is_empty()), "an empty option".to_owned());
         }
         for hook in &edits.hooks {
-            hold(HOOKS.contains(&hook.hook_name.as_str()), format!("hook {}", hook.hook_name));
-            hold(absolute(&hook.path), format!("hook {}", hook.path));
-            hold(!hook.args.is_empty(), format!("hook {} has no name of its own", hook.path));
+            expect(HOOKS.contains(&hook.hook_name.as_str()), format!("hook {}", hook.hook_name));
+            expect(absolute(&hook.path), format!("hook {}", hook.path));
+            expect(!hook.args.is_empty(), format!("hook {} has no name of its own", hook.path));
         }
     }
-    // The versions that brought what is used; the project's own table.
-    let typed = edits().any(|edits| edits.mounts.iter().any(|mount| mount.r#type.is_some()));
-    let moved = edits().any(|edits| edits.device_nodes.iter().any(|node| node.host_path.is_some()));
-    let digit = spec.devices.iter().any(|device| !device.name.starts_with(char::is_alphabetic));
-    let annotated = !spec.annotations.is_empty() || spec.devices.iter().any(|device| !device.annotations.is_empty());
-    let least = if annotated || class.contains('.') {
+    // The version must be the lowest that has every feature in use, by the CDI project's table.
+    let has_mount_types = edits().any(|edits| edits.mounts.iter().any(|mount| mount.r#type.is_some()));
+    let has_host_paths = edits().any(|edits| edits.device_nodes.iter().any(|node| node.host_path.is_some()));
+    let has_names_with_digit = spec.devices.iter().any(|device| !device.name.starts_with(char::is_alphabetic));
+    let has_annotations =
+        !spec.annotations.is_empty() || spec.devices.iter().any(|device| !device.annotations.is_empty());
+    let minimum = if has_annotations || class.contains('.') {
         "0.6.0"
-    } else if moved || digit {
+    } else if has_host_paths || has_names_with_digit {
         "0.5.0"
-    } else if typed {
+    } else if has_mount_types {
         "0.4.0"
     } else {
         "0.3.0"
     };
-    hold(spec.cdi_version == least, format!("version {}, {least} is enough and needed", spec.cdi_version));
+    expect(spec.cdi_version == minimum, format!("version {}, {minimum} is enough and needed", spec.cdi_version));
     wrong
 }
