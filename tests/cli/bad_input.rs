@@ -7,28 +7,28 @@ use tempfile::TempDir;
 use crate::cli::linkwise;
 use crate::dra::published::golden::holds;
 
-/// The command's exit code and standard error; it prints nothing on standard output.
+/// Runs a command that prints nothing on standard output; returns its exit code and standard error.
 fn refusal(args: &[&str]) -> (Option<i32>, String) {
     let mut command = linkwise(args);
-    // Without --node the command reads this machine: NVML is unavailable there.
+    // Without --node the command reads this machine, where NVML is to be unavailable.
     command.env("LINKWISE_NVML_LIBRARY", "/no/such/libnvidia-ml.so.1");
     let output = command.output().unwrap();
     assert!(output.stdout.is_empty(), "{output:?}");
-    let words = String::from_utf8(output.stderr).unwrap();
-    assert!(!words.contains("panicked") && !words.contains("RUST_BACKTRACE"), "{words}");
-    (output.status.code(), words)
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(!error.contains("panicked") && !error.contains("RUST_BACKTRACE"), "{error}");
+    (output.status.code(), error)
 }
 
-/// Asserts that the command fails with one line that names all of these.
+/// Asserts that the command fails with one line that contains all texts in `named`.
 fn refused(args: &[&str], named: &[&str]) {
-    let (code, words) = refusal(args);
-    assert_eq!(code, Some(1), "{args:?}: {words}");
-    let one_line = words.starts_with("linkwise: ") && words.lines().count() == 1 && words.ends_with('\n');
-    let is_plain = ["{ ", "u32"].iter().all(|debug| !words.contains(debug));
-    assert!(one_line && is_plain && named.iter().all(|name| words.contains(name)), "{args:?} names {named:?}: {words}");
+    let (code, error) = refusal(args);
+    assert_eq!(code, Some(1), "{args:?}: {error}");
+    let one_line = error.starts_with("linkwise: ") && error.lines().count() == 1 && error.ends_with('\n');
+    let is_plain = ["{ ", "u32"].iter().all(|debug| !error.contains(debug));
+    assert!(one_line && is_plain && named.iter().all(|name| error.contains(name)), "{args:?} names {named:?}: {error}");
 }
 
-/// Commands that take a machine.
+/// The commands that take a machine.
 fn with_machine(machine: &str) -> [Vec<&str>; 5] {
     let allocate = ["allocate", "--size", "1", "--node", machine];
     let claim = ["claim", "--gpus", "1", "--node", machine];
@@ -119,9 +119,9 @@ fn missing_nvml_reports_cause_and_remedy() {
 #[test]
 fn unknown_arguments_are_named() {
     let usage = |args: &[&str], named: &str| {
-        let (code, words) = refusal(args);
-        assert_eq!(code, Some(2), "{args:?}: {words}");
-        assert!(words.starts_with("error: ") && words.contains(named), "{args:?}: {words}");
+        let (code, error) = refusal(args);
+        assert_eq!(code, Some(2), "{args:?}: {error}");
+        assert!(error.starts_with("error: ") && error.contains(named), "{args:?}: {error}");
     };
     usage(&["topology", "--wat"], "'--wat'");
     usage(&["dance"], "'dance'");
@@ -137,7 +137,7 @@ fn unknown_arguments_are_named() {
 }
 
 #[test]
-fn removed_names_are_refused_with_what_to_do() {
+fn removed_names_are_refused_with_the_remedy() {
     let mut text = String::new();
     for args in [
         &["gang", "--pods", "4"][..],
@@ -150,14 +150,14 @@ fn removed_names_are_refused_with_what_to_do() {
         &["topology", "--host=host.xml"],
         &["claim", "--spare-nvswitch"],
     ] {
-        let (code, words) = refusal(args);
-        assert_eq!((code, words.lines().count()), (Some(2), 1), "{words}");
-        text += &words;
+        let (code, error) = refusal(args);
+        assert_eq!((code, error.lines().count()), (Some(2), 1), "{error}");
+        text += &error;
     }
     holds("removed-names", &text);
     let mut run = linkwise(&["config", "show"]);
     let output = run.env("LINKWISE_DRA_GROUPS", "2").env("LINKWISE_TRACES_ENDPOINT", "").output().unwrap();
-    let words = String::from_utf8(output.stderr).unwrap();
-    assert!(!output.status.success(), "{words}");
-    assert!(words.starts_with("linkwise: LINKWISE_DRA_GROUPS: removed: groups of 2, 4 and 8 GPUs"), "{words}");
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success(), "{error}");
+    assert!(error.starts_with("linkwise: LINKWISE_DRA_GROUPS: removed: groups of 2, 4 and 8 GPUs"), "{error}");
 }

@@ -1,4 +1,4 @@
-//! `linkwise expect` and `linkwise verify` for the GPUs of a pod, beside an admin socket that knows the pods.
+//! `linkwise expect` and `linkwise verify` for the GPUs of a pod, which they read from an admin socket.
 
 use serde_json::{Value, json};
 
@@ -14,14 +14,14 @@ fn held(pod: &str, container: &str, gpus: &[u32]) -> Value {
     json!({"namespace": "team-a", "pod": pod, "container": container, "gpus": gpus})
 }
 
-/// What a command says, and whether it succeeded.
-fn said(linkwise_there: &Neighbour, args: &[&str]) -> (String, bool) {
-    let output = linkwise(args).arg("--socket").arg(linkwise_there.socket()).output().unwrap();
+/// Runs a command; returns all that it printed, and true if it succeeded.
+fn output(neighbour: &Neighbour, args: &[&str]) -> (String, bool) {
+    let output = linkwise(args).arg("--socket").arg(neighbour.socket()).output().unwrap();
     (String::from_utf8([output.stdout, output.stderr].concat()).unwrap(), output.status.success())
 }
 
 #[test]
-fn gpus_of_a_pod_are_those_that_linkwise_gave_it() {
+fn gpus_of_a_pod_come_from_the_admin_socket() {
     let neighbour = Neighbour::started(json!({"allocations": [
         held("train-0", "main", &[4, 1]),
         held("train-0", "side", &[6]),
@@ -29,7 +29,7 @@ fn gpus_of_a_pod_are_those_that_linkwise_gave_it() {
         held("one", "main", &[0]),
     ]}));
     let indices = |pod: &str| {
-        let (text, is_done) = said(&neighbour, &["expect", "--node", "dgx-h100", "--pod", pod, "--format", "json"]);
+        let (text, is_done) = output(&neighbour, &["expect", "--node", "dgx-h100", "--pod", pod, "--format", "json"]);
         assert!(is_done, "{text}");
         let answer: Value = serde_json::from_str(&text).unwrap();
         let gpus = answer["gpus"].as_array().unwrap();
@@ -39,11 +39,11 @@ fn gpus_of_a_pod_are_those_that_linkwise_gave_it() {
     assert_eq!(indices("team-a/train-0/main"), [1, 4]);
     assert_eq!(indices("team-a/train-1"), [2, 3, 5]);
 
-    // What nccl-tests printed of three GPUs is compared with the pod's, not with the machine's.
+    // A result of nccl-tests on three GPUs is compared with the pod's GPUs, not with all of the machine.
     let log = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(log.path(), table(3, &[(1 << 33, vec![350_000.0])]).replace("nGpus 8", "nGpus 3")).unwrap();
     let file = log.path().to_str().unwrap();
-    let verify = |pod| said(&neighbour, &["verify", "--node", "dgx-h100", "--pod", pod, file]);
+    let verify = |pod| output(&neighbour, &["verify", "--node", "dgx-h100", "--pod", pod, file]);
     let (text, is_done) = verify("team-a/train-0");
     assert!(is_done && text.contains("as expected: 350.00 GB/s"), "{text}");
     let (text, is_done) = verify("team-a/train-0/main");
@@ -53,7 +53,7 @@ fn gpus_of_a_pod_are_those_that_linkwise_gave_it() {
 #[test]
 fn pods_without_such_gpus_are_named() {
     let neighbour = Neighbour::started(json!({"allocations": [held("one", "main", &[0])]}));
-    for (pod, why) in [
+    for (pod, cause) in [
         ("team-b/one", "team-b/one has no GPU on this node"),
         ("team-a/one/side", "team-a/one/side has no GPU on this node"),
         ("team-a/one", "name two or more"),
@@ -61,21 +61,21 @@ fn pods_without_such_gpus_are_named() {
         ("a/b/c/d", "'a/b/c/d' is not NAMESPACE/POD"),
         ("team-a//main", "'team-a//main' is not NAMESPACE/POD"),
     ] {
-        let (text, is_done) = said(&neighbour, &["expect", "--node", "dgx-h100", "--pod", pod]);
-        assert!(!is_done && text.contains(why), "{pod}: {text}");
+        let (text, is_done) = output(&neighbour, &["expect", "--node", "dgx-h100", "--pod", pod]);
+        assert!(!is_done && text.contains(cause), "{pod}: {text}");
     }
-    // Another machine than this one has other GPUs.
-    let (text, is_done) = said(&neighbour, &["expect", "--node", "dgx-a100", "--pod", "team-a/one"]);
+    // The machine of --node lacks the GPU that the socket names.
+    let (text, is_done) = output(&neighbour, &["expect", "--node", "dgx-a100", "--pod", "team-a/one"]);
     assert!(!is_done && text.contains(&format!("no GPU {H100}0 on this machine")), "{text}");
-    // MIG devices reach each other by other ways than the GPUs that they are on.
+    // MIG devices are refused, because there is no bandwidth model for them.
     let gpus = [0, 1].map(|index| format!("GPU-00000000-0000-0000-0000-{index:012}"));
     let held = json!([{"namespace": "team-a", "pod": "mixed", "container": "main", "gpus": gpus}]);
     let mixed = Neighbour::started(json!({"allocations": held}));
     let machine = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/four-gpus-mig.yaml");
-    let (text, is_done) = said(&mixed, &["expect", "--node", machine, "--pod", "team-a/mixed"]);
+    let (text, is_done) = output(&mixed, &["expect", "--node", machine, "--pod", "team-a/mixed"]);
     assert!(!is_done && text.contains("team-a/mixed has MIG devices of GPU 1"), "{text}");
-    // Until the kubelet has answered, nobody knows.
+    // Before the kubelet's first answer linkwise does not know the holders.
     let starting = Neighbour::started(json!({"allocations": null}));
-    let (text, is_done) = said(&starting, &["expect", "--node", "dgx-h100", "--pod", "team-a/one"]);
+    let (text, is_done) = output(&starting, &["expect", "--node", "dgx-h100", "--pod", "team-a/one"]);
     assert!(!is_done && text.contains("does not know yet which pods have which GPUs"), "{text}");
 }

@@ -1,5 +1,4 @@
-//! Inputs that strangers gave, each with its right answer: machines, configurations and measurements that an earlier
-//! version took for something else.
+//! Regression tests: machines, configurations and measurements that an earlier version misread.
 
 use std::fs;
 use std::path::PathBuf;
@@ -9,7 +8,7 @@ use tempfile::TempDir;
 
 use super::linkwise;
 
-/// A folder of files.
+/// A temporary folder of input files.
 struct Files(TempDir);
 
 impl Files {
@@ -24,14 +23,14 @@ impl Files {
     }
 }
 
-/// Runs a command; returns its exit status and all that it said.
-fn said(args: &[&str]) -> (i32, String) {
+/// Runs a command; returns its exit status and all that it printed.
+fn output(args: &[&str]) -> (i32, String) {
     let output = linkwise(args).output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
     (output.status.code().unwrap(), text(output.stdout) + &text(output.stderr))
 }
 
-/// A node file of these GPUs below one host bridge each.
+/// A node file with these GPUs, each below a host bridge of its own.
 fn machine(gpus: &[serde_json::Value]) -> String {
     let gpu = |(index, about): (usize, &serde_json::Value)| {
         let mut gpu = json!({"index": index, "uuid": format!("GPU-00000000-0000-4000-8000-00000000000{index}"),
@@ -47,14 +46,15 @@ fn machine(gpus: &[serde_json::Value]) -> String {
     .to_string()
 }
 
-/// A GPU behind an NVSwitch, with so many links.
+/// A GPU behind an NVSwitch.
 fn switched(links: u32) -> serde_json::Value {
     let groups = if links == 0 {
         json!([])
     } else {
         json!([{"links": (0..links).collect::<Vec<_>>(), "remote": {"switch": null}}])
     };
-    json!({"model": "NVIDIA B200", "compute_capability": "10.0", "pcie": {"mts": 32000, "width": 16}, "nvlinks": groups})
+    let pcie = json!({"mts": 32000, "width": 16});
+    json!({"model": "NVIDIA B200", "compute_capability": "10.0", "pcie": pcie, "nvlinks": groups})
 }
 
 const HEAD: &str = "# nThread 1 nGpus 2 minBytes 8589934592 maxBytes 8589934592\n";
@@ -64,37 +64,39 @@ fn wrong_values_fail_a_run_of_any_bandwidth() {
     let files = Files::new();
     let rows = "8589934592 2147483648 float sum -1 23166.0 370.80 370.80 50 23166.0 370.80 370.80 50\n";
     let run = files.put("run.txt", &format!("{HEAD}{rows}# Out of bounds values : 50 FAILED\n"));
-    let (status, text) = said(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]);
+    let (status, text) = output(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]);
     assert!(status == 1 && text.starts_with("wrong values: ") && text.contains("\n  100 wrong values: "), "{text}");
-    // The rows alone say it, and so does the summary; a version that prints a tolerance has none.
+    // The rows or the summary alone suffice.
     let run = files.put("rows.txt", &format!("{HEAD}{rows}"));
-    assert!(said(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]).1.contains("  100 wrong values: "));
+    assert!(output(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]).1.contains("  100 wrong values: "));
     let summary = rows.replace(" 50", " N/A") + "# Out of bounds values : 50 FAILED\n";
     let run = files.put("summary.txt", &format!("{HEAD}{summary}"));
-    assert!(said(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]).1.contains("  50 wrong values: "));
-    // A million and more is no tolerance, and each line may have a prefix.
+    assert!(output(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]).1.contains("  50 wrong values: "));
+    // A count in exponential notation, or `nan`, is not taken as a tolerance.
     for (wrong, sum) in [(" 1.23457e+06", 2_469_140), (" nan", 2)] {
         let run = files.put("many.txt", &format!("{HEAD}{}", rows.replace(" 50", wrong)));
-        let (_, text) = said(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]);
+        let (_, text) = output(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]);
         assert!(text.contains(&format!("  {sum} wrong values: ")), "{text}");
     }
+    // Open MPI may put a prefix before each line.
     let prefixed = format!("{}[1,0]<stdout>: # Out of bounds values : 4 FAILED\n", rows.replace(" 50", " N/A"));
     let run = files.put("prefixed.txt", &format!("{HEAD}{prefixed}"));
-    assert!(said(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]).1.contains("  4 wrong values: "));
+    assert!(output(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]).1.contains("  4 wrong values: "));
+    // Older versions print the largest error in that column, here within the tolerance.
     let run = files.put("old.txt", &format!("{HEAD}{}", rows.replace(" 50", " 5e-07")));
-    assert_eq!(said(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]).0, 0);
+    assert_eq!(output(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]).0, 0);
 }
 
 #[test]
-fn row_without_time_and_run_of_one_rank_are_no_measurement() {
+fn row_without_time_and_run_of_one_rank_are_refused() {
     let files = Files::new();
     let zero =
         files.put("zero.txt", &format!("{HEAD}8589934592 2147483648 float sum -1 0.0 0.00 0.00 0 0.0 0.00 0.00 0\n"));
-    let (status, text) = said(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &zero]);
+    let (status, text) = output(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &zero]);
     assert!(status == 1 && text.contains("no readable row"), "{text}");
     let one = "#  Rank  0 Group  0 Pid    127 on node device  0 [0x07] NVIDIA A100-SXM4-40GB\n";
     let row = "8589934592 2147483648 float sum -1 3500.0 2454.27 0.00 0 0.05 171798.00 0.00 0\n";
-    let (status, text) = said(&["verify", "--node", "dgx-h100", &files.put("one.txt", &format!("{HEAD}{one}{row}"))]);
+    let (status, text) = output(&["verify", "--node", "dgx-h100", &files.put("one.txt", &format!("{HEAD}{one}{row}"))]);
     assert!(status == 1 && text.contains("an all-reduce of one GPU has no bandwidth"), "{text}");
 }
 
@@ -103,7 +105,8 @@ fn unknown_nvlinks_are_not_taken_as_none() {
     let files = Files::new();
     let cloud = files.put(
         "cloud.xml",
-        r#"<system version="1"><cpu numaid="0" affinity="ff" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="143">
+        r#"<system version="1">
+            <cpu numaid="0" affinity="ff" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="143">
             <pci busid="0001:00:00.0" class="0x030200" link_speed="32.0 GT/s PCIe" link_width="16"/>
             <pci busid="0002:00:00.0" class="0x030200" link_speed="32.0 GT/s PCIe" link_width="16"/></cpu></system>"#,
     );
@@ -120,53 +123,53 @@ fn unknown_nvlinks_are_not_taken_as_none() {
         &format!("{HEAD}8589934592 2147483648 float sum -1 23166.0 370.80 370.80 0 23166.0 370.80 370.80 0\n"),
     );
     for (machine, name) in [(&cloud, "cloud"), (&hwloc, "hwloc")] {
-        let (status, text) = said(&["expect", "--node", machine]);
+        let (status, text) = output(&["expect", "--node", machine]);
         let expected = "rings         unknown\nNVLink SHARP  unknown\nnote: GPUs 0001:00:00.0, ";
         assert!(status == 0 && text.contains(expected), "{text}");
-        let (_, text) = said(&["labels", "--node", machine]);
+        let (_, text) = output(&["labels", "--node", machine]);
         assert!(
             !text.contains("gpu.link=") && !text.contains("island-size=") && text.contains("gpu.rails=0"),
             "{text}"
         );
         for command in [&["topology"][..], &["verify", &run]] {
-            let (_, text) = said(&[command, &["--node", machine]].concat());
+            let (_, text) = output(&[command, &["--node", machine]].concat());
             assert!(text.contains("GPUs 0001:00:00.0, 0002:00:00.0: their NVLinks are unknown"), "{text}");
         }
         let two = ["claim", "--gpus", "2"];
         let (exact, fleet) = ([&two[..], &["--exact"]].concat(), [&two[..], &["--node", "dgx-h100"]].concat());
         for command in [&["allocate", "--size", "2"][..], &two, &exact, &fleet, &["dra"]] {
-            let (status, text) = said(&[command, &["--node", machine]].concat());
-            let is_told = text.contains(&format!("{name}: its NVLinks are unknown, and taken as none"))
+            let (status, text) = output(&[command, &["--node", machine]].concat());
+            let is_warned = text.contains(&format!("{name}: its NVLinks are unknown, and taken as none"))
                 || text.contains(&format!("{machine}: its NVLinks are unknown, and taken as none"));
-            assert!(is_told && !text.contains("GB/s each"), "{command:?}: {status} {text}");
+            assert!(is_warned && !text.contains("GB/s each"), "{command:?}: {status} {text}");
         }
     }
 }
 
 #[test]
-fn gpu_without_a_memory_of_its_own_has_none() {
+fn gpu_without_its_own_memory_shows_none() {
     let gb10 = "version: 1\nname: spark\nobserved:\n  gpus:\n    - {index: 0, uuid: GPU-0, pci: \"000f:01:00.0\", \
                 model: NVIDIA GB10, minor: 0, compute_capability: \"12.1\", architecture: Blackwell, nvlinks: []}\n";
     let files = Files::new();
     let file = files.put("gb10.yaml", gb10);
     for command in ["labels", "dra", "topology"] {
-        let (status, text) = said(&[command, "--node", &file]);
+        let (status, text) = output(&[command, "--node", &file]);
         assert!(status == 0 && text.contains("GB10") && !text.contains("memory"), "{text}");
     }
 }
 
-/// Returns true for a character that a terminal obeys, or that changes the direction of writing.
-fn is_obeyed(char: char) -> bool {
+/// Returns true for a control character, and for one that changes the direction of writing.
+fn is_hostile(char: char) -> bool {
     (char.is_control() && char != '\n') || matches!(char, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
 #[test]
-fn nothing_of_an_input_is_obeyed_by_a_terminal() {
+fn control_characters_of_inputs_are_escaped() {
     const HOSTILE: &str = "a\u{1b}[31m\u{9b}2J\u{202e}\nFORGED";
     let files = Files::new();
     let written = r"a\u001b[31m\u009b2J\u202e\nFORGED";
     let (mut plain, mut hostile) = (switched(0), switched(0));
-    // YAML needs no quotes for the first one.
+    // The model of the first GPU needs no quotes in YAML.
     (plain["model"], hostile["model"]) = ("a\u{202e}b".into(), "HOSTILE".into());
     let nic = r#"{"kind":"nic","nics":[{"name":"HOSTILE","kind":"rdma"}]},{"kind":"gpu""#;
     let text = machine(&[plain, hostile]).replace(r#"{"kind":"gpu""#, nic).replace(r#""node""#, r#""HOSTILE""#);
@@ -176,9 +179,9 @@ fn nothing_of_an_input_is_obeyed_by_a_terminal() {
         files.put("keys.yaml", &format!("version: v1\n\"{written}\": 1\nflags: {{migStrategy: \"{written}\"}}\n"));
     let run = files.put("run.txt", &format!("{HEAD}8589934592 2147483648 float sum -1 23166.0 370.80 370.80 0\n"));
     let shown = |args: &[&str]| {
-        let (_, text) = said(args);
+        let (_, text) = output(args);
         assert!(
-            !text.contains(is_obeyed) && !text.lines().any(|line| line.starts_with("FORGED")),
+            !text.contains(is_hostile) && !text.lines().any(|line| line.starts_with("FORGED")),
             "{args:?}: {text:?}"
         );
         text
@@ -206,7 +209,7 @@ fn nothing_of_an_input_is_obeyed_by_a_terminal() {
         shown(&["config", "show", "--config-file", file]);
         shown(&["config", "show", "--config-file", file, "--format", "json"]);
     }
-    // Escaped, the output says the same.
+    // The escapes do not change the values that a parser reads.
     let topology = |node: &str| -> serde_json::Value {
         serde_json::from_str(&shown(&["topology", "--format", "json", "--node", node])).unwrap()
     };
@@ -221,23 +224,23 @@ fn nothing_of_an_input_is_obeyed_by_a_terminal() {
 }
 
 #[test]
-fn odd_gpu_is_named_and_goes_to_one_first() {
+fn odd_gpu_is_named_and_allocated_alone_first() {
     let files = Files::new();
     let odd = files.put("odd.yaml", &machine(&[switched(18), switched(0), switched(18), switched(18)]));
     let words = "GPU 0000:02:00.0 is the odd one of 4 GPUs of its model: 0 of its NVLinks are up, 18 on each other GPU";
-    assert!(said(&["topology", "--node", &odd]).1.contains(&format!("warning: {words}")));
-    let (_, text) = said(&["expect", "--node", &odd]);
+    assert!(output(&["topology", "--node", &odd]).1.contains(&format!("warning: {words}")));
+    let (_, text) = output(&["expect", "--node", &odd]);
     assert!(text.contains(&format!("note: {words}")), "{text}");
-    assert!(said(&["allocate", "--size", "1", "--node", &odd]).1.starts_with("GPU 1  "));
-    assert!(said(&["allocate", "--size", "3", "--node", &odd]).1.contains("GPU 0,2,3 (3 of 4)"));
-    // What the GPU costs is a fault of the machine, not its kind.
+    assert!(output(&["allocate", "--size", "1", "--node", &odd]).1.starts_with("GPU 1  "));
+    assert!(output(&["allocate", "--size", "3", "--node", &odd]).1.contains("GPU 0,2,3 (3 of 4)"));
+    // The bandwidth that the odd GPU costs is a fault, so the expectation does not drop.
     let run = files.put("run.txt", &format!("{HEAD}8589934592 2147483648 float sum -1 268435.0 32.00 48.00 0\n"));
-    let (status, text) = said(&["verify", "--node", &odd, "--gpus", "0,1,2,3", &run]);
+    let (status, text) = output(&["verify", "--node", &odd, "--gpus", "0,1,2,3", &run]);
     assert!(
         status == 1 && text.starts_with("below: 48.00 GB/s of ") && text.contains("18 of its 18 NVLinks are down"),
         "{text}"
     );
-    // Any other difference, by one GPU of three.
+    // The other differences that make one GPU of three odd.
     for (key, value, words) in [
         ("pcie", json!({"mts": 32000, "width": 8}), "its PCIe link has 8 lanes, 16 on each other GPU"),
         ("pcie", json!({"mts": 16000, "width": 16}), "its PCIe link can do 16000 MT/s, 32000 on each other GPU"),
@@ -250,15 +253,15 @@ fn odd_gpu_is_named_and_goes_to_one_first() {
         let mut last = switched(18);
         last[key] = value;
         let odd = files.put("other.yaml", &machine(&[switched(18), switched(18), last]));
-        let (_, text) = said(&["topology", "--node", &odd]);
+        let (_, text) = output(&["topology", "--node", &odd]);
         assert!(
             text.contains(&format!("warning: GPU 0000:03:00.0 is the odd one of 3 GPUs of its model: {words}")),
             "{text}"
         );
     }
-    // Of two GPUs none is odd, and two of four are a kind of machine.
+    // Neither of two GPUs is odd, nor are two of four: such machines exist.
     for gpus in [vec![switched(18), switched(0)], vec![switched(18), switched(18), switched(12), switched(12)]] {
-        assert!(!said(&["topology", "--node", &files.put("even.yaml", &machine(&gpus))]).1.contains("odd one"));
+        assert!(!output(&["topology", "--node", &files.put("even.yaml", &machine(&gpus))]).1.contains("odd one"));
     }
 }
 
@@ -267,7 +270,8 @@ fn nearest_nic_is_the_fastest_of_the_nearest() {
     let files = Files::new();
     let nics = |other: &str| {
         format!(
-            "version: 1\nname: nics\nobserved:\n  gpus: [{{index: 0, uuid: GPU-0, pci: \"0000:05:00.0\", nvlinks: []}}]\n  \
+            "version: 1\nname: nics\nobserved:\n  \
+             gpus: [{{index: 0, uuid: GPU-0, pci: \"0000:05:00.0\", nvlinks: []}}]\n  \
              host:\n    host_bridges:\n      - devices:\n          - kind: switch\n            devices:\n              \
              - {{pci: \"0000:03:00.0\", kind: nic, nics: [{{name: mlx5_0, kind: rdma{other}}}]}}\n              \
              - {{pci: \"0000:04:00.0\", kind: nic, nics: [{{name: mlx5_1, kind: rdma, mbps: 400000}}]}}\n              \
@@ -275,7 +279,7 @@ fn nearest_nic_is_the_fastest_of_the_nearest() {
         )
     };
     let nearest =
-        |text: &str| said(&["allocate", "--size", "1", "--explain", "--node", &files.put("nics.yaml", text)]).1;
+        |text: &str| output(&["allocate", "--size", "1", "--explain", "--node", &files.put("nics.yaml", text)]).1;
     assert!(nearest(&nics(", mbps: 25000")).contains("nearest NIC mlx5_1 (PIX)"));
     assert!(
         nearest(&nics("")).contains("nearest NIC mlx5_0, mlx5_1 (PIX)"),
@@ -284,42 +288,45 @@ fn nearest_nic_is_the_fastest_of_the_nearest() {
 }
 
 #[test]
-fn virtual_interfaces_are_no_nics_of_a_machine() {
+fn virtual_interfaces_are_not_taken_as_nics() {
     let files = Files::new();
     let cpu = |id: u32| {
         format!(
-            r#"<cpu numaid="{id}" affinity="ff" arch="x86_64"><pci busid="0000:0{}:00.0" class="0x030000"><gpu dev="{id}" sm="89"/></pci>
+            r#"<cpu numaid="{id}" affinity="ff" arch="x86_64">
+            <pci busid="0000:0{}:00.0" class="0x030000"><gpu dev="{id}" sm="89"/></pci>
             <nic><net name="tunl0" dev="0" speed="10000" port="0" guid="0x0"/></nic></cpu>"#,
             id + 1
         )
     };
     let dump = files.put("virtual.xml", &format!("<system version=\"1\">{}{}</system>", cpu(0), cpu(1)));
-    let (_, text) = said(&["topology", "--node", &dump]);
+    let (_, text) = output(&["topology", "--node", &dump]);
     assert!(
         !text.contains("tunl0") && text.contains("a NIC without a PCI function is virtual; left out (1 more like it)"),
         "{text}"
     );
-    // IP over InfiniBand is no second interface.
+    // An IP over InfiniBand interface is not counted as a second NIC.
     let host = files.put(
         "ipoib.xml",
-        r#"<topology version="2.0"><object type="Machine" os_index="0"><object type="Bridge" bridge_type="0-1" depth="0">
+        r#"<topology version="2.0"><object type="Machine" os_index="0">
+            <object type="Bridge" bridge_type="0-1" depth="0">
             <object type="PCIDev" pci_busid="0000:3e:00.0" pci_type="0207 [15b3:1021] [15b3:1113] 00">
-             <object type="OSDev" name="ibp62s0" osdev_type="2"/><object type="OSDev" name="ibp62s0" osdev_type="3"/></object>
+             <object type="OSDev" name="ibp62s0" osdev_type="2"/>
+             <object type="OSDev" name="ibp62s0" osdev_type="3"/></object>
             <object type="PCIDev" pci_busid="0000:3f:00.0" pci_type="0302 [10de:2941] [10de:2046] a1"/>
             </object></object></topology>"#,
     );
-    let (_, text) = said(&["topology", "--node", &host]);
+    let (_, text) = output(&["topology", "--node", &host]);
     assert!(text.contains("NIC 0000:3e:00.0  ibp62s0\n") && text.contains("  NIC0: ibp62s0\n"), "{text}");
 }
 
 #[test]
-fn virtual_switch_of_one_lane_is_unknown() {
+fn one_lane_of_a_virtual_switch_is_ignored() {
     let branch = |domain: u32, dev: u32| {
         format!(
             r#"<pci busid="000{domain}:01:00.0" class="0x060400" link_speed="16.0 GT/s PCIe" link_width="1">
             <pci busid="000{domain}:04:00.0" class="0x060400" link_speed="64.0 GT/s PCIe" link_width="16">
-            <pci busid="000{domain}:06:00.0" class="0x030200" link_speed="64.0 GT/s PCIe" link_width="16"><gpu dev="{dev}" sm="103"/></pci>
-            </pci></pci>"#
+            <pci busid="000{domain}:06:00.0" class="0x030200" link_speed="64.0 GT/s PCIe" link_width="16">
+            <gpu dev="{dev}" sm="103"/></pci></pci></pci>"#
         )
     };
     let dump = format!(
@@ -327,7 +334,7 @@ fn virtual_switch_of_one_lane_is_unknown() {
         branch(8, 0),
         branch(9, 1)
     );
-    let (_, text) = said(&["expect", "--node", &Files::new().put("gb300.xml", &dump)]);
+    let (_, text) = output(&["expect", "--node", &Files::new().put("gb300.xml", &dump)]);
     assert!(text.contains("rings         12.00 GB/s"), "{text}");
 }
 
@@ -336,8 +343,8 @@ fn numbers_of_a_file_are_bounded_and_named_by_key() {
     let files = Files::new();
     let node = |gpu: &str, cpus: &str| {
         format!(
-            "version: 1\nname: two\nobserved:\n  gpus:\n    - {{index: 0, uuid: GPU-0, pci: \"0000:01:00.0\"}}\n    - {{{gpu}}}\n  \
-             host:\n    numa_nodes: [{{id: 0, cpus: \"{cpus}\"}}]\n"
+            "version: 1\nname: two\nobserved:\n  gpus:\n    - {{index: 0, uuid: GPU-0, pci: \"0000:01:00.0\"}}\n    \
+             - {{{gpu}}}\n  host:\n    numa_nodes: [{{id: 0, cpus: \"{cpus}\"}}]\n"
         )
     };
     let second = |more: &str| format!("index: 1, uuid: GPU-1, pci: \"0000:02:00.0\"{more}");
@@ -376,30 +383,32 @@ fn numbers_of_a_file_are_bounded_and_named_by_key() {
         (node(&second(""), "0-99999999999999999999"), "is not a list of CPUs below 8192"),
         (node(&second(""), "0,1,1"), "is not a list of CPUs below 8192"),
     ] {
-        let (status, said) = said(&["topology", "--node", &files.put("odd.yaml", &text)]);
-        assert!(status == 1 && said.contains(words) && said.contains(" line "), "{said}");
+        let (status, printed) = output(&["topology", "--node", &files.put("odd.yaml", &text)]);
+        assert!(status == 1 && printed.contains(words) && printed.contains(" line "), "{printed}");
     }
-    // A dump says the same as a warning, and a long list of CPUs is cut.
+    // A wrong value in a dump is a warning. A long list of CPUs is cut.
     let mask = ["55555555"; 255].join(",");
     let dump = |mask: &str| {
         format!(
             "<system version=\"1\"><cpu numaid=\"0\" affinity=\"{mask}\" arch=\"x86_64\"><pci busid=\"0000:01:00.0\" \
-             class=\"0x030200\" link_speed=\"999999.0 GT/s PCIe\" link_width=\"16\"><gpu dev=\"0\" sm=\"89\"/></pci></cpu></system>"
+             class=\"0x030200\" link_speed=\"999999.0 GT/s PCIe\" link_width=\"16\"><gpu dev=\"0\" sm=\"89\"/></pci>\
+             </cpu></system>"
         )
     };
-    let (status, text) = said(&["topology", "--node", &files.put("long.xml", &dump(&mask))]);
+    let (status, text) = output(&["topology", "--node", &files.put("long.xml", &dump(&mask))]);
     assert!(status == 0 && text.contains("GPU0  X     0,2,4,") && text.contains(" ...  0"), "{text}");
     assert!(text.contains("NUMA node 0, CPUs 0,2,4,") && text.lines().all(|line| line.len() < 250), "{text}");
     assert!(text.contains("999999000 MT/s x16 is not a PCIe link; taken as unknown"), "{text}");
-    let (_, text) = said(&["topology", "--node", &files.put("longer.xml", &dump(&["55555555"; 1000].join(",")))]);
+    let (_, text) = output(&["topology", "--node", &files.put("longer.xml", &dump(&["55555555"; 1000].join(",")))]);
     assert!(text.contains("is not a CPU mask; its CPUs are unknown"), "{text}");
 }
 
 #[test]
-fn gpu_divided_by_mlopart_is_told_as_one() {
-    let dump = r#"<system version="1"><cpu numaid="0" affinity="ff" arch="arm64"><pci busid="0002:81:00.0" class="0x030200">
+fn parts_of_mlopart_are_taken_as_one_gpu() {
+    let dump = r#"<system version="1"><cpu numaid="0" affinity="ff" arch="arm64">
+        <pci busid="0002:81:00.0" class="0x030200">
         <gpu dev="0" sm="107" mlopart="0"/><gpu dev="0" sm="107" mlopart="1"/></pci></cpu></system>"#;
-    let (_, text) = said(&["topology", "--node", &Files::new().put("parts.xml", dump)]);
+    let (_, text) = output(&["topology", "--node", &Files::new().put("parts.xml", dump)]);
     assert!(text.contains("a part of a GPU that is divided by MLOPart; the parts are taken as one GPU"), "{text}");
 }
 
@@ -407,21 +416,21 @@ fn gpu_divided_by_mlopart_is_told_as_one() {
 fn configuration_with_no_known_key_is_refused() {
     let files = Files::new();
     let whole = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: slicing}\ndata:\n  any: |-\n    version: v1\n";
-    let (status, text) = said(&["config", "show", "--config-file", &files.put("map.yaml", whole)]);
+    let (status, text) = output(&["config", "show", "--config-file", &files.put("map.yaml", whole)]);
     assert!(status == 1 && text.contains("this file has no key of a configuration"), "{text}");
-    // One unknown key beside known ones is a warning, as before.
+    // An unknown key beside known ones is a warning.
     let one = files.put("one.yaml", "version: v1\nflags: {renameByDefault: true}\n");
-    assert_eq!(said(&["config", "show", "--config-file", &one]).0, 0);
+    assert_eq!(output(&["config", "show", "--config-file", &one]).0, 0);
 }
 
 #[test]
-fn replicas_are_taken_up_to_what_a_list_and_mps_can_hold() {
+fn replicas_are_limited_by_list_and_mps() {
     let files = Files::new();
     let check = |kind: &str, replicas: u32| {
         let text = format!(
             "version: v1\nsharing: {{{kind}: {{resources: [{{name: nvidia.com/gpu, replicas: {replicas}}}]}}}}\n"
         );
-        said(&["config", "check", &files.put("sharing.yaml", &text)])
+        output(&["config", "check", &files.put("sharing.yaml", &text)])
     };
     assert_eq!((check("timeSlicing", 16_384).0, check("mps", 48).0), (0, 0));
     assert!(check("timeSlicing", 16_385).1.contains("expected a whole number from 2 to 16384"));
@@ -432,9 +441,9 @@ fn replicas_are_taken_up_to_what_a_list_and_mps_can_hold() {
              {{name: gpu, devices: [1], replicas: {replicas}}}]}}}}\n"
         )
     };
-    assert_eq!(said(&["config", "check", &files.put("rows.yaml", &rows(2))]).0, 0);
+    assert_eq!(output(&["config", "check", &files.put("rows.yaml", &rows(2))]).0, 0);
     assert!(
-        said(&["config", "check", &files.put("rows.yaml", &rows(3))])
+        output(&["config", "check", &files.put("rows.yaml", &rows(3))])
             .1
             .contains("MPS: nvidia.com/gpu has 2 replicas in line 2")
     );

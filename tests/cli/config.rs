@@ -1,5 +1,5 @@
-//! `linkwise config`: every example of the NVIDIA plugin's README has the effect that it describes, and every error of
-//! a file is reported by line and key.
+//! `linkwise config`: every example of the NVIDIA plugin's README has its described effect, and every error in a file
+//! is reported with line and key.
 
 use std::path::{Path, PathBuf};
 
@@ -12,13 +12,13 @@ fn configs() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/configs")
 }
 
-/// `config show` as JSON.
+/// Runs `config show` for JSON.
 fn shown(file: &str, args: &[&str]) -> Value {
     let mut command = linkwise(&[&["config", "show", "--format", "json", "--config-file", file], args].concat());
     serde_json::from_str(&text(command.current_dir(configs()))).unwrap()
 }
 
-/// The values that differ from the defaults, by key.
+/// The settings of a file that differ from the defaults, by key.
 fn values(file: &str) -> Value {
     let defaults: Value = serde_json::from_str(&text(&mut linkwise(&["config", "show", "--format", "json"]))).unwrap();
     let shown = shown(file, &[]);
@@ -29,7 +29,7 @@ fn values(file: &str) -> Value {
     changed.map(|(key, shown)| (key.clone(), shown["value"].clone())).collect::<serde_json::Map<_, _>>().into()
 }
 
-/// The files of a folder, by name.
+/// The names of the files of a folder, sorted.
 fn files(folder: &str) -> Vec<String> {
     let entries = std::fs::read_dir(configs().join(folder)).unwrap();
     let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -39,7 +39,7 @@ fn files(folder: &str) -> Vec<String> {
 }
 
 #[test]
-fn examples_of_the_readme_have_their_effect() {
+fn nvidias_examples_have_their_effect() {
     let mut text = String::new();
     for file in files("nvidia") {
         let path = format!("nvidia/{file}");
@@ -75,7 +75,7 @@ fn everything_file_has_every_key() {
 }
 
 #[test]
-fn check_reports_everything() {
+fn check_reports_all_problems() {
     for file in files("bad") {
         let output = linkwise(&["config", "check", &file]).current_dir(configs().join("bad")).output().unwrap();
         let (report, error) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());

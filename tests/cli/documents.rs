@@ -1,4 +1,4 @@
-//! `linkwise completions` and `linkwise man`, read by the shells and by `man`; one that is not here is named and skipped.
+//! `linkwise completions` and `linkwise man`, read by the shells and by `man`. A test without its program is ignored.
 
 #![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, clippy::print_stderr, reason = "a test may panic")]
 
@@ -8,12 +8,12 @@ use std::process::{Command, Output};
 
 use crate::cli::text;
 
-/// What the program prints.
+/// Runs the program; returns its output.
 fn linkwise(args: &[&str]) -> String {
     text(&mut super::linkwise(args))
 }
 
-/// The subcommands that a `--help` lists, without `help`.
+/// The subcommands that `--help` lists, without `help`.
 fn listed(args: &[&str]) -> Vec<String> {
     let help = linkwise(args);
     let Some((_, commands)) = help.split_once("Commands:\n") else { return Vec::new() };
@@ -22,13 +22,13 @@ fn listed(args: &[&str]) -> Vec<String> {
     named.filter(|name| *name != "help").map(str::to_owned).collect()
 }
 
-/// The output of another program.
-fn with(program: &str, args: &[&str]) -> Output {
+/// Runs another program; returns its output.
+fn run_program(program: &str, args: &[&str]) -> Output {
     let ran = Command::new(program).args(args).env("LC_ALL", "C.UTF-8").env("MANWIDTH", "80").output();
     ran.unwrap_or_else(|error| panic!("{program}: {error}"))
 }
 
-/// The completions of a shell, in a file.
+/// Writes the completions for a shell to a file.
 fn completions(shell: &str) -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("completions");
@@ -57,11 +57,11 @@ fn every_command_has_page_and_completions() {
     written.sort_unstable();
     expected.sort_unstable();
     assert_eq!(written, expected);
-    // The process that `linkwise run` starts is nobody's to call.
+    // The agent's command is hidden: only `linkwise run` starts it.
     assert!(texts.iter().all(|text| !text.contains("nvml-agent") && !text.contains("agent-program")));
     let page = fs::read_to_string(pages.join("linkwise-top.1")).unwrap();
     for words in [".TH linkwise-top 1", "\\-\\-interval", "LINKWISE_ADMIN_SOCKET", "\\-\\-once"] {
-        assert!(page.contains(words), "{words}:\n{page}");
+        assert!(page.contains(words), "no '{words}' in\n{page}");
     }
 }
 
@@ -72,7 +72,7 @@ fn folder_that_cannot_be_made_is_named() {
     assert!(!output.status.success() && error.contains("cannot make /dev/null/man"), "{error}");
 }
 
-/// What bash offers for the last of these words.
+/// Bash's completions of the last word.
 fn in_bash(words: &[&str]) -> Vec<String> {
     let (_folder, file) = completions("bash");
     let (last, before) = (words.last().unwrap(), words.get(words.len() - 2).unwrap());
@@ -84,7 +84,7 @@ fn in_bash(words: &[&str]) -> Vec<String> {
         quoted.join(" "),
         words.len() - 1,
     );
-    let output = with("bash", &["--norc", "-u", "-c", &script]);
+    let output = run_program("bash", &["--norc", "-u", "-c", &script]);
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
     String::from_utf8(output.stdout).unwrap().lines().map(str::to_owned).collect()
 }
@@ -112,7 +112,7 @@ fn bash_completes_commands_flags_and_machines() {
 fn zsh_loads_completions() {
     let (_folder, file) = completions("zsh");
     let script = format!("autoload -Uz compinit; compinit -D -u; source '{}'; print $_comps[linkwise]", file.display());
-    let output = with("zsh", &["-f", "-c", &script]);
+    let output = run_program("zsh", &["-f", "-c", &script]);
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
     assert_eq!(String::from_utf8_lossy(&output.stdout), "_linkwise\n");
     let text = fs::read_to_string(&file).unwrap();
@@ -130,7 +130,7 @@ fn fish_completes_machines_and_files() {
         ("linkwise snapshot --node dgx-o", vec!["dgx-of-mine.yaml"]),
     ] {
         let script = format!("cd '{}'; source '{}'; complete -C '{line}'", folder.path().display(), file.display());
-        let output = with("fish", &["--no-config", "-c", &script]);
+        let output = run_program("fish", &["--no-config", "-c", &script]);
         assert!(output.status.success(), "{output:?}");
         let offered = String::from_utf8(output.stdout).unwrap();
         let offered: Vec<&str> = offered.lines().filter_map(|line| line.split('\t').next()).collect();
@@ -138,7 +138,7 @@ fn fish_completes_machines_and_files() {
     }
 }
 
-/// All pages.
+/// Writes all manual pages.
 fn pages() -> (tempfile::TempDir, Vec<PathBuf>) {
     let folder = tempfile::tempdir().unwrap();
     linkwise(&["man", folder.path().to_str().unwrap()]);
@@ -146,9 +146,9 @@ fn pages() -> (tempfile::TempDir, Vec<PathBuf>) {
     (folder, pages)
 }
 
-fn checked(program: &str, args: &[&str], page: &Path) -> String {
+fn run_on_page(program: &str, args: &[&str], page: &Path) -> String {
     let page = page.to_str().unwrap();
-    let output = with(program, &[args, &[page]].concat());
+    let output = run_program(program, &[args, &[page]].concat());
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success() && output.stderr.is_empty(), "{page}: {output:?}");
     text
@@ -158,7 +158,7 @@ fn checked(program: &str, args: &[&str], page: &Path) -> String {
 #[cfg_attr(not(has_man), ignore = "no man here")]
 fn man_renders_pages_without_warnings() {
     for page in pages().1 {
-        let text = checked("man", &["--warnings", "-E", "UTF-8", "-l"], &page);
+        let text = run_on_page("man", &["--warnings", "-E", "UTF-8", "-l"], &page);
         assert!(text.contains("NAME") && text.contains("linkwise"), "{}: {text}", page.display());
     }
 }
@@ -167,6 +167,6 @@ fn man_renders_pages_without_warnings() {
 #[cfg_attr(not(has_mandoc), ignore = "no mandoc here")]
 fn mandoc_finds_no_error_in_pages() {
     for page in pages().1 {
-        checked("mandoc", &["-T", "lint", "-W", "error"], &page);
+        run_on_page("mandoc", &["-T", "lint", "-W", "error"], &page);
     }
 }

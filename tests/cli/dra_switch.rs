@@ -1,4 +1,4 @@
-//! A configuration that turns DRA or events on while `linkwise run` runs, and the names by which the program is started.
+//! Changes of the configuration that turn DRA or events on in a running `linkwise run`. Start as `config-manager`.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -9,7 +9,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 #[test]
-fn link_named_config_manager_is_that_command() {
+fn link_named_config_manager_runs_config_manager() {
     let folder = tempfile::tempdir().unwrap();
     let link = folder.path().join("config-manager");
     symlink(env!("CARGO_BIN_EXE_linkwise"), &link).unwrap();
@@ -18,7 +18,7 @@ fn link_named_config_manager_is_that_command() {
     assert!(!output.status.success() && error.contains("NODE_NAME"), "{error}");
 }
 
-/// `linkwise run` on a host without GPUs, with an API server's address and a configuration file.
+/// `linkwise run` with a configuration file on a host without GPUs. Nothing answers at the API server's address.
 fn run(folder: &tempfile::TempDir) -> Command {
     let at = |name: &str| folder.path().join(name);
     for folder in ["sys", "account"] {
@@ -39,14 +39,14 @@ const NO_DRA: &str = "version: v1\n";
 const EVENTS: &str = "version: v1\nlinkwise: {events: {write: true}}\n";
 const DRA: &str = "version: v1\nlinkwise: {dra: {gpus: all}}\n";
 
-/// The longest life of a process: its log ends then, and a line that does not come fails the test.
-const LIMIT: Duration = Duration::from_secs(60);
+/// The time after which a process is killed. Its log ends then, so that a test that waits for a line fails.
+const KILL_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A process, the lines of its log, and what keeps it alive.
+/// A process and its log. Dropping `_alive` stops the thread that kills the process after the timeout.
 struct Running {
     process: Child,
     log: std::io::Lines<BufReader<std::process::ChildStderr>>,
-    _lives: mpsc::Sender<()>,
+    _alive: mpsc::Sender<()>,
 }
 
 impl Running {
@@ -54,24 +54,24 @@ impl Running {
         let mut process = command.spawn().unwrap();
         let log = BufReader::new(process.stderr.take().unwrap()).lines();
         let id = rustix::process::Pid::from_child(&process);
-        let (lives, late) = mpsc::channel::<()>();
+        let (alive, end) = mpsc::channel::<()>();
         std::thread::spawn(move || {
-            if late.recv_timeout(LIMIT) == Err(mpsc::RecvTimeoutError::Timeout) {
+            if end.recv_timeout(KILL_TIMEOUT) == Err(mpsc::RecvTimeoutError::Timeout) {
                 let _ = rustix::process::kill_process(id, rustix::process::Signal::KILL);
             }
         });
-        Self { process, log, _lives: lives }
+        Self { process, log, _alive: alive }
     }
 
-    /// The next line with these words.
-    fn says(&mut self, words: &str) -> String {
+    /// Waits for the next line that contains `words`.
+    fn wait_for_line(&mut self, words: &str) -> String {
         let found = self.log.by_ref().map(Result::unwrap).find(|line| line.contains(words));
         found.unwrap_or_else(|| panic!("no line with '{words}'"))
     }
 
-    /// Waits until it serves, and returns true if its metrics are those of a node that serves DRA.
+    /// Waits until linkwise serves, and returns true if its metrics include those of DRA.
     fn serves_dra(&mut self) -> bool {
-        let line = self.says("linkwise is up");
+        let line = self.wait_for_line("linkwise is up");
         let (_, address) = line.split_once("metrics=").unwrap();
         let mut stream = TcpStream::connect(address.trim()).unwrap();
         stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").unwrap();
@@ -94,39 +94,39 @@ fn events_without_an_api_server_are_not_written() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("config.yaml"), EVENTS).unwrap();
     let mut running = Running::start(run(&folder).env_remove("KUBERNETES_SERVICE_HOST"));
-    running.says("linkwise is up");
-    running.says("cannot write events: they need the API server");
+    running.wait_for_line("linkwise is up");
+    running.wait_for_line("cannot write events: they need the API server");
 }
 
 #[test]
-fn change_of_door_serves_anew_in_the_same_process() {
+fn change_of_door_keeps_the_process() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.yaml");
     fs::write(&file, NO_DRA).unwrap();
     let mut running = Running::start(&mut run(&folder));
     assert!(!running.serves_dra());
     fs::write(&file, DRA).unwrap();
-    running.says("GPUs are to go through the other door");
+    running.wait_for_line("GPUs are to go through the other door");
     assert!(running.serves_dra());
     assert!(running.process.try_wait().unwrap().is_none());
-    // Back again, and anew.
+    // The way back keeps the process, too.
     fs::write(&file, NO_DRA).unwrap();
-    running.says("GPUs are to go through the other door");
+    running.wait_for_line("GPUs are to go through the other door");
     assert!(!running.serves_dra());
     assert!(running.process.try_wait().unwrap().is_none());
 }
 
 #[test]
-fn sigterm_during_the_change_to_dra_ends_the_process() {
-    // At different moments of the end of one start and the beginning of the next.
+fn sigterm_during_change_to_dra_ends_the_process() {
+    // The pauses let SIGTERM arrive at different moments while one door ends and the other starts.
     for spins in [0, 1_000, 100_000, 1_000_000] {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("config.yaml");
         fs::write(&file, NO_DRA).unwrap();
         let mut running = Running::start(&mut run(&folder));
-        running.says("linkwise is up");
+        running.wait_for_line("linkwise is up");
         fs::write(&file, DRA).unwrap();
-        running.says("GPUs are to go through the other door");
+        running.wait_for_line("GPUs are to go through the other door");
         (0..spins).for_each(|_| std::hint::spin_loop());
         let id = rustix::process::Pid::from_child(&running.process);
         rustix::process::kill_process(id, rustix::process::Signal::TERM).unwrap();
@@ -142,8 +142,8 @@ fn change_to_dra_without_an_api_server_is_refused() {
     let file = folder.path().join("config.yaml");
     fs::write(&file, NO_DRA).unwrap();
     let mut running = Running::start(run(&folder).env_remove("KUBERNETES_SERVICE_HOST"));
-    running.says("linkwise is up");
+    running.wait_for_line("linkwise is up");
     fs::write(&file, DRA).unwrap();
-    running.says("GPUs cannot go through DRA, they stay with the device plugin");
+    running.wait_for_line("GPUs cannot go through DRA, they stay with the device plugin");
     assert!(running.process.try_wait().unwrap().is_none());
 }

@@ -1,10 +1,10 @@
-//! The text that people read, as golden files in tests/snapshots. After an intended change, compare what
-//! `INSTA_UPDATE=always cargo test --test cli` writes.
+//! Texts for people, as golden files in tests/snapshots. After an intended change run
+//! `INSTA_UPDATE=always cargo test --test all cli::` and read the difference.
 
 use crate::cli::{MACHINES, linkwise, text};
 use crate::dra::published::golden::holds;
 
-/// The text without the duration of the choice, which differs at each run.
+/// Replaces the duration of the choice, which differs at each run.
 fn timeless(text: &str) -> String {
     let is_time = |word: &str| {
         let word = word.trim_end_matches([',', ';', ')']);

@@ -1,5 +1,5 @@
-//! The commands that read and print, as a person or a script runs them: `topology`, `allocate`, `demo`, `config`,
-//! `top`, `admin state`.
+//! Commands for people and scripts: `topology`, `allocate`, `config`, `expect`, `verify`, `top`, `admin state` and
+//! others.
 
 mod allocate;
 mod bad_input;
@@ -32,7 +32,7 @@ fn linkwise(args: &[impl AsRef<OsStr>]) -> Command {
     command
 }
 
-/// Lets NVML and hwloc show a built-in machine as this one.
+/// Lets NVML and hwloc report a built-in machine as the one that the command runs on.
 fn this_is(command: &mut Command, machine: &str) {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("crates/host/src/machines/{machine}.yaml"));
     command.env("LINKWISE_NVML_LIBRARY", fake_nvml::library_path()).env("FAKE_NVML_MACHINE", file);
@@ -50,12 +50,12 @@ fn json(args: &[&str]) -> Value {
     serde_json::from_str(&text(&mut linkwise(args))).unwrap()
 }
 
-/// A program whose output is a terminal, until this is dropped.
+/// A program whose output is a terminal. Dropping it kills the program.
 struct OnTerminal {
     child: Child,
     /// Our side of the terminal.
     ours: File,
-    /// What the program wrote so far.
+    /// The program's output so far.
     written: String,
 }
 
@@ -70,9 +70,9 @@ impl OnTerminal {
         Self { child, ours: ours.into(), written: String::new() }
     }
 
-    /// Waits until this is so of what was written.
-    fn wait(&mut self, is: impl Fn(&str) -> bool) {
-        while !is(&self.written) {
+    /// Reads until `is_met` accepts the output so far.
+    fn wait(&mut self, is_met: impl Fn(&str) -> bool) {
+        while !is_met(&self.written) {
             let mut bytes = [0; 4096];
             let read = self.ours.read(&mut bytes).unwrap_or_else(|error| panic!("{error}: {}", self.written));
             self.written += &String::from_utf8_lossy(&bytes[..read]);

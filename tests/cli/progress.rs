@@ -1,14 +1,14 @@
-//! The line about what takes longer than a second, on a terminal.
+//! The progress line on a terminal, for a step that takes longer than a second.
 
 use std::os::unix::net::UnixListener;
 
 use crate::cli::{OnTerminal, linkwise};
 
 #[test]
-fn doctor_says_what_it_waits_for() {
+fn doctor_names_the_check_it_waits_for() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
-    // A linkwise that takes the question and does not answer.
+    // A linkwise that accepts the connection and does not answer.
     let silent = UnixListener::bind(at("admin.sock")).unwrap();
     let mut doctor = linkwise(&["doctor", "--timeout", "3600", "--admin-socket"]);
     doctor.arg(at("admin.sock")).arg("--root").arg(folder.path()).arg("--sysfs").arg(at("sys"));

@@ -1,4 +1,4 @@
-//! `linkwise top` and `linkwise admin state`, beside an admin socket that answers what the test wants.
+//! `linkwise top` and `linkwise admin state`, with an admin socket whose answers the test sets.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -12,14 +12,14 @@ use serde_json::{Value, json};
 use crate::cli::{OnTerminal, linkwise, text};
 use crate::dra::published::golden::holds;
 
-/// A linkwise that answers `GET /state`.
+/// A stand-in for `linkwise run` that answers `GET /state` on an admin socket.
 pub(super) struct Neighbour {
     folder: tempfile::TempDir,
     state: Arc<Mutex<Value>>,
 }
 
 impl Neighbour {
-    /// One that has not started yet.
+    /// A stand-in that does not listen yet.
     fn new(state: Value) -> Self {
         Self { folder: tempfile::tempdir().unwrap(), state: Arc::new(Mutex::new(state)) }
     }
@@ -28,8 +28,8 @@ impl Neighbour {
         self.folder.path().join("admin.sock")
     }
 
-    /// Listens; it is away again when the file is.
-    fn listens(&self) {
+    /// Listens on the socket, and replaces an existing one.
+    fn listen(&self) {
         let _ = fs::remove_file(self.socket());
         let listener = UnixListener::bind(self.socket()).unwrap();
         let state = Arc::clone(&self.state);
@@ -47,7 +47,7 @@ impl Neighbour {
 
     pub(super) fn started(state: Value) -> Self {
         let neighbour = Self::new(state);
-        neighbour.listens();
+        neighbour.listen();
         neighbour
     }
 
@@ -72,11 +72,11 @@ fn gpu(index: usize, reasons: &Value) -> Value {
     })
 }
 
-/// Eight GPUs, two pods, one GPU sick for as long as this century.
+/// Eight GPUs and three pods. GPU 7 has been unhealthy since 2001.
 fn state() -> Value {
-    let sick = json!([{"reason": "XID 79", "kind": "xid", "since": 978_307_200, "ends_with": "a reset of the GPU"}]);
-    let well = json!([]);
-    let gpus: Vec<Value> = (0..8).map(|index| gpu(index, if index == 7 { &sick } else { &well })).collect();
+    let reasons = json!([{"reason": "XID 79", "kind": "xid", "since": 978_307_200, "ends_with": "a reset of the GPU"}]);
+    let none = json!([]);
+    let gpus: Vec<Value> = (0..8).map(|index| gpu(index, if index == 7 { &reasons } else { &none })).collect();
     let held = |pod: &str, gpus: Value, collective: Value, why: Value| {
         json!({
             "namespace": "team-a", "pod": pod, "container": "main", "resource": "nvidia.com/gpu", "door": "plugin",
@@ -102,7 +102,7 @@ fn state() -> Value {
     })
 }
 
-/// Text without the ages, which grow.
+/// Replaces the ages in days, which grow.
 fn ageless(text: &str) -> String {
     let days = |line: &str| match line.split_once(" days") {
         Some((before, after)) => {
@@ -124,15 +124,15 @@ fn piped_text_is_printed_once_and_plain() {
 }
 
 #[test]
-fn terminal_is_cleared_and_written_again_and_again() {
+fn terminal_is_redrawn_until_a_signal() {
     let neighbour = Neighbour::new(state());
     let mut terminal = OnTerminal::start(&mut neighbour.ask(&["top", "--interval", "1"]));
     terminal.wait(|written| written.contains("\x1b[H\x1b[Jlinkwise does not answer, trying again: "));
-    neighbour.listens();
+    neighbour.listen();
     terminal.wait(|written| written.contains("\x1b[H\x1b[Jlinkwise 1.2.3") && written.contains("team-a/train-0"));
     neighbour.state.lock().unwrap()["allocations"][0]["pod"] = json!("later");
     terminal.wait(|written| written.contains("team-a/later"));
-    // It leaves the terminal as it is: a signal ends it.
+    // The command runs until a signal ends it.
     assert!(terminal.child.try_wait().unwrap().is_none());
     let mut once = OnTerminal::start(&mut neighbour.ask(&["top", "--once"]));
     once.wait(|written| written.contains("warning: "));
@@ -140,7 +140,7 @@ fn terminal_is_cleared_and_written_again_and_again() {
 }
 
 #[test]
-fn linkwise_that_is_away_fails_once() {
+fn missing_linkwise_fails_a_single_report() {
     let neighbour = Neighbour::new(state());
     for args in [&["top"][..], &["top", "--once"], &["admin", "state", "--format", "text"]] {
         let output = neighbour.ask(args).output().unwrap();

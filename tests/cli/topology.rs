@@ -1,4 +1,4 @@
-//! `linkwise topology`: names, fields, shapes.
+//! `linkwise topology`: the machines it takes, the fields and matrices of its output.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -18,7 +18,7 @@ fn square(value: &Value) -> Vec<Vec<u64>> {
     list(value).iter().map(|row| list(row).iter().map(|cell| cell.as_u64().unwrap()).collect()).collect()
 }
 
-/// Asserts the invariants of every machine's JSON.
+/// Asserts the invariants that hold for any machine's JSON.
 fn check(topology: &Value) {
     let keys: Vec<&String> = topology.as_object().unwrap().keys().collect();
     let mut expected =
@@ -105,19 +105,19 @@ fn live_machine_combines_nvml_and_hwloc() {
     let seen: Value = serde_json::from_str(&text(&mut command)).unwrap();
     check(&seen);
     let mut written = json(&["topology", "--node", "dgx1-v100", "--format", "json"]);
-    // Nor does hwloc see the NICs.
+    // hwloc sees no NICs, so no GPU has a rail.
     written["gpus"].as_array_mut().unwrap().iter_mut().for_each(|gpu| gpu["rail"] = Value::Null);
     for key in ["gpus", "nvlink_mbps", "nvswitch_plane"] {
         assert_eq!(seen[key], written[key], "{key}");
     }
-    // hwloc sees none of these GPUs: each has a warning, and NVML's levels stand in.
+    // hwloc does not see these GPUs either: each has a warning, and its levels come from NVML.
     let warnings: Vec<&str> = list(&seen["warnings"]).iter().map(|text| text.as_str().unwrap()).collect();
     assert_eq!(warnings.iter().filter(|text| text.contains("its levels come from NVML")).count(), 8, "{warnings:?}");
     assert_eq!(square(&seen["level"]), square(&written["level"]));
     let mut command = linkwise(&["topology"]);
     this_is(&mut command, "dgx1-v100");
-    let people = text(&mut command);
-    assert!(people.contains("GPU7") && people.contains("NV2") && people.contains("warning: "), "{people}");
+    let shown = text(&mut command);
+    assert!(shown.contains("GPU7") && shown.contains("NV2") && shown.contains("warning: "), "{shown}");
 }
 
 #[test]
@@ -128,21 +128,21 @@ fn machine_without_gpus_is_shown() {
     let file = file.to_str().unwrap();
     let topology = json(&["topology", "--node", file, "--format", "json"]);
     check(&topology);
-    let people = text(&mut linkwise(&["topology", "--node", file]));
-    assert!(people.starts_with("A bare node\n") && people.contains("no GPUs"), "{people}");
+    let shown = text(&mut linkwise(&["topology", "--node", file]));
+    assert!(shown.starts_with("A bare node\n") && shown.contains("no GPUs"), "{shown}");
 }
 
 #[test]
-fn closed_pipe_is_no_error() {
+fn closed_pipe_is_not_an_error() {
     for args in [["topology", "--node", "dgx-h100"], ["topology", "--list", "--format=text"]] {
         let mut child =
             linkwise(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the binary starts");
         let mut line = String::new();
-        // The reader takes one line, as `head -1`, then closes the pipe.
+        // The reader takes one line and closes the pipe, as `head -1` does.
         BufReader::with_capacity(1, child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let mut words = String::new();
-        child.stderr.take().unwrap().read_to_string(&mut words).unwrap();
-        assert!(child.wait().unwrap().success() && words.is_empty(), "{words}");
+        let mut error = String::new();
+        child.stderr.take().unwrap().read_to_string(&mut error).unwrap();
+        assert!(child.wait().unwrap().success() && error.is_empty(), "{error}");
     }
     // A reader may also close the pipe before the command writes.
     let (reader, writer) = std::io::pipe().unwrap();
@@ -161,7 +161,7 @@ fn machine_is_read_from_standard_input() {
 }
 
 #[test]
-fn matrix_of_nvidia_smi_is_a_machine() {
+fn nvidia_smi_matrix_is_read_as_a_machine() {
     let head = (0..8).map(|gpu| format!("GPU{gpu}\t")).collect::<String>() + "CPU Affinity\tNUMA Affinity\n";
     let row = |gpu: usize| {
         let cells: String = (0..8).map(|to| if to == gpu { " X \t" } else { "NV12\t" }).collect();
@@ -169,11 +169,14 @@ fn matrix_of_nvidia_smi_is_a_machine() {
     };
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), head + &(0..8).map(row).collect::<String>()).unwrap();
-    let said = |args: &[&str]| text(linkwise(args).stdin(File::open(file.path()).unwrap()));
-    assert!(said(&["topology", "--node", "-"]).contains("GPU7  NV12  NV12"));
-    assert!(said(&["allocate", "--node", "-", "--size", "4"]).contains("NV12"));
-    let told = said(&["expect", "--node", "-"]);
-    assert!(told.contains("rings         unknown\n") && told.contains("name the model with --gpu-model"), "{told}");
-    let told = said(&["expect", "--node", "-", "--gpu-model", "NVIDIA A100-SXM4-80GB"]);
-    assert!(told.contains("240.00 GB/s") && told.contains("published results: A100 behind NVSwitches"), "{told}");
+    let output = |args: &[&str]| text(linkwise(args).stdin(File::open(file.path()).unwrap()));
+    assert!(output(&["topology", "--node", "-"]).contains("GPU7  NV12  NV12"));
+    assert!(output(&["allocate", "--node", "-", "--size", "4"]).contains("NV12"));
+    let answer = output(&["expect", "--node", "-"]);
+    assert!(
+        answer.contains("rings         unknown\n") && answer.contains("name the model with --gpu-model"),
+        "{answer}"
+    );
+    let answer = output(&["expect", "--node", "-", "--gpu-model", "NVIDIA A100-SXM4-80GB"]);
+    assert!(answer.contains("240.00 GB/s") && answer.contains("published results: A100 behind NVSwitches"), "{answer}");
 }
