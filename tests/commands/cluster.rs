@@ -1,5 +1,5 @@
-//! What a cluster would get by the commands of a page: charts and folders are rendered, and what kubectl names is looked
-//! for among the objects.
+//! The objects that a page's commands create: charts and folders are rendered, and the objects that kubectl names are
+//! looked up among them.
 
 use std::collections::BTreeSet;
 
@@ -13,8 +13,8 @@ use crate::commands::typed::folder;
 
 const NAMESPACE: [&str; 2] = ["-n", "--namespace"];
 
-/// Words in capitals that stand for the reader's are as names must be.
-fn lower(word: &str) -> String {
+/// Changes placeholders (`NAME`) to lower case, because names of objects must be.
+fn lower_placeholders(word: &str) -> String {
     let is_name = |part: &str| part.len() > 2 && part.bytes().all(|byte| byte.is_ascii_uppercase());
     let parts = word.split_inclusive(|character: char| !character.is_ascii_alphanumeric() && character != '_');
     let lowered = parts.map(|part| {
@@ -24,13 +24,13 @@ fn lower(word: &str) -> String {
     lowered.collect()
 }
 
-/// Whether a command installs or upgrades by our chart.
+/// Returns true for a helm command about our chart.
 pub fn is_our_chart(words: &[String]) -> bool {
     words[0] == "helm" && words.iter().any(|word| word == "charts/linkwise")
 }
 
-/// The objects that our chart makes by this command.
-pub fn chart(helm: &Helm, typed: &Typed) -> Vec<Value> {
+/// Renders our chart by this command.
+pub fn chart_objects(helm: &Helm, typed: &Typed) -> Vec<Value> {
     let words = typed.parts().remove(0);
     let [_, verb, release, path, flags @ ..] = &words[..] else { panic!("{}: {}", typed.place, typed.text) };
     assert_eq!(path, "charts/linkwise", "{}: helm {verb} RELEASE CHART FLAGS", typed.place);
@@ -40,25 +40,25 @@ pub fn chart(helm: &Helm, typed: &Typed) -> Vec<Value> {
         "install" => assert!(text.contains("image.repository="), "{}: there is no public image", typed.place),
         "upgrade" => {
             let keeps = text.contains("--reuse-values") || !options(flags, &["-f", "--values"]).is_empty();
-            assert!(keeps, "{}: an upgrade with --set alone forgets the values of before", typed.place);
+            assert!(keeps, "{}: an upgrade with --set alone forgets the release's values", typed.place);
         }
         "template" => {}
         _ => panic!("{}: helm {verb}", typed.place),
     }
     let flags =
         flags.iter().filter(|flag| !["--reuse-values", "--install", "--create-namespace"].contains(&flag.as_str()));
-    let flags: Vec<String> = flags.map(|flag| lower(flag)).collect();
+    let flags: Vec<String> = flags.map(|flag| lower_placeholders(flag)).collect();
     let folder = folder();
-    helm.of_chart(&repository("charts/linkwise"), &lower(release), &flags, folder.path())
+    helm.of_chart(&repository("charts/linkwise"), &lower_placeholders(release), &flags, folder.path())
         .unwrap_or_else(|error| panic!("{}: {error}", typed.place))
 }
 
-/// The folder of `kubectl apply -k` and the like.
+/// The folder of `kubectl apply -k` and similar commands.
 pub fn kustomization(words: &[String]) -> Option<&str> {
     (words[0] == "kubectl").then(|| options(words, &["-k"])).and_then(|folders| folders.first().copied())
 }
 
-/// The objects of a folder, in the namespace of the command where it names one; `None` for another command.
+/// Renders the folder of a kubectl command, in its `--namespace`; `None` for other commands.
 pub fn folder_objects(typed: &Typed) -> Option<Vec<Value>> {
     let words = typed.parts().remove(0);
     let path = repository(kustomization(&words)?);
@@ -70,8 +70,8 @@ pub fn folder_objects(typed: &Typed) -> Option<Vec<Value>> {
     Some(objects)
 }
 
-/// NVIDIA's static manifest, from which nodes are migrated.
-pub fn nvidias() -> Value {
+/// The DaemonSet of NVIDIA's static manifest, which the pages replace.
+pub fn nvidia_daemon_set() -> Value {
     let containers = json!([{"name": "nvidia-device-plugin-ctr"}]);
     let name = "nvidia-device-plugin-daemonset";
     json!({
@@ -81,7 +81,7 @@ pub fn nvidias() -> Value {
     })
 }
 
-/// An object's kind, where we have objects of it.
+/// The kind that a word means, if we install objects of that kind.
 fn kind(word: &str) -> Option<&'static str> {
     match word {
         "ds" | "daemonset" | "daemonsets" => Some("DaemonSet"),
@@ -91,8 +91,8 @@ fn kind(word: &str) -> Option<&'static str> {
     }
 }
 
-/// The objects that words name: `ds/NAME`, `ds NAME`.
-fn named(words: &[String]) -> BTreeSet<(&'static str, &str)> {
+/// The objects that a command names: `ds/NAME`, `ds NAME`.
+fn named_objects(words: &[String]) -> BTreeSet<(&'static str, &str)> {
     let mut found = BTreeSet::new();
     for (word, next) in words.iter().zip(words.iter().skip(1).map(String::as_str).chain([""])) {
         if let Some((before, name)) = word.split_once('/') {
@@ -104,20 +104,20 @@ fn named(words: &[String]) -> BTreeSet<(&'static str, &str)> {
             found.insert((kind, next));
         }
     }
-    // Pods are the reader's own, but for those that we name.
+    // Other pods than ours and NVIDIA's are the reader's.
     let is_own = |kind: &str, name: &str| kind != "Pod" || name.contains("linkwise") || name.contains("nvidia");
     found.retain(|(kind, name)| !is_placeholder(name) && is_own(kind, name));
     found
 }
 
-/// What is wrong with the names in a kubectl command, among these objects.
-pub fn wrong_names(words: &[String], objects: &[Value]) -> Result<(), String> {
+/// Checks that a kubectl command names objects and containers that exist.
+pub fn check_names(words: &[String], objects: &[Value]) -> Result<(), String> {
     let ours = words.iter().position(|word| word == "--").map_or(words, |end| &words[..end]);
     let namespace = options(ours, &NAMESPACE).first().copied();
     if namespace.is_some_and(is_placeholder) {
         return Ok(());
     }
-    for (kind, name) in named(&ours[1..]) {
+    for (kind, name) in named_objects(&ours[1..]) {
         let Some(namespace) = namespace else { return Err(format!("{kind} {name} without a namespace")) };
         let is = |object: &&Value| {
             object["kind"] == kind && object["metadata"]["name"] == name && object["metadata"]["namespace"] == namespace
@@ -138,7 +138,7 @@ pub fn wrong_names(words: &[String], objects: &[Value]) -> Result<(), String> {
                 return Err(format!("{kind} {name} has no container {container}, but {}", containers.join(", ")));
             }
         }
-        // kubectl takes any pod of the selector.
+        // Such a kubectl command takes any pod that matches the selector.
         let takes_any = ours.iter().any(|word| ["exec", "logs", "port-forward"].contains(&word.as_str()));
         let selector = object["spec"]["selector"]["matchLabels"].as_object().filter(|_| takes_any);
         let is_alike = |other: &&Value| {

@@ -1,4 +1,4 @@
-//! What kubectl, or kustomize, makes of a folder.
+//! Renders a folder by kubectl or kustomize.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::chart::helm::tool;
 
-/// The objects, by what `build.rs` found.
+/// Renders a folder; uses kubectl if it is here, else kustomize.
 pub fn rendered(folder: &Path) -> Vec<Value> {
     let (kubectl, kustomize) = (tool("kubectl"), PathBuf::from("kustomize"));
     let ways = [(kubectl, "kustomize"), (kustomize, "build")];

@@ -1,5 +1,5 @@
-//! Every command that a page tells a person to type is run, rendered, or marked as one that no test here can run. Any other
-//! command fails the tests.
+//! Each command in a page is run, rendered, or marked as one that no test here can run. Any other command fails the
+//! tests.
 
 mod cluster;
 pub mod kustomize;
@@ -17,23 +17,23 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use cluster::{chart, folder_objects, is_our_chart, kustomization, nvidias, wrong_names};
+use cluster::{chart_objects, check_names, folder_objects, is_our_chart, kustomization, nvidia_daemon_set};
 use helm::{Helm, repository};
 use page::{Typed, commands, inline, pages};
 use shell::{is_placeholder, options, without_variables};
 
-/// The commands of each page.
-fn all() -> Vec<Vec<Typed>> {
+/// The commands of all pages, page by page.
+fn commands_by_page() -> Vec<Vec<Typed>> {
     let pages = pages().into_iter();
     pages.map(|page| commands(&page, &fs::read_to_string(repository(&page)).unwrap())).collect()
 }
 
-/// The first program of a command.
+/// The first program of a command line.
 fn program(typed: &Typed) -> String {
     without_variables(&typed.parts()[0])[0].clone()
 }
 
-/// Whether a test runs or renders it; everything else needs a mark.
+/// Returns true if a test runs or renders the command; any other needs a mark.
 fn is_run(typed: &Typed) -> bool {
     let words = typed.parts().remove(0);
     match program(typed).as_str() {
@@ -45,27 +45,27 @@ fn is_run(typed: &Typed) -> bool {
     }
 }
 
-/// What `.ci/run` makes.
+/// The targets of make in `.ci/run`.
 const CI: [&str; 4] = ["tools", "lint", "test", "test-image"];
-/// Whose command a test below runs.
+/// The targets whose recipe `make_targets_exist_and_run` runs.
 const RUN_HERE: [&str; 1] = ["demo"];
 
 #[test]
 fn commands_that_no_test_runs_are_marked() {
-    let commands: Vec<Typed> = all().concat();
+    let commands: Vec<Typed> = commands_by_page().concat();
     assert!(commands.len() > 60, "{} commands", commands.len());
     let unmarked = commands.iter().filter(|typed| typed.mark.is_none() && !is_run(typed));
     let unmarked: Vec<String> = unmarked.map(|typed| format!("{}: {}", typed.place, typed.text)).collect();
     assert!(
         unmarked.is_empty(),
-        "no test runs these, and no comment `# Needs ...; not tried.` says so:\n{}",
+        "these are neither run by a test nor marked by a comment `# Needs ...; not tried.`:\n{}",
         unmarked.join("\n")
     );
 }
 
 #[test]
 fn linkwise_commands_run_as_they_are_typed() {
-    let commands: Vec<Typed> = all().concat();
+    let commands: Vec<Typed> = commands_by_page().concat();
     let ours: Vec<&Typed> = commands.iter().filter(|typed| program(typed).starts_with("linkwise")).collect();
     let (run, marked): (Vec<&Typed>, Vec<&Typed>) = ours.into_iter().partition(|typed| typed.mark.is_none());
     assert!(run.len() > 20, "{} commands", run.len());
@@ -75,16 +75,16 @@ fn linkwise_commands_run_as_they_are_typed() {
     }
 }
 
-/// Those in a container: `kubectl exec POD -- linkwise doctor`. And those in the text.
+/// Checks commands in a container (`kubectl exec POD -- linkwise doctor`) and in running text.
 #[test]
 fn other_linkwise_commands_are_known() {
     let mut seen = BTreeSet::new();
     let mut check = |place: &str, words: &[String]| {
-        let aside = words.len() < 2 || is_placeholder(&words[1]) || words[1] == "help";
-        let known = aside || !seen.insert(words.to_vec()) || typed::is_known(words);
+        let is_placeholder_or_help = words.len() < 2 || is_placeholder(&words[1]) || words[1] == "help";
+        let known = is_placeholder_or_help || !seen.insert(words.to_vec()) || typed::is_known(words);
         assert!(known, "{place}: {}", words.join(" "));
     };
-    for typed in all().concat() {
+    for typed in commands_by_page().concat() {
         let words = typed.parts().remove(0);
         if let Some(end) = words.iter().position(|word| word == "--") {
             check(&typed.place, &words[end + 1..]);
@@ -96,7 +96,7 @@ fn other_linkwise_commands_are_known() {
             let Some(words) = shell::pipeline(&text).into_iter().next() else { continue };
             let words = without_variables(&words);
             match words[0].as_str() {
-                // What linkwise says begins with its name, too.
+                // Messages of linkwise begin with its name, too.
                 "linkwise" | "linkwise-lab" if words.len() > 4 && !typed::is_known(words) => {}
                 "linkwise" | "linkwise-lab" => check(&place, words),
                 "make" => assert!(makefile.contains(&format!("\n{}:", words[1])), "{place}: {text}"),
@@ -110,21 +110,20 @@ fn other_linkwise_commands_are_known() {
     }
 }
 
-/// With the flags and files of the page: a value that the chart refuses fails.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn helm_commands_render() {
     let helm = Helm::found();
-    let commands = all().concat();
+    let commands = commands_by_page().concat();
     let ours = commands.iter().filter(|typed| is_our_chart(&typed.parts()[0]));
-    let rendered = ours.map(|typed| chart(&helm, typed)).inspect(|objects| assert!(!objects.is_empty())).count();
+    let rendered = ours.map(|typed| chart_objects(&helm, typed)).inspect(|it| assert!(!it.is_empty())).count();
     assert!(rendered > 6, "{rendered} commands");
 }
 
 #[test]
 #[cfg_attr(not(has_kubectl), ignore = "no kubectl or kustomize here: make tools brings it")]
 fn folders_of_kubectl_render() {
-    let commands = all().concat();
+    let commands = commands_by_page().concat();
     let ours: Vec<&Typed> = commands.iter().filter(|typed| kustomization(&typed.parts()[0]).is_some()).collect();
     assert!(ours.len() > 6, "{} commands", ours.len());
     for typed in ours {
@@ -133,37 +132,37 @@ fn folders_of_kubectl_render() {
     }
 }
 
-/// The objects that commands of a page name are those that the page's own commands make: those of the same block where it
-/// installs anything; else those of the page, of the base and of the plugin that was there.
+/// Checks that kubectl names installed objects: those of the command's block if the block installs any, else those of
+/// the page, of `manifests/base` and of NVIDIA's manifest.
 #[test]
 #[cfg_attr(not(all(has_helm, has_kubectl)), ignore = "no helm or kubectl here: make tools brings them")]
-fn kubectl_names_what_is_installed() {
+fn kubectl_names_installed_objects() {
     let helm = Helm::found();
-    let base = kustomize::rendered(&repository("manifests/base"));
+    let others = [kustomize::rendered(&repository("manifests/base")), vec![nvidia_daemon_set()]].concat();
     let mut named = 0;
-    for commands in all() {
+    for commands in commands_by_page() {
         let mut page: Vec<(usize, Vec<Value>)> = Vec::new();
         for typed in &commands {
             let words = typed.parts().remove(0);
             if is_our_chart(&words) {
-                page.push((typed.block, chart(&helm, typed)));
+                page.push((typed.block, chart_objects(&helm, typed)));
             } else if let Some(objects) = folder_objects(typed) {
                 page.push((typed.block, objects));
             } else if words[0] == "kubectl" {
                 let own: Vec<Value> =
                     page.iter().filter(|(block, _)| *block == typed.block).flat_map(|(_, it)| it.clone()).collect();
                 let objects = match own.is_empty() {
-                    true => page.iter().flat_map(|(_, it)| it.clone()).chain(base.clone()).chain([nvidias()]).collect(),
+                    true => page.iter().flat_map(|(_, it)| it.clone()).chain(others.clone()).collect(),
                     false => own,
                 };
-                let found = wrong_names(&words, &objects);
+                let found = check_names(&words, &objects);
                 assert_eq!(found, Ok(()), "{}: {}", typed.place, typed.text);
                 named += 1;
             } else if words[..2] == ["helm", "test"] {
                 let namespace = options(&words, &["-n", "--namespace"]);
                 let objects = page.iter().flat_map(|(_, objects)| objects);
                 let is_test = |it: &&Value| it["metadata"]["annotations"]["helm.sh/hook"] == "test";
-                let pod = objects.clone().find(is_test).expect("a test of the release");
+                let pod = objects.clone().find(is_test).expect("the chart has a test");
                 assert!(namespace.iter().all(|name| pod["metadata"]["namespace"] == *name), "{}", typed.place);
                 assert!(pod["metadata"]["name"].as_str().unwrap().starts_with(&words[2]), "{}", typed.place);
             }
@@ -179,14 +178,14 @@ fn make_targets_exist_and_run() {
     assert_eq!(line.split(" && ").collect::<Vec<_>>(), CI.map(|target| format!("make {target}")), ".ci/run");
     let printed = |target: &str| {
         let mut make = Command::new("make");
-        // Not as a part of the `make test` that runs this.
+        // This make is not a part of the `make test` that runs the test.
         make.args(["-n", "--no-print-directory", target]).current_dir(repository(""));
         make.env_remove("MAKEFLAGS").env_remove("MAKELEVEL");
         let output = make.output().unwrap();
         assert!(output.status.success(), "make {target}: {}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8(output.stdout).unwrap()
     };
-    let commands = all().concat();
+    let commands = commands_by_page().concat();
     let targets: BTreeSet<String> =
         commands.iter().filter(|typed| program(typed) == "make").map(|typed| typed.parts()[0][1].clone()).collect();
     assert!(targets.len() > 3, "{targets:?}");
@@ -196,7 +195,7 @@ fn make_targets_exist_and_run() {
     for target in RUN_HERE.into_iter().filter(|_| typed::lab().is_file()) {
         let recipe = printed(target);
         let (_, command) =
-            recipe.rsplit_once("-p linkwise-lab --no-default-features -- ").expect("it runs the laboratory");
+            recipe.rsplit_once("-p linkwise-lab --no-default-features -- ").expect("the recipe runs the laboratory");
         let words: Vec<String> =
             ["linkwise-lab"].into_iter().chain(command.split_whitespace()).map(str::to_owned).collect();
         let output = typed::linkwise(&words, &repository(""));
@@ -204,7 +203,6 @@ fn make_targets_exist_and_run() {
     }
 }
 
-/// A stranger reads it from end to end.
 #[test]
 fn readme_is_short() {
     let words = fs::read_to_string(repository("README.md")).unwrap().split_whitespace().count();
@@ -231,10 +229,10 @@ fn unmarked_and_misnamed_commands_are_found() {
         let spec = json!({"selector": {"matchLabels": labels}, "template": {"metadata": {"labels": labels}}});
         json!({"kind": "DaemonSet", "metadata": {"namespace": "gpu", "name": name}, "spec": spec})
     };
-    let world = [nvidias(), alike("one"), alike("two")];
-    let wrong = |line: &str| wrong_names(&one(line).parts()[0], &world);
-    assert_eq!(wrong("kubectl -n kube-system exec ds/nvidia-device-plugin-daemonset -- linkwise doctor"), Ok(()));
-    assert_eq!(wrong("kubectl -n NAMESPACE exec ds/other -- linkwise doctor"), Ok(()));
+    let objects = [nvidia_daemon_set(), alike("one"), alike("two")];
+    let check = |line: &str| check_names(&one(line).parts()[0], &objects);
+    assert_eq!(check("kubectl -n kube-system exec ds/nvidia-device-plugin-daemonset -- linkwise doctor"), Ok(()));
+    assert_eq!(check("kubectl -n NAMESPACE exec ds/other -- linkwise doctor"), Ok(()));
     for (line, words) in [
         ("kubectl -n gpu exec ds/nvidia-device-plugin-daemonset -- x", "no DaemonSet gpu/"),
         ("kubectl -n kube-system logs ds/other", "no DaemonSet kube-system/other"),
@@ -243,42 +241,42 @@ fn unmarked_and_misnamed_commands_are_found() {
         ("kubectl -n kube-system exec ds/nvidia-device-plugin-daemonset -c other -- x", "no container other"),
         ("kubectl -n kube-system set image daemonset/nvidia-device-plugin-daemonset a=b", "no container a"),
     ] {
-        let error = wrong(line).unwrap_err();
+        let error = check(line).unwrap_err();
         assert!(error.contains(words), "{line}: {error}");
     }
 }
 
-/// Texts that operators read beside the pages: the program's own, but for its comments, and what is installed.
-fn advice(folder: &Path, texts: &mut Vec<(String, String)>) {
+/// Collects texts that operators read beside the pages: sources without comments, charts, manifests.
+fn collect_texts(folder: &Path, texts: &mut Vec<(String, String)>) {
     for entry in fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
         if entry.is_dir() {
-            advice(&entry, texts);
+            collect_texts(&entry, texts);
         } else if entry.extension().is_some_and(|end| ["rs", "yaml", "txt", "tpl"].iter().any(|text| end == *text)) {
             let text = fs::read_to_string(&entry).unwrap();
-            let told = text.lines().filter(|line| !line.trim_start().starts_with("//"));
-            texts.push((entry.display().to_string(), told.collect::<Vec<_>>().join("\n")));
+            let lines: Vec<_> = text.lines().filter(|line| !line.trim_start().starts_with("//")).collect();
+            texts.push((entry.display().to_string(), lines.join("\n")));
         }
     }
 }
 
 #[test]
 fn reset_is_advised_between_release_and_resume() {
-    /// The longest way from the reset to the steps around it, in characters.
-    const NEAR: usize = 120;
+    /// The longest distance between the reset and its steps, in characters.
+    const MAX_DISTANCE: usize = 120;
     let mut texts: Vec<(String, String)> =
         pages().into_iter().map(|page| (page.clone(), fs::read_to_string(repository(&page)).unwrap())).collect();
     for folder in ["src", "crates", "charts", "manifests"] {
-        advice(&repository(folder), &mut texts);
+        collect_texts(&repository(folder), &mut texts);
     }
     let mut found = BTreeSet::new();
     for (place, text) in &texts {
         for (at, _) in ["--gpu-reset", "reset the GPU", "eset it]"].iter().flat_map(|words| text.match_indices(words)) {
             let before = text.split_at(at).0.char_indices();
-            let begin = before.rev().nth(NEAR).map_or(0, |(begin, _)| begin);
-            let around: String = text.split_at(begin).1.chars().take(2 * NEAR).collect();
-            let leads = around.contains("](operations.md#resetting-a-gpu)");
-            let says = around.contains("admin release") && around.contains("admin resume");
-            assert!(leads || says, "{place}: a GPU that linkwise holds cannot be reset: {around}");
+            let begin = before.rev().nth(MAX_DISTANCE).map_or(0, |(begin, _)| begin);
+            let around: String = text.split_at(begin).1.chars().take(2 * MAX_DISTANCE).collect();
+            let has_link = around.contains("](operations.md#resetting-a-gpu)");
+            let has_steps = around.contains("admin release") && around.contains("admin resume");
+            assert!(has_link || has_steps, "{place}: the reset lacks `admin release` and `admin resume`: {around}");
             found.insert(place);
         }
     }

@@ -1,14 +1,14 @@
-//! The notes after `helm install`: their commands name what the release has.
+//! The notes after `helm install`: their commands name objects of the release.
 
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use crate::commands::cluster::wrong_names;
+use crate::commands::cluster::check_names;
 use crate::commands::helm::{Helm, repository};
 use crate::commands::page::commands;
 
-/// A copy of the chart in which the notes are an object: `helm template` leaves them out.
+/// A copy of the chart whose notes are an object, because `helm template` prints no notes.
 fn with_notes() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let copied = Command::new("cp").arg("-r").arg(repository("charts/linkwise/.")).arg(folder.path()).status();
@@ -20,7 +20,7 @@ fn with_notes() -> tempfile::TempDir {
     folder
 }
 
-/// The notes of a release, with the objects beside them.
+/// The notes of a release, and its objects.
 fn notes(helm: &Helm, chart: &Path, release: &str, flags: &[&str]) -> (String, Vec<serde_json::Value>) {
     let flags: Vec<String> = flags.iter().map(|flag| (*flag).to_owned()).collect();
     let objects = helm.of_chart(chart, release, &flags, chart).unwrap();
@@ -30,7 +30,7 @@ fn notes(helm: &Helm, chart: &Path, release: &str, flags: &[&str]) -> (String, V
 
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-fn commands_of_the_notes_name_what_is_installed() {
+fn commands_of_the_notes_name_installed_objects() {
     let helm = Helm::found();
     let chart = with_notes();
     for (release, flags) in [
@@ -39,7 +39,7 @@ fn commands_of_the_notes_name_what_is_installed() {
         ("nvdp", &["-n", "gpu", "--set", "fullnameOverride=plugin,config.name=x,gfd.enabled=true"]),
     ] {
         let (text, objects) = notes(&helm, chart.path(), release, flags);
-        // Two spaces are the notes' indentation; the command that installs NFD has none.
+        // The notes indent commands by two spaces, pages by four.
         let blocks: String = text
             .lines()
             .map(|line| if line.starts_with("  ") { format!("  {line}\n") } else { format!("\n{line}\n\n") })
@@ -49,15 +49,19 @@ fn commands_of_the_notes_name_what_is_installed() {
         // helm looks for the test's log in the release's namespace only.
         let (name, namespace) = (test["metadata"]["name"].as_str().unwrap(), &test["metadata"]["namespace"]);
         let log = format!("kubectl -n {} logs {name}\n", namespace.as_str().unwrap());
-        let is_helms = *namespace == flags[1];
-        assert_eq!((text.contains("--logs"), text.contains(&log)), (is_helms, !is_helms), "{release}:\n{text}");
+        let is_in_release = *namespace == flags[1];
+        assert_eq!(
+            (text.contains("--logs"), text.contains(&log)),
+            (is_in_release, !is_in_release),
+            "{release}:\n{text}"
+        );
         let verbs = ["helm test", "get pods", "exec", "describe", "label namespace"];
         for verb in verbs {
             assert!(commands.iter().any(|typed| typed.text.contains(verb)), "no {verb} in\n{text}");
         }
         for typed in commands {
             let words = typed.parts().remove(0);
-            assert_eq!(wrong_names(&words, &objects), Ok(()), "{release}: {}", typed.text);
+            assert_eq!(check_names(&words, &objects), Ok(()), "{release}: {}", typed.text);
         }
     }
 }

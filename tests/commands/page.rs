@@ -1,7 +1,7 @@
-//! The pages that tell a person to type something, and what they say to type.
+//! The pages, and the commands in them.
 //!
-//! A code block with a command in it has nothing but commands, comments, and where commands begin with `$ ` what they
-//! print. A comment such as `# Needs a cluster; not tried.` marks what follows it in its block.
+//! A code block with a command has only commands and comments; if its commands begin with `$ `, also their output. A
+//! comment such as `# Needs a cluster; not tried.` marks the commands that follow it in its block.
 
 use std::path::Path;
 
@@ -11,26 +11,26 @@ use crate::commands::shell::{is_command, pipeline};
 /// A command of a page.
 #[derive(Clone, Debug)]
 pub struct Typed {
-    /// Where it is: `docs/chart.md:10`.
+    /// The page and line: `docs/chart.md:10`.
     pub place: String,
-    /// The whole text, lines that go on joined.
+    /// The whole text; continued lines are joined.
     pub text: String,
-    /// What it needs, and where it was tried, where no test can run it.
+    /// The mark of a command that no test can run: what it needs, and where it was tried.
     pub mark: Option<String>,
-    /// What the page says that it prints.
+    /// The output in the page.
     pub prints: Option<String>,
     /// The number of its block in its page.
     pub block: usize,
 }
 
 impl Typed {
-    /// The commands of its pipeline.
+    /// The words of each command of the pipeline.
     pub fn parts(&self) -> Vec<Vec<String>> {
         pipeline(&self.text)
     }
 }
 
-/// Every page but the changelog, which says what was.
+/// Every page but the changelog, which describes earlier versions.
 pub fn pages() -> Vec<String> {
     let mut pages = Vec::new();
     for folder in ["", "docs", "benches", "manifests", "manifests/examples", "tests"] {
@@ -64,13 +64,13 @@ fn blocks(text: &str) -> Vec<Vec<(usize, String)>> {
             blocks.last_mut().unwrap().push((number, line.to_owned()));
             last = number;
         }
-        // Indented text right below text goes on with it.
+        // An indented line right below text continues its paragraph.
         is_text_before = !line.trim().is_empty() && !is_code;
     }
     blocks
 }
 
-/// Whether a comment is a mark, and a good one: what is needed, then where it was tried or which test comes close.
+/// Reads a mark: what the command needs, then where it was tried or which test comes close. Panics at a bad mark.
 fn mark(comment: &str) -> Option<String> {
     let text = comment.trim_start_matches(['#', ' ']);
     if !text.starts_with("Needs ") && !text.starts_with("Takes ") {
@@ -84,7 +84,7 @@ fn mark(comment: &str) -> Option<String> {
     let is_good = tried.is_some_and(|tried| {
         ["tried on ", "not tried", "run by hand"].iter().any(|words| tried.starts_with(words)) || test(tried)
     });
-    assert!(is_good, "no mark: {comment}");
+    assert!(is_good, "a mark without where it was tried: {comment}");
     Some(text.to_owned())
 }
 
@@ -96,22 +96,22 @@ pub fn commands(page: &str, text: &str) -> Vec<Typed> {
         if lines.iter().all(|(_, line)| !command(line)) {
             continue;
         }
-        let prompts = lines.iter().any(|(_, line)| line.trim_start().starts_with("$ "));
-        let mut marked = None;
-        let mut goes_on = false;
+        let has_prompts = lines.iter().any(|(_, line)| line.trim_start().starts_with("$ "));
+        let mut last_mark = None;
+        let mut is_continued = false;
         let first = all.len();
         for (number, line) in &lines {
             let place = format!("{page}:{number}");
             let line = line.as_str();
             let typed = line.trim_start().trim_start_matches("$ ");
-            let open = all[first..].last().is_some_and(|command| command.text.matches('\'').count() % 2 == 1);
-            if goes_on || (open && !prompts) {
+            let is_in_quote = all[first..].last().is_some_and(|command| command.text.matches('\'').count() % 2 == 1);
+            if is_continued || (is_in_quote && !has_prompts) {
                 let command = all.last_mut().unwrap();
                 command.text = format!("{} {}", command.text.trim_end_matches('\\').trim_end(), line.trim());
             } else if line.trim_start().starts_with('#') {
-                marked = mark(line.trim_start()).or(marked);
+                last_mark = mark(line.trim_start()).or(last_mark);
                 continue;
-            } else if prompts && !line.trim_start().starts_with("$ ") {
+            } else if has_prompts && !line.trim_start().starts_with("$ ") {
                 let printed = line.strip_prefix("    ").unwrap_or(line);
                 let prints = all.last_mut().unwrap().prints.get_or_insert_default();
                 prints.push_str(printed);
@@ -123,16 +123,16 @@ pub fn commands(page: &str, text: &str) -> Vec<Typed> {
                     "{place}: neither a command of {:?} nor a comment: {line}",
                     crate::commands::shell::PROGRAMS
                 );
-                let (text, mark) = (typed.to_owned(), marked.clone());
+                let (text, mark) = (typed.to_owned(), last_mark.clone());
                 all.push(Typed { place, text, mark, prints: None, block });
             }
-            goes_on = all.last().unwrap().text.ends_with('\\');
+            is_continued = all.last().unwrap().text.ends_with('\\');
         }
     }
     all
 }
 
-/// The commands in backticks within a page's text, with their line. They are checked by name only.
+/// The commands in backticks within a page's text, with page and line. Tests check their names only.
 pub fn inline(page: &str, text: &str) -> Vec<(String, String)> {
     let mut found = Vec::new();
     for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.starts_with("    ")) {

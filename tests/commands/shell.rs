@@ -1,10 +1,10 @@
-//! What a person types: words, pipes and redirections of a line of a shell.
+//! Parses a shell's line: words, pipes and redirections.
 
-/// The programs that pages tell a person to type.
+/// The programs whose commands in pages are checked.
 pub const PROGRAMS: [&str; 10] =
     ["linkwise", "linkwise-lab", "helm", "kubectl", "make", "cargo", "oc", "curl", "docker", "nvidia-smi"];
 
-/// The commands of a line, one for each part of a pipeline, without comment and redirections.
+/// Splits a line into the commands of its pipeline, without comment and redirections.
 pub fn pipeline(line: &str) -> Vec<Vec<String>> {
     let mut parts = vec![Vec::new()];
     let mut word: Option<String> = None;
@@ -36,7 +36,7 @@ pub fn pipeline(line: &str) -> Vec<Vec<String>> {
     parts
 }
 
-/// The words of a command without the variables that stand before it.
+/// The words of a command without the variables before it.
 pub fn without_variables(words: &[String]) -> &[String] {
     let is_variable = |word: &&String| {
         word.split_once('=').is_some_and(|(name, _)| name.bytes().all(|byte| byte.is_ascii_uppercase() || byte == b'_'))
@@ -44,7 +44,7 @@ pub fn without_variables(words: &[String]) -> &[String] {
     &words[words.iter().take_while(is_variable).count()..]
 }
 
-/// Whether a line is a command.
+/// Returns true if a line is a command with an argument.
 pub fn is_command(line: &str) -> bool {
     let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
     without_variables(&words).first().is_some_and(|word| PROGRAMS.contains(&word.as_str())) && words.len() > 1
@@ -65,7 +65,7 @@ pub fn options<'a>(words: &'a [String], names: &[&str]) -> Vec<&'a str> {
     found
 }
 
-/// Whether a word stands for something of the reader's: `NODE`, `REGISTRY/linkwise:TAG`, `<pod>`.
+/// Returns true if the reader has to replace a word: `NODE`, `REGISTRY/linkwise:TAG`, `<pod>`.
 pub fn is_placeholder(word: &str) -> bool {
     word.contains('<')
         || (word.len() > 2 && word.bytes().all(|byte| byte.is_ascii_uppercase() || b"_-".contains(&byte)))

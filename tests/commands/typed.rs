@@ -1,4 +1,4 @@
-//! `linkwise` as pages say to type it, on a machine with GPUs: a libnvidia-ml of our own and eight V100.
+//! Runs the pages' `linkwise` commands on a simulated machine: our libnvidia-ml shows a DGX-1 with eight V100.
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -7,10 +7,10 @@ use crate::commands::helm::repository;
 use crate::commands::page::Typed;
 use crate::commands::shell::{options, without_variables};
 
-/// Longer than any of them takes; a page marks those that take minutes.
-const SECONDS: &str = "120";
+/// The limit of a command; a page marks those that take minutes.
+const TIMEOUT_SECONDS: &str = "120";
 
-/// The files that pages name, by what they are.
+/// The files that pages name, and the file of the repository that a test copies for them.
 const FILES: [(&str, &str); 6] = [
     ("FILE config.yaml shared.yaml nvidia.yaml", "tests/configs/nvidia/time-slicing.yaml"),
     ("values.yaml", "tests/chart/nvidia-values.yaml"),
@@ -20,7 +20,7 @@ const FILES: [(&str, &str); 6] = [
     ("pods.csv", "docs/traces/pods.csv"),
 ];
 
-/// A folder with these files.
+/// A temporary folder with these files.
 pub fn folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for (name, source) in FILES.iter().flat_map(|(names, source)| names.split(' ').map(move |name| (name, source))) {
@@ -29,16 +29,16 @@ pub fn folder() -> tempfile::TempDir {
     folder
 }
 
-/// The program with these words.
+/// Runs a command of linkwise or of the laboratory.
 pub fn linkwise(words: &[String], folder: &Path) -> Output {
     let given = without_variables(words);
     let program = match given[0].as_str() {
         "linkwise" => env!("CARGO_BIN_EXE_linkwise").into(),
         "linkwise-lab" => lab(),
-        other => panic!("{other} is no program of ours: {words:?}"),
+        other => panic!("{other} is not a program of ours: {words:?}"),
     };
     let mut command = Command::new("timeout");
-    command.env_clear().arg(SECONDS).arg(program).args(&given[1..]);
+    command.env_clear().arg(TIMEOUT_SECONDS).arg(program).args(&given[1..]);
     let variables = words[..words.len() - given.len()].iter().filter_map(|word| word.split_once('='));
     command.envs(variables).env("PATH", "/usr/bin:/bin");
     command.env("FAKE_NVML_MACHINE", repository("crates/host/src/machines/dgx1-v100.yaml"));
@@ -46,11 +46,11 @@ pub fn linkwise(words: &[String], folder: &Path) -> Output {
     command.current_dir(folder).stdin(Stdio::null()).output().unwrap()
 }
 
-/// Runs a command, and holds what it prints against the page.
+/// Runs a command, and compares its output with the page.
 pub fn run(typed: &Typed) {
     let words = &typed.parts()[0];
     let needs_lab = without_variables(words)[0] == "linkwise-lab";
-    assert!(!needs_lab || lab().is_file(), "cargo build -p linkwise-lab first; make test does");
+    assert!(!needs_lab || lab().is_file(), "run `cargo build -p linkwise-lab` first, as `make test` does");
     let folder = folder();
     for written in options(words, &["--output"]) {
         let _ = std::fs::remove_file(folder.path().join(written));
@@ -64,7 +64,7 @@ pub fn run(typed: &Typed) {
     }
 }
 
-/// Whether the program understands the first words, options aside.
+/// Returns true if the first words are a subcommand of the program.
 pub fn is_known(words: &[String]) -> bool {
     if words[0] == "linkwise-lab" && !lab().is_file() {
         return true;
@@ -75,11 +75,11 @@ pub fn is_known(words: &[String]) -> bool {
         let words = [&[words[0].clone()], names, &["--help".to_owned()]].concat();
         linkwise(&words, Path::new("/")).status.success()
     };
-    // The second word may be a value.
+    // The second word may be an argument instead of a subcommand.
     subcommand(&names) || (!names.is_empty() && subcommand(&names[..1]))
 }
 
-/// The laboratory's program, built beside ours.
+/// The path of the laboratory's program, which is built beside linkwise.
 pub fn lab() -> std::path::PathBuf {
     Path::new(env!("CARGO_BIN_EXE_linkwise")).with_file_name("linkwise-lab")
 }
