@@ -1,5 +1,4 @@
-//! `manifests/examples/claims`: each scheduler's objects, against the schemas that it publishes and the rules that it has
-//! beside them.
+//! `manifests/examples/claims`: each scheduler's objects, checked by its published schemas and its further rules.
 
 pub mod schema;
 
@@ -14,7 +13,7 @@ fn folder() -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("manifests/examples")
 }
 
-/// The objects of an example.
+/// Reads the objects of an example.
 fn example(name: &str) -> Vec<Value> {
     let text = fs::read_to_string(folder().join("claims").join(name)).unwrap();
     text.split("\n---\n").map(|object| serde_saphyr::from_str(object).unwrap()).collect()
@@ -24,8 +23,8 @@ fn of_kind<'a>(objects: &'a [Value], kind: &str) -> &'a Value {
     objects.iter().find(|object| object["kind"] == kind).unwrap_or_else(|| panic!("no {kind}"))
 }
 
-/// The object by its published schema; a template of claims as the API server takes it.
-fn holds(schemas: &[Schema], object: &Value) {
+/// Checks an object by its published schema, a claim template by the API server in the box.
+fn check_object(schemas: &[Schema], object: &Value) {
     if object["kind"] == "ResourceClaimTemplate" {
         let resource = ResourceType::RESOURCE_CLAIM_TEMPLATES;
         let kept = stored(&resource, Some("default"), Gates::default(), object).unwrap();
@@ -37,9 +36,9 @@ fn holds(schemas: &[Schema], object: &Value) {
     assert_eq!(schema.faults(object), [""; 0], "{object}");
 }
 
-/// The pods' claims are templates of this manifest, or the channel that a ComputeDomain's controller makes; each is used by
-/// the container. Kueue admits no pod without a request of CPU or memory.
-fn pods_hold(objects: &[Value], pod: &Value) {
+/// Checks that a pod's claims come from templates of this manifest, or from the template that the ComputeDomain
+/// controller makes, and that the container uses each. Kueue admits no pod without a request of CPU or memory.
+fn check_pod(objects: &[Value], pod: &Value) {
     let claims = pod["resourceClaims"].as_array().unwrap();
     let template = of_kind(objects, "ResourceClaimTemplate");
     let channel = objects.iter().find(|object| object["kind"] == "ComputeDomain");
@@ -53,9 +52,9 @@ fn pods_hold(objects: &[Value], pod: &Value) {
     assert!(resources["requests"]["cpu"].is_string() && resources.get("limits").is_none(), "{resources}");
 }
 
-/// The number of GPUs of a claim without alternatives. Kueue takes templates with `exactly` and `ExactCount` alone (0.19.2,
-/// pkg/dra/claims.go), and KAI counts no others (0.17, pkg/common/resources/dra.go).
-fn counted(template: &Value) -> u64 {
+/// The number of GPUs of a claim. Kueue accepts only templates with `exactly` and `ExactCount` (0.19.2,
+/// pkg/dra/claims.go), and KAI counts only those (0.17, pkg/common/resources/dra.go).
+fn gpu_count(template: &Value) -> u64 {
     let requests = template["spec"]["spec"]["devices"]["requests"].as_array().unwrap().iter();
     let gpus = requests.map(|request| {
         let exactly = &request["exactly"];
@@ -66,7 +65,7 @@ fn counted(template: &Value) -> u64 {
     gpus.sum()
 }
 
-/// The Workload that Kueue makes of a job.
+/// The Workload that Kueue creates for a job.
 fn workload(job: &Value) -> Value {
     let annotations = &job["spec"]["template"]["metadata"]["annotations"];
     let topology = json!({"required": annotations["kueue.x-k8s.io/podset-required-topology"]});
@@ -80,7 +79,7 @@ fn workload(job: &Value) -> Value {
     })
 }
 
-/// The PodGroup that KAI makes of a job (0.17, pkg/podgrouper).
+/// The PodGroup that KAI creates for a job (0.17, pkg/podgrouper).
 fn kai_group(job: &Value) -> Value {
     let annotation = |key: &str| &job["metadata"]["annotations"][format!("kai.scheduler/{key}")];
     let members: u32 = annotation("batch-min-member").as_str().unwrap().parse().unwrap();
@@ -93,7 +92,7 @@ fn kai_group(job: &Value) -> Value {
 }
 
 #[test]
-fn each_scheduler_gets_what_its_schema_has() {
+fn examples_match_schedulers_schemas() {
     let schemas = schemas();
     let mut files: Vec<String> = fs::read_dir(folder().join("claims"))
         .unwrap()
@@ -111,21 +110,21 @@ fn each_scheduler_gets_what_its_schema_has() {
     assert_eq!(files, all);
     let readme = fs::read_to_string(folder().join("README.md")).unwrap();
     for file in files {
-        assert!(readme.contains(&format!("`claims/{file}`")), "README.md does not have {file}");
+        assert!(readme.contains(&format!("`claims/{file}`")), "README.md does not name {file}");
         let objects = example(&file);
-        objects.iter().for_each(|object| holds(&schemas, object));
+        objects.iter().for_each(|object| check_object(&schemas, object));
         if let [only] = objects.as_slice() {
             let mapping = json!([{"name": "nvidia.com/gpu", "deviceClassNames": ["gpu.nvidia.com"]}]);
             assert_eq!(only["resources"]["deviceClassMappings"], mapping);
             continue;
         }
         let job = of_kind(&objects, "Job");
-        assert_eq!(counted(of_kind(&objects, "ResourceClaimTemplate")), 4);
+        assert_eq!(gpu_count(of_kind(&objects, "ResourceClaimTemplate")), 4);
         let pod = match file.as_str() {
             "volcano.yaml" => &job["spec"]["tasks"][0]["template"]["spec"],
             _ => &job["spec"]["template"]["spec"],
         };
-        pods_hold(&objects, pod);
+        check_pod(&objects, pod);
         match file.as_str() {
             "kube-scheduler.yaml" => {
                 let group = of_kind(&objects, "PodGroup");
@@ -133,16 +132,16 @@ fn each_scheduler_gets_what_its_schema_has() {
                 assert_eq!(group["spec"]["schedulingPolicy"]["gang"]["minCount"], job["spec"]["parallelism"]);
             }
             "kueue.yaml" => {
-                holds(&schemas, &workload(job));
+                check_object(&schemas, &workload(job));
                 assert_eq!((&job["spec"]["suspend"], pod.get("schedulerName")), (&json!(true), None));
-                // What the pods' queue and topology are is in the example for the device plugin.
+                // The example for the device plugin defines the queue.
                 let queues = fs::read_to_string(folder().join("kueue.yaml")).unwrap();
                 assert!(queues.contains("kind: LocalQueue\nmetadata:\n  name: gpus\n"));
                 assert_eq!(job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"], "gpus");
             }
             "kai.yaml" => {
                 let group = kai_group(job);
-                holds(&schemas, &group);
+                check_object(&schemas, &group);
                 assert_eq!((&group["spec"]["minMember"], &pod["schedulerName"]), (&json!(4), &json!("kai-scheduler")));
                 let (topology, placement) = (of_kind(&objects, "Topology"), &group["spec"]["topologyConstraint"]);
                 assert_eq!(topology["metadata"]["name"], placement["topology"]);
@@ -154,9 +153,8 @@ fn each_scheduler_gets_what_its_schema_has() {
     }
 }
 
-/// Schemas that take everything would hold nothing.
 #[test]
-fn broken_objects_are_found() {
+fn schemas_refuse_broken_objects() {
     let schemas = schemas();
     for (file, kind, place, value) in [
         ("kube-scheduler.yaml", "PodGroup", "/spec/schedulingPolicy/gang/minCount", json!("2")),

@@ -1,15 +1,15 @@
-//! Published schemas, reduced to facts: `schemas/*.yaml` have each kind's source, version and licence, and its fields.
+//! Published schemas in a short form: each file of `schemas/` has a kind's source, version, licence and fields.
 //!
-//! A field's line is its path, where `[]` is an element of a list, and its type: string, integer, boolean, array, object,
-//! map (of strings), amount (a string or an integer), amounts (a map of them). After the type: `required` in its object; `in=` its values; `min=` and `max=` of a number, or of a
-//! list's length; `longest=` of a text; `form=` of a name, for the pattern of the schema.
+//! A field's line has its path, where `[]` is an element of a list, and its type: string, integer, boolean, array,
+//! object, map (of strings), amount (a string or an integer), amounts (a map of them). Rules may follow: `required`;
+//! `in=` the values; `min=` and `max=` of a number or a list's length; `longest=` of a text; `form=` for a pattern.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
 use serde_json::Value;
 
-/// A kind, as its project publishes it.
+/// The schema of one kind.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Schema {
@@ -52,9 +52,9 @@ impl Schema {
             other => panic!("{path}: {other}"),
         };
         if !is_kind {
-            return faults.push(format!("{path}: {value} is no {kind}"));
+            return faults.push(format!("{path}: {value} is not of type {kind}"));
         }
-        let broken = rules.split(' ').filter(|rule| !rule.is_empty() && *rule != "required" && !holds(rule, value));
+        let broken = rules.split(' ').filter(|rule| !rule.is_empty() && *rule != "required" && !is_met(rule, value));
         faults.extend(broken.map(|rule| format!("{path}: {value}: {rule}")));
         for element in value.as_array().into_iter().flatten() {
             let path = format!("{path}[]");
@@ -63,7 +63,7 @@ impl Schema {
                 false => self.check(&path, element, faults),
             }
         }
-        // An object of which the schema tells nothing further is not looked into.
+        // An object without fields in the schema may have any.
         let is_open = !self.fields.keys().any(|field| field.starts_with(&format!("{path}.")));
         if kind == "object" && !is_open {
             self.check_all(path, value, faults);
@@ -92,16 +92,16 @@ fn is_amount(value: &Value) -> bool {
     value.is_string() || value.is_u64()
 }
 
-fn holds(rule: &str, value: &Value) -> bool {
-    let (name, of) = rule.split_once('=').unwrap();
+fn is_met(rule: &str, value: &Value) -> bool {
+    let (name, limit) = rule.split_once('=').unwrap();
     let text = value.as_str().unwrap_or_default();
     let size = value.as_array().map_or_else(|| value.as_u64().unwrap_or(0), |list| list.len() as u64);
     match name {
-        "in" => of.split('|').any(|one| one == text),
-        "min" => size >= of.parse().unwrap(),
-        "max" => size <= of.parse().unwrap(),
-        "longest" => text.len() <= of.parse::<usize>().unwrap(),
-        "form" => has_form(of, text),
+        "in" => limit.split('|').any(|one| one == text),
+        "min" => size >= limit.parse().unwrap(),
+        "max" => size <= limit.parse().unwrap(),
+        "longest" => text.len() <= limit.parse::<usize>().unwrap(),
+        "form" => has_form(limit, text),
         other => panic!("{other}"),
     }
 }
@@ -124,7 +124,7 @@ fn has_form(form: &str, text: &str) -> bool {
     }
 }
 
-/// All schemas; each names its source, its version and its licence.
+/// Reads all schemas; each has to name its source, version and licence.
 pub fn schemas() -> Vec<Schema> {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/examples/schemas");
     let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
@@ -137,12 +137,12 @@ pub fn schemas() -> Vec<Schema> {
         assert!(schema.source.starts_with("https://github.com/"), "{}", schema.kind);
         assert!(!schema.version.is_empty() && schema.licence == "Apache-2.0", "{}", schema.kind);
     }
-    let kinds: BTreeSet<(&str, &str)> = schemas.iter().map(|of| (of.api_version.as_str(), of.kind.as_str())).collect();
-    assert_eq!(kinds.len(), schemas.len(), "a kind twice");
+    let kinds: BTreeSet<(&str, &str)> = schemas.iter().map(|it| (it.api_version.as_str(), it.kind.as_str())).collect();
+    assert_eq!(kinds.len(), schemas.len(), "two schemas of one kind");
     schemas
 }
 
-/// The schemas of a text, in which a line `=NAME` stands for an object with the fields of that part.
+/// Reads schemas from a text in which `=NAME` stands for an object with the fields of that part.
 pub fn of_parts(text: &str) -> Vec<Schema> {
     #[derive(Deserialize)]
     struct Written {
