@@ -1,6 +1,6 @@
-//! A stranger's bytes as a source of numbers. Called by the checks that make values of them.
+//! Reads fuzz input as numbers, for the checks that make values from numbers.
 
-/// Bytes, taken from the front; zeros after their end.
+/// Bytes, taken from the front. After their end come zeros.
 pub struct Bytes<'b>(pub &'b [u8]);
 
 impl Bytes<'_> {
@@ -11,17 +11,17 @@ impl Bytes<'_> {
         *first
     }
 
-    /// A number below `end`, which is at most 256; 0 where `end` is 0.
+    /// A number below `end`, which is at most 256; 0 if `end` is 0.
     pub fn below(&mut self, end: usize) -> usize {
         usize::from(self.byte()).checked_rem(end).unwrap_or(0)
     }
 
-    /// A number that may be any.
+    /// Any number, from four bytes.
     pub fn any(&mut self) -> u32 {
         u32::from_le_bytes([self.byte(), self.byte(), self.byte(), self.byte()])
     }
 
-    /// A value two times of three.
+    /// A value in two of three cases.
     pub fn maybe<T>(&mut self, value: impl FnOnce(&mut Self) -> T) -> Option<T> {
         (self.below(3) > 0).then(|| value(self))
     }

@@ -1,5 +1,5 @@
-//! Claims and their checkpoints: whatever they hold, they are refused in one line, or prepared with devices of this node.
-//! Called by the targets `claim` and `checkpoint`.
+//! Claims and their checkpoints: any claim is refused in one line, or prepared with devices of this node. Called by the
+//! targets `claim` and `checkpoint`.
 
 use std::collections::BTreeSet;
 use std::sync::LazyLock;
@@ -23,18 +23,18 @@ use super::machine::is_one_line;
 const DRIVER: &str = "gpu.nvidia.com";
 const POOL: &str = "node/gpu";
 
-/// The UID of every claim that is asked for.
+/// The UID of each claim that the kubelet asks for.
 const UID: &str = "u";
 
-/// Eight GPUs in DRA, the first in MIG mode with two devices, the last in shares.
+/// Eight GPUs on a DRA node: the first has two MIG devices, the last is shared.
 static STATE: LazyLock<NodeState> = LazyLock::new(|| {
-    let mut observed = linkwise_host::machines::load("dgx-h100").expect("it is built in").observed;
+    let mut observed = linkwise_host::machines::load("dgx-h100").expect("a built-in machine").observed;
     let mig = |index: u32| {
         serde_json::json!({"index": index, "uuid": format!("MIG-{index}"), "gpu_instance": index + 1,
             "compute_instance": 0, "gpu_slices": 1, "compute_slices": 1, "memory_mib": 9728})
     };
     let mig = serde_json::json!({"enabled": true, "devices": [mig(0), mig(1)]});
-    observed.gpus[0].mig = serde_json::from_value(mig).expect("it is as in a node file");
+    observed.gpus[0].mig = serde_json::from_value(mig).expect("MIG facts as in a node file");
     let devices = SharedDevices::List(vec![DeviceSelector::Index(7)]);
     let row = SharedResource { devices, ..SharedResource::new(ResourceName::gpu(), 4) };
     let sharing = Some(Sharing::new(SharingKind::TimeSlicing, vec![row]));
@@ -44,38 +44,42 @@ static STATE: LazyLock<NodeState> = LazyLock::new(|| {
     events.into_iter().fold(NodeState::new(NumaHints::default()), |state, event| state.apply(event, Duration::ZERO).0)
 });
 
-/// A claim as the API server answers with it, in JSON; bytes that do not begin like an object are numbers that make one.
+/// Checks a claim in the API server's JSON. Bytes that do not begin with `{` are numbers from which a claim is made.
 pub fn claim(bytes: &[u8]) {
     let mut claim = match bytes.first() {
         Some(b'{') => match Claim::from_json(bytes) {
             Ok(claim) => claim,
             Err(error) => return is_one_line(&error.to_string()),
         },
-        _ => made(&mut Bytes(bytes)),
+        _ => claim_from_numbers(&mut Bytes(bytes)),
     };
     let asked = ClaimName { namespace: "ml".to_owned(), name: "claim".to_owned(), uid: UID.to_owned() };
     if claim.metadata != asked {
-        let refused = planned(&claim, &asked, &[]);
-        is_one_line(&refused.expect_err("another claim than the one that is asked for").to_string());
+        let refused = plan_claim(&claim, &asked, &[]);
+        is_one_line(&refused.expect_err("a claim with another name is refused").to_string());
         claim.metadata = asked.clone();
     }
-    let prepared = match planned(&claim, &asked, &[]) {
+    let prepared = match plan_claim(&claim, &asked, &[]) {
         Ok(prepared) => prepared,
         Err(error) => return is_one_line(&error.to_string()),
     };
-    fits(&claim, &prepared);
-    assert_eq!(planned(&claim, &asked, &[(asked.clone(), prepared.clone())]).as_ref(), Ok(&prepared), "its own GPUs");
+    check_prepared(&claim, &prepared);
+    assert_eq!(
+        plan_claim(&claim, &asked, &[(asked.clone(), prepared.clone())]).as_ref(),
+        Ok(&prepared),
+        "a claim conflicts with its own checkpoint"
+    );
     let other = ClaimName { uid: "other".to_owned(), ..asked.clone() };
-    match planned(&claim, &asked, &[(other, prepared.clone())]) {
+    match plan_claim(&claim, &asked, &[(other, prepared.clone())]) {
         Ok(_) => assert!(prepared.devices.iter().all(|device| device.admin), "a GPU in two claims"),
         Err(error) => assert!(matches!(error, ClaimError::Device { why: DeviceRefusal::Taken(_), .. }), "{error}"),
     }
 }
 
-fn planned(claim: &Claim, asked: &ClaimName, others: &[(ClaimName, Prepared)]) -> Result<Prepared, ClaimError> {
+fn plan_claim(claim: &Claim, asked: &ClaimName, others: &[(ClaimName, Prepared)]) -> Result<Prepared, ClaimError> {
     let cdi = CdiOptions { kind: "v/gpu".to_owned(), annotation_prefix: None, cri: true };
     let injection = InjectionOptions { cdi: Some(cdi), ..InjectionOptions::default() };
-    // Each request has an edit: the variable of `--expose-nics`.
+    // With RDMA nodes each request gets a variable, so that each has a CDI edit.
     let host = HostDevices { rdma: Some(RdmaNodes::default()), ..HostDevices::default() };
     let common_shm = BTreeSet::new();
     let entry = |(claim, prepared): &(ClaimName, Prepared)| PreparedClaim {
@@ -95,41 +99,41 @@ fn planned(claim: &Claim, asked: &ClaimName, others: &[(ClaimName, Prepared)]) -
     plan(claim, asked, node)
 }
 
-/// What is prepared are the devices that were allocated, each with its CDI name, and none for two containers.
-fn fits(claim: &Claim, prepared: &Prepared) {
+/// Checks that exactly the allocated devices are prepared, with their CDI names, and no device for two requests.
+fn check_prepared(claim: &Claim, prepared: &Prepared) {
     let results = claim.status.allocation.iter().flat_map(|allocation| &allocation.devices.results);
     let ours: Vec<&AllocatedDevice> = results.filter(|result| result.driver == DRIVER).collect();
     assert!((1..=32).contains(&ours.len()), "{} devices", ours.len());
     let names = |device: &AllocatedDevice| (device.pool.clone(), device.device.clone());
-    let got: Vec<_> = prepared.devices.iter().map(|device| (device.pool.clone(), device.device.clone())).collect();
-    assert_eq!(got, ours.into_iter().map(names).collect::<Vec<_>>());
+    let actual: Vec<_> = prepared.devices.iter().map(|device| (device.pool.clone(), device.device.clone())).collect();
+    assert_eq!(actual, ours.into_iter().map(names).collect::<Vec<_>>());
     let known: BTreeSet<String> = devices(STATE.topology()).into_iter().map(|(name, _)| name).collect();
     for order in prepared.mps.iter().map(|mps| &mps.order) {
         assert!((1..=100).contains(&order.thread_percentage) && order.name().is_some(), "{order:?}");
         for gpu in &order.gpus {
-            // The same claim may look at the GPU with admin access too, which is no user of MPS.
+            // The claim may also have admin access to the GPU; that device does not use MPS.
             let is_own = |device: &&PreparedDevice| device.gpu == gpu.gpu && !device.admin;
-            let own = prepared.devices.iter().find(is_own).expect("a GPU that the claim has");
+            let own = prepared.devices.iter().find(is_own).expect("an MPS order names a GPU of the claim");
             assert!(own.mig.is_none() && own.share.is_some() != order.exclusive, "{order:?}");
             assert!(gpu.mib.is_none_or(|mib| (1..=81_559).contains(&mib)), "{order:?}");
         }
     }
     for (at, device) in prepared.devices.iter().enumerate() {
-        assert!(device.pool == POOL && known.contains(&device.device), "{device:?} is no device of this node");
+        assert!(device.pool == POOL && known.contains(&device.device), "{device:?} is not a device of this node");
         assert!(!device.request.contains('/'), "{device:?} names an alternative");
         let name = format!("{}-{}", claim.metadata.uid, device.request);
         let names = [format!("linkwise.dev/device={name}-{}", device.device), format!("linkwise.dev/claim={name}")];
         assert_eq!(device.cdi, names, "{device:?}");
         let before = prepared.devices.iter().take(at).filter(|other| !other.admin && !device.admin);
         let before = before.filter(|other| other.share.is_none() || other.share_id == device.share_id);
-        assert!(before.into_iter().all(|other| !device.overlaps(other)), "{device:?} twice");
+        assert!(before.into_iter().all(|other| !device.overlaps(other)), "{device:?} overlaps an earlier device");
     }
-    let text = serde_json::to_vec(prepared).expect("it can be written");
-    assert_eq!(serde_json::from_slice::<Prepared>(&text).expect("it can be read"), *prepared);
+    let text = serde_json::to_vec(prepared).expect("a checkpoint can be written");
+    assert_eq!(serde_json::from_slice::<Prepared>(&text).expect("a checkpoint can be read"), *prepared);
 }
 
-/// An allocation that may be any, mostly of devices that there are.
-fn made(bytes: &mut Bytes<'_>) -> Claim {
+/// Makes a claim with any allocation; most of its devices exist.
+fn claim_from_numbers(bytes: &mut Bytes<'_>) -> Claim {
     const DEVICES: &str = "gpu-1,gpu-2,gpu-3,gpu-4,gpu-5,gpu-6,gpu-7,gpu-0-mig-1g10gb-gi1-ci0,gpu-0-mig-1g10gb-gi2-ci0,\
                            gpu-0,gpu-99,";
     let devices: Vec<&str> = DEVICES.split(',').collect();
@@ -167,7 +171,7 @@ fn made(bytes: &mut Bytes<'_>) -> Claim {
     claim
 }
 
-/// The parameters of NVIDIA's API, most of their values allowed.
+/// Parameters of NVIDIA's API; most values are allowed.
 fn parameters(bytes: &mut Bytes<'_>) -> String {
     let kind = ["GpuConfig", "GpuConfig", "MigDeviceConfig", "Gpu\nConfig"][bytes.below(4)];
     let mut object = serde_json::json!({"apiVersion": "resource.nvidia.com/v1beta1", "kind": kind});
@@ -194,18 +198,18 @@ fn parameters(bytes: &mut Bytes<'_>) -> String {
     object.to_string()
 }
 
-/// A checkpoint, as a file of the folder of checkpoints has it.
+/// Checks a checkpoint file.
 pub fn checkpoint(bytes: &[u8]) {
     let record = match parse_checkpoint(bytes, UID) {
         Ok(record) => record,
-        Err(why) => return is_one_line(&why),
+        Err(error) => return is_one_line(&error),
     };
-    let text = record.text().expect("it can be written");
+    let text = record.text().expect("a checkpoint can be written");
     assert_eq!(parse_checkpoint(&text, UID).as_ref(), Ok(&record), "read back as another checkpoint");
     let (entry, devices) = (record.entry(None), &record.prepared.devices);
     assert_eq!(entry.claim.uid, UID);
     assert_eq!(entry.gpus().count(), devices.iter().filter(|device| !device.admin).count());
-    assert!(!record.is_completed_in(None) && !record.is_of_another_boot(None), "a boot that is not known");
+    assert!(!record.is_completed_in(None) && !record.is_of_another_boot(None), "an unknown boot is taken as known");
     let boot = record.boot.as_deref();
-    assert!(!record.is_of_another_boot(boot), "its own boot");
+    assert!(!record.is_of_another_boot(boot), "a checkpoint is not of its own boot");
 }

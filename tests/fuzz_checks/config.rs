@@ -1,16 +1,16 @@
-//! Configuration files: whatever a text holds, each finding is one line about a line of it, and the settings keep their
-//! bounds. Called by the target `config`.
+//! Configuration files: for any text, each finding is one line that names a line of the text, and the settings keep
+//! their bounds. Called by the target `config`.
 
 use linkwise::config::{Environment, Flags, Settings};
 use linkwise_core::state::{MAX_SLOTS, SharedDevices};
 
 use super::machine::is_one_line;
 
-/// Any text as a configuration file.
+/// Checks any text as a configuration file.
 pub fn config(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else { return };
     let (settings, findings) = Settings::build(&Flags::default(), &Environment::default(), text);
-    // YAML has more line ends than lines(); the finding about a file that ends too early is after its last line.
+    // YAML has more line ends than `lines()` knows. A finding about a missing end names the line after the last.
     let lines =
         u64::try_from(text.split(['\n', '\r', '\u{85}', '\u{2028}', '\u{2029}']).count()).expect("a number of lines");
     for finding in &findings {
@@ -21,9 +21,10 @@ pub fn config(bytes: &[u8]) {
     }
     for resource in settings.sharing.value.iter().flat_map(|sharing| &sharing.resources) {
         assert!((2..=MAX_SLOTS).contains(&resource.replicas), "{resource:?}");
-        let own = resource.rename.as_ref().is_some_and(|name| *name.as_str() != format!("{}.shared", resource.name));
-        let chosen = own || resource.devices != SharedDevices::All;
-        assert!(settings.naming.value || !chosen, "names or devices without naming: {resource:?}");
+        let is_renamed =
+            resource.rename.as_ref().is_some_and(|name| *name.as_str() != format!("{}.shared", resource.name));
+        let needs_naming = is_renamed || resource.devices != SharedDevices::All;
+        assert!(settings.naming.value || !needs_naming, "names or devices without naming: {resource:?}");
     }
     let resources = &settings.resources.value;
     assert!(settings.naming.value || resources.gpus.is_empty() && resources.mig.is_empty(), "patterns without naming");

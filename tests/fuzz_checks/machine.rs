@@ -1,5 +1,5 @@
-//! Files that describe machines: whatever they hold, they are refused in one line or make a topology.
-//! Called by the targets `node_file` and `nccl_xml`.
+//! Files that describe machines: any file is refused in one line or makes a topology. Called by the targets `node_file`
+//! and `nccl_xml`.
 
 use std::sync::Arc;
 
@@ -9,36 +9,36 @@ use linkwise_core::allocation::{
 use linkwise_core::topology::NodeTopology;
 use linkwise_host::machines::{Machine, of_bytes};
 
-use super::request::holds;
+use super::request::check_answer;
 
-/// The most GPUs for which a file's tables are computed: for more they take longer than a fuzzer should wait.
+/// The most GPUs for which tables are computed, because tables of more GPUs slow the fuzzer down.
 const MAX_GPUS: usize = 12;
 
-/// A node file.
+/// Checks a node file.
 pub fn node_file(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else { return };
     match Machine::parse(text) {
-        Ok(machine) => becomes_a_topology(&machine),
+        Ok(machine) => check_machine(&machine),
         Err(error) => is_one_line(&error.to_string()),
     }
 }
 
-/// A file as `--node FILE` reads it: an NCCL topology dump, a hwloc XML, anything else.
+/// Checks a file as `--node FILE` reads it: an NCCL topology dump, a hwloc XML or anything else.
 pub fn nccl_xml(bytes: &[u8]) {
     match of_bytes("dumps/fuzz.xml", bytes.to_vec()) {
-        Ok(machine) => becomes_a_topology(&machine),
+        Ok(machine) => check_machine(&machine),
         Err(error) => is_one_line(&error.to_string()),
     }
 }
 
-/// A message is one line without control characters, whatever text of a stranger it repeats.
+/// Asserts that a message is one line without control characters, also if it repeats input.
 pub(super) fn is_one_line(message: &str) {
     let breaks = |c: char| c.is_control() || matches!(c, '\u{2028}' | '\u{2029}');
-    assert!(!message.contains(breaks), "a control character or line break: {message:?}");
+    assert!(!message.contains(breaks), "a message with a control character or line break: {message:?}");
     assert!(message.len() < 4096, "a message of {} bytes", message.len());
 }
 
-fn becomes_a_topology(machine: &Machine) {
+fn check_machine(machine: &Machine) {
     let text = machine.to_yaml().expect("what was read can be written");
     match Machine::parse(&text) {
         Ok(again) => assert_eq!(again, *machine, "read back as another machine:\n{text}"),
@@ -49,15 +49,15 @@ fn becomes_a_topology(machine: &Machine) {
         is_one_line(&warning.to_string());
     }
     let gpus = topology.gpus();
-    assert!(gpus.len() <= machine.observed.gpus.len().min(NodeTopology::MAX_GPUS), "GPUs from nowhere");
+    assert!(gpus.len() <= machine.observed.gpus.len().min(NodeTopology::MAX_GPUS), "more GPUs than the file has");
     for a in 0..gpus.len() {
-        assert_eq!(topology.position(&gpus[a].uuid), Some(a), "a UUID twice");
+        assert_eq!(topology.position(&gpus[a].uuid), Some(a), "two GPUs have one UUID");
         for b in 0..gpus.len() {
             assert_eq!(topology.symbol(a, b), topology.symbol(b, a), "two levels of one pair");
             assert_eq!(topology.bandwidth(a, b), topology.bandwidth(b, a), "two bandwidths of one pair");
         }
         for nic in topology.nearest_nics(a) {
-            assert!(topology.nics()[nic].level.len() == gpus.len(), "a NIC without a level to some GPU");
+            assert!(topology.nics()[nic].level.len() == gpus.len(), "a NIC has no level to some GPU");
         }
     }
     if gpus.len() <= MAX_GPUS {
@@ -66,6 +66,6 @@ fn becomes_a_topology(machine: &Machine) {
         let request = AllocationRequest { available, must_include: Vec::new(), size };
         let tables = AllocationTables::new(Arc::new(topology));
         let (answer, report) = preferred_allocation(&tables, &request, AllocationPolicy::BestEffort);
-        holds(&tables, &request, &answer, &report);
+        check_answer(&tables, &request, &answer, &report);
     }
 }

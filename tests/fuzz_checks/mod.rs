@@ -1,6 +1,6 @@
-//! What must hold for bytes that strangers send: one function for each fuzz target, which panics where it does not.
-//! Called by the targets in `fuzz/`, and by `tests/fuzz_regressions.rs` with the corpus and every input that once
-//! failed. Knows linkwise from outside only; time and memory are bounded by who calls.
+//! The checks of the fuzz targets: one function for each target, which panics if linkwise mishandles the bytes. Called
+//! by the targets in `fuzz/`, and by `tests/fuzz_regressions.rs` with the corpus and every past failure. The checks use
+//! public items of linkwise only. The callers limit time and memory.
 
 #![allow(clippy::expect_used, clippy::panic, reason = "a check ends with a panic; the fuzz crate has no such lints")]
 
@@ -19,20 +19,21 @@ pub use request::request;
 
 use linkwise_nvml::protocol::{FromAgent, Incoming, encode};
 
-/// What comes over the socket from the NVML child: cut into the same messages however it arrives, and each message
-/// is read back as it is written.
+/// Checks bytes from the agent's socket: they give the same messages in pieces of any size, and each message is read
+/// back as it was written.
 pub fn agent_protocol(bytes: &[u8]) {
-    let (whole, error) = received(bytes, usize::MAX);
-    // The first byte says into which pieces the rest falls; one piece or many, the same arrives.
+    let (whole, error) = receive(bytes, usize::MAX);
+    // The first byte is also the size of the pieces.
     let piece = usize::from(bytes.first().copied().unwrap_or(0) % 16) + 1;
-    assert_eq!(received(bytes, piece), (whole, error), "pieces of {piece} bytes change what arrives");
-    let (whole, _) = received(bytes, usize::MAX);
-    let lines: Vec<u8> = whole.iter().flat_map(|message| encode(message).expect("what was read can be sent")).collect();
-    assert_eq!(received(&lines, usize::MAX), (whole, None), "what is sent is not what arrives");
+    assert_eq!(receive(bytes, piece), (whole, error), "pieces of {piece} bytes change the messages");
+    let (whole, _) = receive(bytes, usize::MAX);
+    let lines: Vec<u8> =
+        whole.iter().flat_map(|message| encode(message).expect("a message that was read can be sent")).collect();
+    assert_eq!(receive(&lines, usize::MAX), (whole, None), "messages change between sending and reading");
 }
 
-/// The messages up to the first error, and that error.
-fn received(bytes: &[u8], piece: usize) -> (Vec<FromAgent>, Option<String>) {
+/// Reads the messages up to the first error, and that error.
+fn receive(bytes: &[u8], piece: usize) -> (Vec<FromAgent>, Option<String>) {
     let mut incoming = Incoming::default();
     let mut messages = Vec::new();
     for piece in bytes.chunks(piece) {
@@ -44,7 +45,7 @@ fn received(bytes: &[u8], piece: usize) -> (Vec<FromAgent>, Option<String>) {
                 Err(error) => {
                     let error = error.to_string();
                     machine::is_one_line(&error);
-                    assert!(error.len() < 512, "a message of {} bytes about a message", error.len());
+                    assert!(error.len() < 512, "an error of {} bytes", error.len());
                     return (messages, Some(error));
                 }
             }

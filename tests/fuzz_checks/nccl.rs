@@ -1,4 +1,4 @@
-//! What nccl-tests print: whatever a text holds, it is refused in one line or gives rows that agree with themselves.
+//! Output of nccl-tests: any text is refused in one line or gives consistent rows.
 
 use std::sync::OnceLock;
 
@@ -8,7 +8,7 @@ use linkwise_host::machines;
 
 use super::machine::is_one_line;
 
-/// A text of nccl-tests, compared with machines of each kind.
+/// Checks a text, and compares its rows with machines of each kind.
 pub fn nccl_tests(bytes: &[u8]) {
     static MACHINES: OnceLock<Vec<NodeObservation>> = OnceLock::new();
     let text = String::from_utf8_lossy(bytes);
@@ -19,17 +19,17 @@ pub fn nccl_tests(bytes: &[u8]) {
     assert!(!report.rows.is_empty(), "a report without a row");
     for row in &report.rows {
         for run in [Some(row.out_of_place), row.in_place].into_iter().flatten() {
-            // An all-reduce moves less than twice its bytes over each bus.
+            // In an all-reduce the bus bandwidth is below twice the algorithm bandwidth.
             assert!(run.bus <= 2 * run.algorithm + 20, "{row:?}");
             let carried = u128::from(run.algorithm) * u128::from(run.nanoseconds) / 1_000;
             let off = carried.abs_diff(u128::from(row.bytes));
             assert!(run.algorithm < 1_000 || off <= u128::from(row.bytes) / 50 + 1, "{row:?}");
         }
     }
-    // A prefix before each line, as of mpirun and kubectl, changes nothing.
+    // A prefix before each line, as mpirun and kubectl write it, changes nothing.
     let prefixed: String = text.lines().map(|line| format!("[1,0]<stdout>: {line}\n")).collect();
-    let again = NcclReport::read(&prefixed).expect("what was read is read behind a prefix");
-    assert_eq!((&again.rows, &again.devices), (&report.rows, &report.devices), "a prefix changes what is read");
+    let again = NcclReport::read(&prefixed).expect("a prefix does not matter");
+    assert_eq!((&again.rows, &again.devices), (&report.rows, &report.devices), "a prefix changes the rows");
     let names = ["dgx-h100", "dgx1-v100", "nvlink-bridge-pairs", "gb200-nvl72-node"];
     let machines = MACHINES.get_or_init(|| {
         names.into_iter().map(|name| machines::load(name).expect("a built-in machine").observed).collect()

@@ -1,6 +1,6 @@
-//! Any request on the built-in machines and on a large one: the answer is a set of the size asked for that holds what it
-//! must, or what the documented fallback gives. Called by the target `request`; the targets of machines check that with
-//! [`holds`] too, and the oracles of `tests/` compare choices on random machines, of GPUs and of slots, with a brute force.
+//! Any request on the built-in machines and on a large one: the answer is a set of the requested size with all devices
+//! of `must_include`, or the documented fallback. Called by the target `request`; the targets for machines use
+//! [`check_answer`] too. `tests/allocation_oracle.rs` and `tests/shared_oracle.rs` compare choices with a brute force.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, LazyLock};
@@ -14,13 +14,13 @@ use linkwise_host::machines;
 
 use super::bytes::Bytes;
 
-/// The built-in machines, whose tables are computed once.
+/// The tables of the built-in machines.
 static BUILT_IN: LazyLock<Vec<AllocationTables>> = LazyLock::new(|| {
     let machines = machines::built_in().filter_map(|machine| machines::load(machine.name).ok());
     machines.map(|machine| tables(&machine.observed)).collect()
 });
 
-/// A machine of 20 GPUs: more than have a row for each set.
+/// The tables of a machine with 20 GPUs, too many for a table of all sets.
 static LARGE: LazyLock<AllocationTables> = LazyLock::new(|| {
     let gpu = |index: u8| {
         let pci = PciAddress::new(0, index, 0, 0).expect("a PCI address");
@@ -33,27 +33,27 @@ fn tables(observed: &NodeObservation) -> AllocationTables {
     AllocationTables::new(Arc::new(NodeTopology::assemble(observed).0))
 }
 
-/// A request on a machine, both chosen by the bytes.
+/// Checks the answer to a request on a machine; the bytes choose both.
 pub fn request(bytes: &[u8]) {
     let bytes = &mut Bytes(bytes);
-    let asked = ask(bytes);
+    let numbers = request_in_numbers(bytes);
     let tables = match bytes.below(32) {
         31 => &*LARGE,
         number => &BUILT_IN[number % BUILT_IN.len()],
     };
-    let request = asked.on(tables.topology());
+    let request = numbers.on(tables.topology());
     let (answer, report) = preferred_allocation(tables, &request, AllocationPolicy::BestEffort);
-    holds(tables, &request, &answer, &report);
-    let mut turned = request.clone();
-    turned.available.reverse();
-    turned.must_include.reverse();
-    turned.available.extend(request.available.iter().cloned());
-    let again = preferred_allocation(tables, &turned, AllocationPolicy::BestEffort);
+    check_answer(tables, &request, &answer, &report);
+    let mut reordered = request.clone();
+    reordered.available.reverse();
+    reordered.must_include.reverse();
+    reordered.available.extend(request.available.iter().cloned());
+    let again = preferred_allocation(tables, &reordered, AllocationPolicy::BestEffort);
     assert_eq!(again, (answer, report), "the order of the request's lists changes the answer");
 }
 
-/// What an answer must be, worked out anew.
-pub fn holds(
+/// Checks an answer by rules of its own.
+pub fn check_answer(
     tables: &AllocationTables,
     request: &AllocationRequest,
     answer: &PreferredAllocation,
@@ -64,21 +64,24 @@ pub fn holds(
     let must: BTreeSet<&DeviceId> = request.must_include.iter().collect();
     let offered: BTreeSet<&DeviceId> = request.available.iter().chain(&request.must_include).collect();
     let chosen: BTreeSet<&DeviceId> = answer.devices.iter().collect();
-    assert_eq!(chosen.len(), answer.devices.len(), "a device twice");
-    assert!(chosen.is_subset(&offered), "a device that was not offered");
+    assert_eq!(chosen.len(), answer.devices.len(), "the answer repeats a device");
+    assert!(chosen.is_subset(&offered), "the answer has a device that was not offered");
     let known = offered.iter().all(|id| places.contains_key(*id));
     let possible = known && request.size >= must.len().max(1) && request.size <= offered.len();
     match report.fallback {
         None => {
-            assert!(possible, "an answer to what cannot be met");
-            assert_eq!(answer.devices.len(), request.size, "another size");
-            assert!(must.is_subset(&chosen), "without what must be in it");
-            assert!(answer.devices.is_sorted_by_key(|id| places.get(id)), "not in the order of the addresses");
-            assert!(report.values.is_some(), "no values");
+            assert!(possible, "an answer to an impossible request");
+            assert_eq!(answer.devices.len(), request.size, "the answer has another size");
+            assert!(must.is_subset(&chosen), "the answer lacks a device of must_include");
+            assert!(
+                answer.devices.is_sorted_by_key(|id| places.get(id)),
+                "the answer is not in the order of PCI addresses"
+            );
+            assert!(report.values.is_some(), "an answer without values");
         }
         Some(reason) => {
             let few = places.len() <= AllocationTables::EXACT_GPUS;
-            assert!(!(possible && few), "a fallback ({reason:?}) where there is an answer");
+            assert!(!(possible && few), "a fallback ({reason:?}) though there is an answer");
             let others = offered.difference(&must);
             let expected: Vec<&DeviceId> = must.iter().chain(others).take(request.size).copied().collect();
             assert_eq!(answer.devices.iter().collect::<Vec<_>>(), expected, "not the documented fallback ({reason:?})");
@@ -86,18 +89,21 @@ pub fn holds(
         }
     }
     let explanation = Explanation::new(tables, report);
-    assert!(!explanation.to_string().is_empty() && !report.to_string().contains('\n'), "no report, or many lines");
-    serde_json::to_string(&explanation).expect("a report in JSON");
+    assert!(
+        !explanation.to_string().is_empty() && !report.to_string().contains('\n'),
+        "the report is empty or has several lines"
+    );
+    serde_json::to_string(&explanation).expect("the report can be JSON");
 }
 
-/// A request before the machine is known: numbers for devices.
-struct Ask {
+/// A request whose devices are numbers, because its machine is not known yet.
+struct RequestInNumbers {
     available: Vec<usize>,
     must_include: Vec<usize>,
     size: usize,
 }
 
-fn ask(bytes: &mut Bytes<'_>) -> Ask {
+fn request_in_numbers(bytes: &mut Bytes<'_>) -> RequestInNumbers {
     let size = match bytes.byte() {
         size @ 0..=0xef => usize::from(size % 10),
         0xff => usize::MAX,
@@ -105,11 +111,11 @@ fn ask(bytes: &mut Bytes<'_>) -> Ask {
     };
     let (available, must_include) = (bytes.below(24), bytes.below(6));
     let mut some = |count| (0..count).map(|_| bytes.below(256)).collect();
-    Ask { available: some(available), must_include: some(must_include), size }
+    RequestInNumbers { available: some(available), must_include: some(must_include), size }
 }
 
-impl Ask {
-    /// Most numbers name a GPU of the machine, the high ones nobody.
+impl RequestInNumbers {
+    /// The request on a machine: most numbers become a GPU of it, high ones an unknown id.
     fn on(&self, topology: &NodeTopology) -> AllocationRequest {
         let gpus = topology.gpus();
         let id = |&number: &usize| match gpus.get(number % gpus.len().max(1)) {
