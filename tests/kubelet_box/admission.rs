@@ -1,4 +1,4 @@
-//! Pods that come, go and come back.
+//! Pods that are admitted, rejected, restarted and admitted again.
 
 use std::collections::BTreeSet;
 
@@ -6,7 +6,7 @@ use linkwise_kubelet_box::{AdmissionError, CallError, DeviceSpec, Grant, Mount, 
 use tonic::{Code, Status};
 
 use crate::kubelet_box::plugin::GPU;
-use crate::kubelet_box::{SOON, ids, node, usual};
+use crate::kubelet_box::{SHORT_TIMEOUT, ids, node, unchanged};
 
 fn set(list: &[String]) -> BTreeSet<String> {
     list.iter().cloned().collect()
@@ -18,16 +18,16 @@ fn grant(admitted: &linkwise_kubelet_box::Admitted) -> &Grant {
 
 #[tokio::test]
 async fn pod_gets_devices_and_allocate_answer() {
-    let (_dir, kubelet, plugin) = node("a b c!", usual, |_| {}).await;
+    let (_dir, kubelet, plugin) = node("a b c!", unchanged, |_| {}).await;
     let admitted = kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap();
     let grant = grant(&admitted);
-    let got = &grant.allocation;
-    assert_eq!(got.devices, ["a", "b"]);
-    assert_eq!((got.envs["NVIDIA_VISIBLE_DEVICES"].as_str(), got.annotations["k"].as_str()), ("a,b", "v"));
+    let answer = &grant.allocation;
+    assert_eq!(answer.devices, ["a", "b"]);
+    assert_eq!((answer.envs["NVIDIA_VISIBLE_DEVICES"].as_str(), answer.annotations["k"].as_str()), ("a,b", "v"));
     let (container_path, host_path) = ("/dev/x".to_owned(), "/dev/y".to_owned());
-    assert_eq!(got.device_specs, [DeviceSpec { container_path, host_path, permissions: "rw".into() }]);
-    assert_eq!(got.mounts, [Mount { container_path: "/m".into(), host_path: "/h".into(), read_only: true }]);
-    assert_eq!(got.cdi_names, ["nvidia.com/gpu=a", "nvidia.com/gpu=b"]);
+    assert_eq!(answer.device_specs, [DeviceSpec { container_path, host_path, permissions: "rw".into() }]);
+    assert_eq!(answer.mounts, [Mount { container_path: "/m".into(), host_path: "/h".into(), read_only: true }]);
+    assert_eq!(answer.cdi_names, ["nvidia.com/gpu=a", "nvidia.com/gpu=b"]);
     assert!(grant.asked.is_none() && !grant.reused, "this plugin offers no advice");
     assert_eq!(kubelet.state().resources[GPU].allocated["pod"]["main"], ids("a b"));
     let calls = kubelet.state().resources[GPU].calls;
@@ -37,7 +37,7 @@ async fn pod_gets_devices_and_allocate_answer() {
 
 #[tokio::test]
 async fn too_large_request_is_rejected_with_numbers() {
-    let (_dir, kubelet, plugin) = node("a b c!", usual, |_| {}).await;
+    let (_dir, kubelet, plugin) = node("a b c!", unchanged, |_| {}).await;
     kubelet.admit(&Pod::single("one", GPU, 1), None).await.unwrap();
     let error = kubelet.admit(&Pod::single("two", GPU, 2), None).await.unwrap_err();
     assert!(matches!(error, AdmissionError::Insufficient { requested: 2, available: 1, .. }), "{error}");
@@ -49,7 +49,7 @@ async fn too_large_request_is_rejected_with_numbers() {
 
 #[tokio::test]
 async fn unknown_and_unhealthy_resources_have_own_errors() {
-    let (_dir, kubelet, _plugin) = node("a!", usual, |_| {}).await;
+    let (_dir, kubelet, _plugin) = node("a!", unchanged, |_| {}).await;
     let error = kubelet.admit(&Pod::single("pod", "nvidia.com/other", 1), None).await.unwrap_err();
     assert!(matches!(error, AdmissionError::Unregistered { .. }), "{error}");
     let error = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap_err();
@@ -58,7 +58,7 @@ async fn unknown_and_unhealthy_resources_have_own_errors() {
 
 #[tokio::test]
 async fn pod_is_admitted_whole_or_not() {
-    let (_dir, kubelet, plugin) = node("a b c", usual, |plugin| plugin.advise("a b")).await;
+    let (_dir, kubelet, plugin) = node("a b c", unchanged, |plugin| plugin.advise("a b")).await;
     let pod = Pod::new("pod").with_container("first", [(GPU, 1)]).with_container("second", [(GPU, 2)]);
     let admitted = kubelet.admit(&pod, None).await.unwrap();
     let [first, second] = ["first", "second"].map(|name| set(&admitted.grant(name, GPU).unwrap().allocation.devices));
@@ -73,21 +73,21 @@ async fn pod_is_admitted_whole_or_not() {
 
 #[tokio::test]
 async fn preferred_allocation_is_used_where_offered() {
-    let (_dir, kubelet, plugin) = node("a b c d", usual, |plugin| plugin.advise("b d")).await;
+    let (_dir, kubelet, plugin) = node("a b c d", unchanged, |plugin| plugin.advise("b d")).await;
     let admitted = kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap();
     let asked = grant(&admitted).asked.as_ref().unwrap();
     assert_eq!((set(&asked.available), asked.must_include.len(), asked.size), (ids("a b c d"), 0, 2));
     assert_eq!((set(&asked.preferred), set(&grant(&admitted).allocation.devices)), (ids("b d"), ids("b d")));
     let sent = &plugin.seen().preferred[0].container_requests[0];
     assert_eq!((&sent.available_device_i_ds, sent.allocation_size), (&asked.available, 2));
-    // Asked again although exactly enough are left.
+    // The kubelet asks for advice even if the pod needs all devices that are left.
     kubelet.admit(&Pod::single("rest", GPU, 2), None).await.unwrap();
     assert_eq!(kubelet.state().resources[GPU].calls.preferred, 2);
 }
 
 #[tokio::test]
 async fn only_first_response_and_offered_ids_count() {
-    let (_dir, kubelet, plugin) = node("a b c d", usual, |plugin| plugin.advise("")).await;
+    let (_dir, kubelet, plugin) = node("a b c d", unchanged, |plugin| plugin.advise("")).await;
     let lists = [["x", "c"], ["a", "b"]].map(|list| list.map(String::from).to_vec());
     plugin.script(|script| script.preferred = lists.to_vec());
     let admitted = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
@@ -98,7 +98,7 @@ async fn only_first_response_and_offered_ids_count() {
 
 #[tokio::test]
 async fn failed_preferred_allocation_rejects_pod() {
-    let (_dir, kubelet, plugin) = node("a b", usual, |plugin| plugin.advise("")).await;
+    let (_dir, kubelet, plugin) = node("a b", unchanged, |plugin| plugin.advise("")).await;
     plugin.script(|script| script.preferred_fails = Some(Status::internal("no idea")));
     let error = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap_err();
     assert!(matches!(error, AdmissionError::Preferred { .. }), "{error}");
@@ -109,12 +109,12 @@ async fn failed_preferred_allocation_rejects_pod() {
 
 #[tokio::test]
 async fn failed_hung_or_empty_allocate_rejects_pod() {
-    let (_dir, kubelet, plugin) = node("a", |options| options.call_timeout = SOON, |_| {}).await;
+    let (_dir, kubelet, plugin) = node("a", |options| options.call_timeout = SHORT_TIMEOUT, |_| {}).await;
     let pod = Pod::single("pod", GPU, 1);
     plugin.script(|script| script.allocate_hangs_from = Some(1));
     let error = kubelet.admit(&pod, None).await.unwrap_err();
     let AdmissionError::Allocate { devices, source, .. } = &error else { panic!("{error}") };
-    assert!(devices == &["a"] && matches!(source, CallError::Timeout("Allocate", SOON)), "{source}");
+    assert!(devices == &["a"] && matches!(source, CallError::Timeout("Allocate", SHORT_TIMEOUT)), "{source}");
     plugin.script(|script| (script.allocate_hangs_from, script.allocate_is_empty) = (None, true));
     let error = kubelet.admit(&pod, None).await.unwrap_err();
     assert!(matches!(error, AdmissionError::EmptyResponse { .. }), "{error}");
@@ -124,7 +124,7 @@ async fn failed_hung_or_empty_allocate_rejects_pod() {
 
 #[tokio::test]
 async fn container_restart_uses_cached_answer() {
-    let (_dir, kubelet, plugin) = node("a b", usual, |_| {}).await;
+    let (_dir, kubelet, plugin) = node("a b", unchanged, |_| {}).await;
     let admitted = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
     plugin.list("a! b!");
     kubelet.wait(|s| s.resources[GPU].healthy.is_empty()).await.unwrap();
@@ -137,7 +137,7 @@ async fn container_restart_uses_cached_answer() {
 
 #[tokio::test]
 async fn returning_pod_keeps_healthy_devices() {
-    let (_dir, kubelet, plugin) = node("a b", usual, |plugin| plugin.advise("b")).await;
+    let (_dir, kubelet, plugin) = node("a b", unchanged, |plugin| plugin.advise("b")).await;
     let pod = Pod::single("pod", GPU, 1);
     let first = kubelet.admit(&pod, None).await.unwrap();
     let calls = kubelet.state().resources[GPU].calls;
@@ -153,7 +153,7 @@ async fn returning_pod_keeps_healthy_devices() {
 
 #[tokio::test]
 async fn changed_request_is_rejected() {
-    let (_dir, kubelet, _plugin) = node("a b", usual, |_| {}).await;
+    let (_dir, kubelet, _plugin) = node("a b", unchanged, |_| {}).await;
     kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
     let error = kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap_err();
     assert!(matches!(error, AdmissionError::RequestChanged(_, 2, 1)), "{error}");
@@ -161,7 +161,7 @@ async fn changed_request_is_rejected() {
 
 #[tokio::test]
 async fn running_pod_survives_kubelet_restart() {
-    let (_dir, kubelet, _plugin) = node("a b", usual, |_| {}).await;
+    let (_dir, kubelet, _plugin) = node("a b", unchanged, |_| {}).await;
     let pod = Pod::single("pod", GPU, 1);
     let first = kubelet.admit(&pod, None).await.unwrap();
     kubelet.restart(Restart::Kubelet).await.unwrap();
@@ -173,7 +173,7 @@ async fn running_pod_survives_kubelet_restart() {
 
 #[tokio::test]
 async fn pod_fails_node_restart_without_plugin() {
-    let (_dir, kubelet, _plugin) = node("a b", usual, |_| {}).await;
+    let (_dir, kubelet, _plugin) = node("a b", unchanged, |_| {}).await;
     let pod = Pod::single("pod", GPU, 1);
     kubelet.admit(&pod, None).await.unwrap();
     kubelet.restart(Restart::Node).await.unwrap();

@@ -1,4 +1,4 @@
-//! Registration, streams, faults, the kubelet's own start and end.
+//! Registrations, streams, their faults, and starts and ends of the kubelet.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
@@ -9,13 +9,13 @@ use linkwise_kubelet_box::{BoxError, Connections, Options, Pod, Restart};
 use tonic::Code;
 
 use crate::kubelet_box::plugin::{GPU, Plugin, register, send};
-use crate::kubelet_box::{SOON, ids, kubelet, node, usual};
+use crate::kubelet_box::{SHORT_TIMEOUT, ids, kubelet, node, unchanged};
 
 #[tokio::test]
 async fn kubelet_start_removes_sockets_only() {
-    let (dir, kubelet) = kubelet(usual);
+    let (dir, kubelet) = kubelet(unchanged);
     kubelet.stop().await.unwrap();
-    assert!(dir.path().join("kubelet.sock").exists(), "the file outlives the process");
+    assert!(dir.path().join("kubelet.sock").exists(), "the socket's file stays when the kubelet ends");
     let left = UnixListener::bind(dir.path().join("left.sock")).unwrap();
     std::fs::write(dir.path().join("kubelet_internal_checkpoint"), "{}").unwrap();
     std::fs::create_dir(dir.path().join("folder")).unwrap();
@@ -32,7 +32,7 @@ async fn kubelet_start_removes_sockets_only() {
 
 #[tokio::test]
 async fn register_is_dialled_back_before_its_answer() {
-    let (dir, kubelet) = kubelet(usual);
+    let (dir, kubelet) = kubelet(unchanged);
     let plugin = Plugin::serve(dir.path(), "gpu.sock", "a:0 b! c");
     plugin.register().await.unwrap();
     let answered = kubelet.state();
@@ -50,7 +50,7 @@ async fn register_is_dialled_back_before_its_answer() {
 
 #[tokio::test]
 async fn invalid_registration_is_refused() {
-    let (dir, kubelet) = kubelet(usual);
+    let (dir, kubelet) = kubelet(unchanged);
     let _plugin = Plugin::serve(dir.path(), "gpu.sock", "a");
     let request = |version: &str, endpoint: &str, resource: &str| wire::RegisterRequest {
         version: version.into(),
@@ -73,7 +73,7 @@ async fn invalid_registration_is_refused() {
 
 #[tokio::test]
 async fn unreachable_plugin_is_refused() {
-    let (dir, kubelet) = kubelet(|options| options.dial_timeout = SOON);
+    let (dir, kubelet) = kubelet(|options| options.dial_timeout = SHORT_TIMEOUT);
     let missing = register(dir.path(), "missing.sock", GPU).await.unwrap_err();
     assert!(missing.code() == Code::Unknown && missing.message().contains("missing.sock"), "{missing}");
     let _silent = UnixListener::bind(dir.path().join("silent.sock")).unwrap();
@@ -87,7 +87,7 @@ async fn unreachable_plugin_is_refused() {
 async fn dial_is_retried_and_outlives_its_caller() {
     let (dir, kubelet) = kubelet(|options| options.dial_timeout = Duration::from_secs(60));
     tokio::select! {
-        answer = register(dir.path(), "gpu.sock", GPU) => panic!("there is nothing to dial yet: {answer:?}"),
+        answer = register(dir.path(), "gpu.sock", GPU) => panic!("Register answered too early: {answer:?}"),
         state = kubelet.wait(|s| s.registering == 1) => drop(state.unwrap()),
     }
     kubelet.wait(|s| s.registering == 0).await.unwrap();
@@ -97,7 +97,7 @@ async fn dial_is_retried_and_outlives_its_caller() {
 
 #[tokio::test]
 async fn stream_end_removes_devices_then_resource() {
-    let (_dir, kubelet, plugin) = node("a b", |options| options.grace = SOON, |_| {}).await;
+    let (_dir, kubelet, plugin) = node("a b", |options| options.grace = SHORT_TIMEOUT, |_| {}).await;
     let pod = Pod::single("pod", GPU, 1);
     kubelet.admit(&pod, None).await.unwrap();
     plugin.end_streams();
@@ -112,7 +112,7 @@ async fn stream_end_removes_devices_then_resource() {
 
 #[tokio::test]
 async fn old_streams_end_loses_new_registration() {
-    let (dir, kubelet, old) = node("a b", usual, |_| {}).await;
+    let (dir, kubelet, old) = node("a b", unchanged, |_| {}).await;
     let new = Plugin::serve(dir.path(), "new.sock", "a b c");
     new.register().await.unwrap();
     let both = kubelet.wait(|s| s.resources[GPU].healthy.len() == 3).await.unwrap();
@@ -125,7 +125,7 @@ async fn old_streams_end_loses_new_registration() {
 
 #[tokio::test]
 async fn old_stream_ended_first_keeps_registration() {
-    let (dir, kubelet, old) = node("a b", usual, |_| {}).await;
+    let (dir, kubelet, old) = node("a b", unchanged, |_| {}).await;
     old.end_streams();
     kubelet.wait(|s| s.resources[GPU].open_streams == 0).await.unwrap();
     let new = Plugin::serve(dir.path(), "new.sock", "a b c");
@@ -137,11 +137,11 @@ async fn old_stream_ended_first_keeps_registration() {
 
 #[tokio::test]
 async fn restart_keeps_allocations_not_registrations() {
-    let (dir, kubelet, plugin) = node("a b", usual, |_| {}).await;
+    let (dir, kubelet, plugin) = node("a b", unchanged, |_| {}).await;
     kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
     kubelet.restart(Restart::Kubelet).await.unwrap();
     plugin.streams_gone().await;
-    assert!(!dir.path().join("gpu.sock").exists(), "a start removes the plugin's socket too");
+    assert!(!dir.path().join("gpu.sock").exists(), "a kubelet removes plugins' sockets when it starts");
     let state = kubelet.state();
     assert_eq!((state.resources[GPU].healthy.len(), state.resources[GPU].in_use().len()), (0, 1));
     assert!(state.running && !state.resources[GPU].connected);
@@ -154,12 +154,12 @@ async fn restart_keeps_allocations_not_registrations() {
 
 #[tokio::test]
 async fn resource_not_back_after_restart_is_removed() {
-    let (_dir, kubelet, _plugin) = node("a b", |options| options.grace = SOON, |_| {}).await;
+    let (_dir, kubelet, _plugin) = node("a b", |options| options.grace = SHORT_TIMEOUT, |_| {}).await;
     kubelet.restart(Restart::Kubelet).await.unwrap();
     kubelet.wait(|s| s.resources[GPU].removed).await.unwrap();
 }
 
-/// A kubelet from 1.37 on.
+/// Options of a kubelet from 1.37 on, which keeps a connection for each socket.
 fn newer(options: &mut Options) {
     options.connections = Connections::BySocket;
 }
@@ -185,7 +185,7 @@ async fn newer_kubelet_refuses_connected_socket() {
     assert!(refused.message().contains("gpu.sock is already connected"), "{refused}");
     plugin.end_streams();
     kubelet.wait(|s| s.resources[GPU].open_streams == 0).await.unwrap();
-    assert!(plugin.register().await.is_err(), "its end went unnoticed");
+    assert!(plugin.register().await.is_err(), "the kubelet does not notice that the stream ended");
     let new = Plugin::serve(dir.path(), "new.sock", "c");
     new.register().await.unwrap();
     kubelet.wait(|s| s.resources[GPU].healthy == ids("c")).await.unwrap();
@@ -193,7 +193,8 @@ async fn newer_kubelet_refuses_connected_socket() {
 
 #[tokio::test]
 async fn allocate_on_replaced_connection_is_answered() {
-    let (dir, kubelet, old) = node("a b", usual, |plugin| plugin.script(|script| script.allocate_waits = true)).await;
+    let (dir, kubelet, old) =
+        node("a b", unchanged, |plugin| plugin.script(|script| script.allocate_waits = true)).await;
     let new = Plugin::serve(dir.path(), "new.sock", "a b");
     let replace = async {
         old.called().await;

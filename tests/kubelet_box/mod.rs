@@ -1,5 +1,4 @@
-//! The kubelet in the box against a plugin of our own, over real sockets. Every wait is for a
-//! state; the short durations below are deadlines that a test wants to run out.
+//! The kubelet in the box with a plugin of the tests, over real sockets. Tests wait for states, never for a time.
 
 mod admission;
 mod connection;
@@ -13,10 +12,10 @@ use linkwise_kubelet_box::{KubeletBox, Options};
 use plugin::{GPU, Plugin};
 use tempfile::TempDir;
 
-/// A deadline that a test wants to run out.
-pub const SOON: Duration = Duration::from_millis(50);
+/// A timeout for tests in which it has to pass.
+pub const SHORT_TIMEOUT: Duration = Duration::from_millis(50);
 
-/// A kubelet in a folder of its own, with options of the test's.
+/// Starts a kubelet in a temporary folder; `change` sets its options.
 pub fn kubelet(change: impl FnOnce(&mut Options)) -> (TempDir, KubeletBox) {
     let dir = tempfile::tempdir().unwrap();
     let mut options = Options::new(dir.path());
@@ -25,11 +24,11 @@ pub fn kubelet(change: impl FnOnce(&mut Options)) -> (TempDir, KubeletBox) {
     (dir, KubeletBox::start(options).unwrap())
 }
 
-/// Options do not matter to most tests.
-pub fn usual(_: &mut Options) {}
+/// Keeps the options as they are.
+pub fn unchanged(_: &mut Options) {}
 
-/// A kubelet and a plugin that is registered, its first list seen; `prepare` may teach the plugin
-/// before it registers.
+/// Starts a kubelet and a plugin; waits until the kubelet has the plugin's first list. `prepare` runs before the plugin
+/// registers.
 pub async fn node(
     list: &str,
     change: impl FnOnce(&mut Options),
@@ -45,7 +44,7 @@ pub async fn node(
     (dir, kubelet, plugin)
 }
 
-/// A set of ids from words.
+/// Splits a text into a set of ids.
 pub fn ids(list: &str) -> BTreeSet<String> {
     list.split_whitespace().map(String::from).collect()
 }

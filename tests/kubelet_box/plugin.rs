@@ -1,5 +1,5 @@
-//! The smallest plugin: it says what a test tells it to say, and remembers what it was asked.
-//! It uses the wire types only, so that it cannot agree with linkwise's mistakes.
+//! A plugin whose answers a test sets, and which records its calls. It uses only the wire types, so that it shares no
+//! mistake with linkwise.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -19,23 +19,23 @@ use tower::util::MapRequestLayer;
 
 pub const GPU: &str = "nvidia.com/gpu";
 
-/// What the plugin answers.
+/// The plugin's answers.
 #[derive(Clone, Debug, Default)]
 pub struct Script {
     pub options: wire::DevicePluginOptions,
-    /// One list for each container response.
+    /// The preferred ids, a list for each container response.
     pub preferred: Vec<Vec<String>>,
     pub preferred_fails: Option<Status>,
-    /// Fails an Allocate call that names this id.
+    /// The id with which Allocate fails.
     pub allocate_fails: Option<String>,
-    /// Does not answer the Allocate call with this number, counted from one, nor any later one.
+    /// The number of the first Allocate call without an answer, counted from one; later calls have none either.
     pub allocate_hangs_from: Option<usize>,
-    /// Does not answer Allocate until [`Plugin::answer`].
+    /// Delays Allocate's answer until [`Plugin::answer`].
     pub allocate_waits: bool,
     pub allocate_is_empty: bool,
 }
 
-/// What the plugin was asked.
+/// The calls that the plugin received.
 #[derive(Clone, Debug, Default)]
 pub struct Seen {
     pub authorities: Vec<String>,
@@ -71,7 +71,7 @@ fn healthy(id: &str) -> wire::Device {
     wire::Device { id: id.into(), health: wire::HEALTHY.into(), topology: None }
 }
 
-/// `"a b! c:0 d:0,1"`: ids, `!` for unhealthy, NUMA nodes after a colon.
+/// Reads devices from a list such as `a b! c:0 d:0,1`: ids, `!` for unhealthy, NUMA nodes after a colon.
 pub fn devices(list: &str) -> Vec<wire::Device> {
     let device = |word: &str| {
         let (id, nodes) = word.split_once(':').unwrap_or((word, ""));
@@ -89,7 +89,7 @@ impl Plugin {
         Self::serve_devices(dir, endpoint, devices(list))
     }
 
-    /// The same with ids that may hold colons; all are healthy.
+    /// Serves a plugin with healthy devices, whose ids may have colons.
     pub fn serve_each(dir: &Path, endpoint: &str, ids: &[String]) -> Self {
         Self::serve_devices(dir, endpoint, ids.iter().map(|id| healthy(id)).collect())
     }
@@ -116,12 +116,12 @@ impl Plugin {
         Self { dir: dir.into(), endpoint: endpoint.into(), shared, server }
     }
 
-    /// Changes what the plugin answers.
+    /// Changes the plugin's answers.
     pub fn script(&self, change: impl FnOnce(&mut Script)) {
         change(&mut self.shared.script.lock().unwrap());
     }
 
-    /// Offers GetPreferredAllocation, with this advice.
+    /// Offers GetPreferredAllocation with these ids as its answer.
     pub fn advise(&self, ids: &str) {
         self.script(|script| {
             script.options.get_preferred_allocation_available = true;
@@ -138,7 +138,7 @@ impl Plugin {
         self.shared.devices.send_replace(Some(devices(list)));
     }
 
-    /// Ends all streams; the server goes on.
+    /// Ends all streams; the server keeps running.
     pub fn end_streams(&self) {
         self.shared.devices.send_replace(None);
     }
@@ -170,13 +170,13 @@ impl Plugin {
     }
 }
 
-/// Registers as a plugin would.
+/// Registers a plugin's endpoint with the kubelet.
 pub async fn register(dir: &Path, endpoint: &str, resource: &str) -> Result<(), Status> {
     let request = wire::RegisterRequest {
         version: wire::VERSION.into(),
         endpoint: endpoint.into(),
         resource_name: resource.into(),
-        // A kubelet asks for the options itself: what stands here must not matter.
+        // The kubelet asks the plugin for its options and ignores these.
         options: Some(wire::DevicePluginOptions { pre_start_required: true, get_preferred_allocation_available: true }),
     };
     send(dir, request).await
@@ -267,7 +267,7 @@ impl wire::device_plugin_server::DevicePlugin for Service {
         if let Some(id) = script.allocate_fails.filter(|id| ids.contains(id)) {
             return Err(Status::failed_precondition(format!("{id} is out of order")));
         }
-        // A slot is its GPU, once.
+        // Several slots of a GPU give its UUID once.
         let gpus: BTreeSet<&str> = ids.iter().filter_map(|id| id.split("::").next()).collect();
         let visible = gpus.into_iter().collect::<Vec<_>>().join(",");
         let response = wire::ContainerAllocateResponse {
