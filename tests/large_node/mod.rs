@@ -1,5 +1,4 @@
-//! Machines of more than 16 GPUs, made up: packages, switches, GPUs, and NVSwitch planes or NVLink meshes where there
-//! are any.
+//! Invented machines of more than 16 GPUs: packages, PCIe switches, GPUs, and on some NVSwitch planes or NVLink meshes.
 
 use linkwise_core::topology::{
     ComputeCapability, CpuObservation, FabricObservation, GpuObservation, HostBridgeObservation, HostObservation,
@@ -7,7 +6,7 @@ use linkwise_core::topology::{
     PciObservation, PcieLink,
 };
 
-/// The machines the tests and the benchmark speak of: a name, and what would be seen of it.
+/// The machines of the tests and benchmarks: a name, and the observation of the machine.
 pub fn all() -> Vec<(&'static str, NodeObservation)> {
     vec![
         ("20 on 5 switches", twenty()),
@@ -34,7 +33,7 @@ pub fn sixty_four() -> NodeObservation {
     machine(&[vec![2; 16], vec![2; 16]], Some(8))
 }
 
-/// Three hybrid cube meshes as a DGX-1 with V100s has one, two packages each: six links a GPU, two of them double.
+/// Three hybrid cube meshes like that of a DGX-1 with V100s, on two packages each: six links for each GPU.
 fn twenty_four() -> NodeObservation {
     /// NVLinks between the GPUs of one mesh, by `nvidia-smi topo -m` of a DGX-1 with V100s.
     const LINKS: [[u32; 8]; 8] = [
@@ -52,21 +51,21 @@ fn twenty_four() -> NodeObservation {
     observed
 }
 
-/// One NVLink between GPUs whose numbers differ in one bit.
+/// A hypercube: one NVLink between GPUs whose numbers differ in one bit.
 fn hypercube(packages: &[Vec<usize>]) -> NodeObservation {
     let mut observed = machine(packages, None);
     join(&mut observed, |one, two| u32::from((one ^ two).is_power_of_two()));
     observed
 }
 
-/// Joins Volta GPUs by so many NVLinks for each pair.
+/// Makes the GPUs Volta, and joins each pair by `links` NVLinks.
 fn join(observed: &mut NodeObservation, links: impl Fn(usize, usize) -> u32) {
-    let places: Vec<PciAddress> = observed.gpus.iter().map(|gpu| gpu.pci).collect();
-    for (at, gpu) in observed.gpus.iter_mut().enumerate() {
+    let addresses: Vec<PciAddress> = observed.gpus.iter().map(|gpu| gpu.pci).collect();
+    for (index, gpu) in observed.gpus.iter_mut().enumerate() {
         let mut next = 0;
-        let remotes = places.iter().enumerate().filter_map(|(other, pci)| {
+        let remotes = addresses.iter().enumerate().filter_map(|(other, pci)| {
             let first = next;
-            next += links(at, other);
+            next += links(index, other);
             (next > first).then(|| NvLinkObservation {
                 links: (first..next).collect(),
                 remote: NvLinkRemote::Gpu(*pci),
@@ -78,9 +77,9 @@ fn join(observed: &mut NodeObservation, links: impl Fn(usize, usize) -> u32) {
     }
 }
 
-/// For each package its switches, each with so many GPUs; a host bridge to a switch. With planes: 18 links of each
-/// GPU to the NVSwitches of the plane of its so many neighbours.
-fn machine(packages: &[Vec<usize>], plane: Option<usize>) -> NodeObservation {
+/// A machine with the number of GPUs of each switch of each package; each switch has a host bridge. With `plane_size`,
+/// each GPU has 18 links to the NVSwitches of a plane of that many GPUs.
+fn machine(packages: &[Vec<usize>], plane_size: Option<usize>) -> NodeObservation {
     let link = Some(PcieLink { mts: 32_000, width: 16 });
     let function =
         |pci, kind, devices| PciObservation { pci, kind, class: None, link, numa: None, nics: Vec::new(), devices };
@@ -107,7 +106,7 @@ fn machine(packages: &[Vec<usize>], plane: Option<usize>) -> NodeObservation {
                 let index = gpus.len();
                 let pci = PciAddress::new(1, u8::try_from(index).expect("few GPUs"), 0, 0).expect("an address");
                 below.push(function(Some(pci), PciKind::Gpu, Vec::new()));
-                let clique = plane.map(|plane| u32::try_from(index / plane).expect("few planes"));
+                let clique = plane_size.map(|size| u32::try_from(index / size).expect("few planes"));
                 let links =
                     NvLinkObservation { links: (0..18).collect(), remote: NvLinkRemote::Switch(None), active: true };
                 gpus.push(GpuObservation {
