@@ -1,37 +1,37 @@
-//! The settings between which a node may be switched: for each the chart's values, the overlay, and what a pod of the
-//! plugin gets by them. `chart/` and `manifests.rs` compare this table with what is rendered; the tests of switching
-//! give their processes what it says.
+//! The settings between which a node may be switched: for each the chart's values, the overlay, and what its container
+//! gets. `chart/` and `manifests.rs` compare this table with the rendered objects. Tests that switch a node start their
+//! processes by this table.
 
 #![allow(dead_code, reason = "each of the tests needs a part of the table")]
 
 /// A setting of a node.
 #[derive(Clone, Copy, Debug)]
 pub struct Setting {
-    /// Its name in tests.
+    /// The name in tests.
     pub name: &'static str,
     /// The chart's values, for `--set`.
     pub values: &'static [&'static str],
-    /// The folder below `manifests` that is the same; `None` where there is none.
+    /// The folder of the same setting below `manifests`, if there is one.
     pub overlay: Option<&'static str>,
-    /// The program gets the folder of CDI specs, writable.
+    /// True if the container gets the folder of CDI specs, writable.
     pub cdi: bool,
-    /// It gets the ServiceAccount's token.
+    /// True if the container gets the ServiceAccount's token.
     pub token: bool,
-    /// It gets `NODE_NAME`.
+    /// True if the container gets `NODE_NAME`.
     pub node_name: bool,
-    /// It gets the kubelet's folders of plugins.
+    /// True if the container gets the kubelet's folders of DRA plugins.
     pub sockets: bool,
-    /// Its variables that say what is offered.
+    /// The variables that choose what is offered.
     pub env: &'static [(&'static str, &'static str)],
-    /// Its configuration file.
+    /// The configuration file.
     pub file: Option<&'static str>,
-    /// Its GPUs go through DRA.
+    /// True if GPUs go through DRA.
     pub dra: bool,
-    /// Devices of the device plugin for each GPU.
+    /// The number of the device plugin's devices for each GPU.
     pub slots: usize,
 }
 
-/// The device plugin alone: no rights but the kubelet's folder.
+/// The device plugin alone, without further rights.
 pub const PLUGIN: Setting = Setting {
     name: "plugin",
     values: &[],
@@ -60,7 +60,7 @@ pub const DRA: Setting = Setting {
     ..PLUGIN
 };
 
-/// All of them. The second of DRA has its rights and no GPU of DRA: the documented way back.
+/// All settings. `dra-none` has DRA's rights but offers no GPU through DRA: the documented way back.
 pub const SETTINGS: [Setting; 7] = [
     PLUGIN,
     DRA,
@@ -74,9 +74,8 @@ pub const SETTINGS: [Setting; 7] = [
     },
     Setting {
         name: "time-slicing",
-        values: &[
-            "config.map.default=version: v1\nsharing:\n  timeSlicing:\n    resources:\n    - name: nvidia.com/gpu\n      replicas: 4\n",
-        ],
+        values: &["config.map.default=version: v1\nsharing:\n  timeSlicing:\n    resources:\n\
+             \x20   - name: nvidia.com/gpu\n      replicas: 4\n"],
         overlay: Some("overlays/time-slicing"),
         file: Some(
             "version: v1\nsharing:\n  timeSlicing:\n    resources:\n    - name: nvidia.com/gpu\n      replicas: 4\n",
@@ -110,19 +109,19 @@ pub const SETTINGS: [Setting; 7] = [
     },
 ];
 
-/// The variables of [`Setting::env`].
+/// The names of the variables in [`Setting::env`].
 pub const GIVEN: [&str; 4] = ["LINKWISE_DRA_GPUS", "DEVICE_LIST_STRATEGY", "LINKWISE_EVENTS", "MIG_STRATEGY"];
 
-/// The folder of CDI specs, the token, the node's name and the kubelet's folders of plugins.
+/// The four rights of a [`Setting`], in its order: `cdi`, `token`, `node_name`, `sockets`.
 pub type Given = [bool; 4];
 impl Setting {
-    /// What a container gets.
+    /// The rights of the container by this table.
     pub fn given(&self) -> Given {
         [self.cdi, self.token, self.node_name, self.sockets]
     }
 }
 
-/// What a rendered container gets; `automounts`: the pod gets its ServiceAccount's token unasked.
+/// The rights of a rendered container. With `automounts` the pod gets its ServiceAccount's token without a volume.
 pub fn given(container: &serde_json::Value, volumes: &[&serde_json::Value], automounts: bool) -> Given {
     let all = |key: &str| container[key].as_array().cloned().unwrap_or_default();
     let writes = |path: &str| {
@@ -133,10 +132,10 @@ pub fn given(container: &serde_json::Value, volumes: &[&serde_json::Value], auto
     };
     let has = |path: &str| all("volumeMounts").iter().any(|mount| mount["mountPath"] == path);
     let sockets = ["/var/lib/kubelet/plugins_registry", "/var/lib/kubelet/plugins/gpu.nvidia.com"].map(writes);
-    assert!(sockets[0] == sockets[1], "both folders, or none");
+    assert!(sockets[0] == sockets[1], "one of the kubelet's two folders is missing");
     let token = automounts || has("/var/run/secrets/kubernetes.io/serviceaccount");
     let node_name = all("env").iter().any(|env| env["name"] == "NODE_NAME" && env["valueFrom"].is_object());
-    assert!(writes("/var/lib/kubelet/device-plugins"), "the state folder is there by every setting");
-    assert!(has("/var/lib/kubelet/pod-resources"), "and so is the list of holders");
+    assert!(writes("/var/lib/kubelet/device-plugins"), "the state folder is missing");
+    assert!(has("/var/lib/kubelet/pod-resources"), "the folder of the PodResources socket is missing");
     [writes("/var/run/cdi"), token, node_name, sockets[0]]
 }
