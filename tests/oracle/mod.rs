@@ -1,7 +1,7 @@
-//! The choice among whole GPUs, straight from its definition: all sets, all partitions, all rings.
+//! A brute force for the choice among whole GPUs, straight from its definition: all sets, all partitions, all rings.
 //!
-//! Shares no code with the implementation and knows only what a topology shows in public. Slow and
-//! obvious; what was worked out for a set is kept, because the same sets come up again and again.
+//! It shares no code with the implementation and reads only the public items of a topology. It is slow and obvious.
+//! Results for a set are cached, because the same sets come up again and again.
 
 use std::cell::RefCell;
 use std::cmp::Reverse;
@@ -10,10 +10,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use linkwise_core::allocation::{Value, Values};
 use linkwise_core::topology::NodeTopology;
 
-/// GPUs by their places in the topology, a bit each.
+/// A set of GPUs: a bit for each place in the topology.
 pub type Set = u32;
 
-/// What the brute force finds for one request.
+/// The brute force's answer to one request.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Expected {
     pub chosen: Set,
@@ -22,10 +22,10 @@ pub struct Expected {
     pub compared: u64,
 }
 
-/// A machine and what was worked out about it so far.
+/// A machine and the cached results about it.
 pub struct Oracle<'a> {
     node: &'a NodeTopology,
-    /// NVLink between two GPUs without what goes over their common plane.
+    /// The NVLink bandwidth between two GPUs without the part through their common plane.
     direct: Vec<Vec<u64>>,
     collectives: RefCell<BTreeMap<Set, u64>>,
     packings: RefCell<BTreeMap<(Set, u32), u64>>,
@@ -51,11 +51,11 @@ impl<'a> Oracle<'a> {
         }
     }
 
-    /// The best set and the second best; `None` when there is no set of that size.
+    /// The best set and the second best; `None` if there is no set of that size.
     pub fn choose(&self, available: Set, must_include: Set, size: u32) -> Option<Expected> {
         let sets = subsets(available | must_include)
             .filter(|set| set.count_ones() == size && set & must_include == must_include);
-        // The whole order as one key: the eight values, then the smaller list of addresses.
+        // The sets are ordered by their eight values, then by the smaller list of addresses.
         let key = |set: Set, values: &Values| {
             let mut names: Vec<_> =
                 places(set).map(|gpu| &self.node.gpus()[gpu]).map(|gpu| (gpu.pci, &gpu.uuid)).collect();
@@ -77,7 +77,7 @@ impl<'a> Oracle<'a> {
         Some(Expected { chosen, values, runner_up, compared })
     }
 
-    /// What a set is worth when it is taken out of what is available.
+    /// The values of a set that is taken from the available GPUs.
     pub fn values(&self, available: Set, set: Set) -> Values {
         let left = available & !set;
         Values {
@@ -101,13 +101,13 @@ impl<'a> Oracle<'a> {
         if set.count_ones() < 2 {
             return 0;
         }
-        kept(&self.collectives, set, || match self.narrowest_cut(set) {
+        cached(&self.collectives, set, || match self.narrowest_cut(set) {
             0 => self.best_ring(set, 0),
             cut => cut,
         })
     }
 
-    /// The least that NVLink carries between two parts of the set, over all ways to part it.
+    /// The smallest NVLink bandwidth between two parts of the set, among all partitions in two.
     fn narrowest_cut(&self, set: Set) -> u64 {
         let first = lowest(set);
         let parts = subsets(set).filter(|part| part & first != 0 && *part != set);
@@ -115,36 +115,36 @@ impl<'a> Oracle<'a> {
         let cuts = parts.map(|part| {
             let rest = set & !part;
             let direct: u64 = places(part).flat_map(|a| places(rest).map(move |b| self.direct[a][b])).sum();
-            // What leaves one part for a plane enters the other from it: the narrower side counts.
+            // Traffic through a plane leaves one part and enters the other: the narrower side counts.
             let through = |plane: &u32| self.ports(part, *plane).min(self.ports(rest, *plane));
             direct + planes.iter().map(through).sum::<u64>()
         });
-        cuts.min().expect("two GPUs can be parted")
+        cuts.min().expect("a set of two GPUs has a partition")
     }
 
-    /// What all the ports of a set on a plane carry.
+    /// The total bandwidth of a set's ports on a plane.
     fn ports(&self, set: Set, plane: u32) -> u64 {
         let gpus = places(set).map(|gpu| &self.node.gpus()[gpu]);
         gpus.filter(|gpu| gpu.nvswitch_plane == Some(plane)).map(|gpu| u64::from(gpu.nvswitch_port)).sum()
     }
 
-    /// The slowest hop of the best ring, of all rings; `floor` if none is better than that.
+    /// The slowest hop of the best ring; `floor` if no ring is better.
     fn best_ring(&self, set: Set, floor: u64) -> u64 {
         let first = lowest(set).trailing_zeros() as usize;
-        self.rings(first, first, set & !lowest(set), u64::MAX, floor)
+        self.best_completion(first, first, set & !lowest(set), u64::MAX, floor)
     }
 
-    /// Goes on from `last` through all of `open` and home to `first`.
-    fn rings(&self, first: usize, last: usize, open: Set, slowest: u64, floor: u64) -> u64 {
+    /// The slowest hop of the best ring from `last` through all GPUs in `open` back to `first`.
+    fn best_completion(&self, first: usize, last: usize, open: Set, slowest: u64, floor: u64) -> u64 {
         let hop = |to| slowest.min(u64::from(self.node.bandwidth(last, to)));
         if open == 0 {
             return hop(first).max(floor);
         }
         let mut best = floor;
         for next in places(open) {
-            // A ring with this hop is no better than what is known already.
+            // With a hop that is no faster than `best`, no ring is better.
             if hop(next) > best {
-                best = self.rings(first, next, open & !(1 << next), hop(next), best);
+                best = self.best_completion(first, next, open & !(1 << next), hop(next), best);
             }
         }
         best
@@ -158,25 +158,25 @@ impl<'a> Oracle<'a> {
             0 => self.best_ring(set, top),
             cut => top.max(cut),
         };
-        kept(&self.tops, size, || sets.fold(0, best))
+        cached(&self.tops, size, || sets.fold(0, best))
     }
 
-    /// What the GPUs that stay free still offer.
+    /// The value of the GPUs that stay free: the packings of groups of 2, 4 and 8.
     fn remaining(&self, left: Set) -> u64 {
         let sizes = [2, 4, 8].into_iter().filter(|size| *size <= left.count_ones());
         sizes.map(|size| u64::from(size) * self.packing(left, size)).sum()
     }
 
-    /// The largest total over disjoint groups: the first GPU is in one of the groups, or in none.
+    /// The largest total over disjoint groups. The first GPU is in one of the groups, or in none.
     fn packing(&self, left: Set, size: u32) -> u64 {
         if left.count_ones() < size {
             return 0;
         }
-        kept(&self.packings, (left, size), || {
+        cached(&self.packings, (left, size), || {
             let first = lowest(left);
             let groups = subsets(left).filter(|group| group & first != 0 && group.count_ones() == size);
             let with = |group: Set| {
-                // Where the best is nothing, every group offers all of it and none: nothing.
+                // If the best collective is 0, a group has no share of it.
                 let share = (self.collective(group) * 1000).checked_div(self.top(size)).unwrap_or(0);
                 share + self.packing(left & !group, size)
             };
@@ -184,7 +184,7 @@ impl<'a> Oracle<'a> {
         })
     }
 
-    /// Whole groups that still fit a package; a GPU whose package is unknown is in none.
+    /// The GPUs in whole groups that fit a package; a GPU whose package is unknown counts in none.
     fn room(&self, left: Set) -> u64 {
         let mut inside: BTreeMap<_, u64> = BTreeMap::new();
         for package in places(left).filter_map(|gpu| self.node.gpus()[gpu].package) {
@@ -193,29 +193,29 @@ impl<'a> Oracle<'a> {
         [2, 4, 8].into_iter().flat_map(|size| inside.values().map(move |gpus| size * (gpus / size))).sum()
     }
 
-    /// The largest total of minus ranks, the GPUs taken two by two.
+    /// The largest total of negated ranks over all pairings of the GPUs.
     fn remaining_closeness(&self, left: Set) -> i64 {
         if left.count_ones() < 2 {
             return 0;
         }
-        kept(&self.pairings, left, || {
+        cached(&self.pairings, left, || {
             let first = lowest(left).trailing_zeros() as usize;
             let others = left & !lowest(left);
             let with = |other: usize| self.remaining_closeness(others & !(1 << other)) - self.rank(first, other);
             let without = (left.count_ones() % 2 == 1).then(|| self.remaining_closeness(others));
-            places(others).map(with).chain(without).max().expect("two GPUs make a pair")
+            places(others).map(with).chain(without).max().expect("two GPUs have a pairing")
         })
     }
 
-    /// The rates of the distinct NICs nearest to the members, 10 Gbit/s where unknown: at one distance a slower one does
-    /// not count.
+    /// The total rate of the NICs nearest to the members, each NIC once, 10 Gbit/s if unknown. Of equally near NICs a
+    /// slower one does not count.
     fn nics(&self, set: Set) -> u64 {
         let level = |nic: usize, gpu: usize| self.node.nics()[nic].level[gpu].number();
         let all = 0..self.node.nics().len();
         let mut distinct = BTreeSet::new();
         for gpu in places(set) {
-            let least = all.clone().map(|nic| level(nic, gpu)).min();
-            let near = least.filter(|least| *least <= 2);
+            let nearest = all.clone().map(|nic| level(nic, gpu)).min();
+            let near = nearest.filter(|level| *level <= 2);
             let near: Vec<usize> = all.clone().filter(|nic| near == Some(level(*nic, gpu))).collect();
             let rate = |nic: &usize| self.node.nics()[*nic].mbps;
             let slower = |nic: &usize| rate(nic).is_some_and(|own| near.iter().any(|other| rate(other) > Some(own)));
@@ -225,11 +225,11 @@ impl<'a> Oracle<'a> {
     }
 }
 
-/// A value's name, and the value as a number.
-type Named = (Value, fn(&Values) -> i128);
+/// A value, and the function that reads it as a number.
+type NumberOf = (Value, fn(&Values) -> i128);
 
-/// The order of the values.
-const ORDER: [Named; 8] = [
+/// The values in the order in which they decide.
+const ORDER: [NumberOf; 8] = [
     (Value::Collective, |values| values.collective.into()),
     (Value::Remaining, |values| values.remaining.into()),
     (Value::Pairs, |values| values.pairs.into()),
@@ -240,23 +240,23 @@ const ORDER: [Named; 8] = [
     (Value::RemainingPairs, |values| values.remaining_pairs.into()),
 ];
 
-/// What was worked out for a key before, or is now.
-fn kept<K: Copy + Ord, V: Copy>(known: &RefCell<BTreeMap<K, V>>, key: K, work_out: impl FnOnce() -> V) -> V {
-    let before = known.borrow().get(&key).copied();
-    before.unwrap_or_else(|| {
-        let value = work_out();
-        known.borrow_mut().insert(key, value);
+/// The cached value of a key, which is computed first if it is missing.
+fn cached<K: Copy + Ord, V: Copy>(cache: &RefCell<BTreeMap<K, V>>, key: K, compute: impl FnOnce() -> V) -> V {
+    let known = cache.borrow().get(&key).copied();
+    known.unwrap_or_else(|| {
+        let value = compute();
+        cache.borrow_mut().insert(key, value);
         value
     })
 }
 
-/// All subsets, the empty one and the whole included.
+/// All subsets, with the empty set and the set itself.
 pub fn subsets(of: Set) -> impl Iterator<Item = Set> {
-    // Counting up in the members' bits: the others are filled, so that a carry runs through them.
+    // This counts up in the members' bits. The other bits are set, so that a carry runs through them.
     std::iter::successors(Some(0), move |set| (*set != of).then(|| ((set | !of) + 1) & of))
 }
 
-/// The members, ascending.
+/// The places of the members, ascending.
 pub fn places(mut set: Set) -> impl Iterator<Item = usize> {
     std::iter::from_fn(move || {
         let place = (set != 0).then(|| set.trailing_zeros() as usize);

@@ -1,5 +1,5 @@
-//! Random machines for the property tests: a host tree, GPUs somewhere in it (or not), NVLinks that
-//! mostly make sense, and now and then something odd.
+//! Random machines for the property tests: a PCI tree with most of the GPUs in it, NVLinks that mostly make sense, and
+//! some oddities.
 
 use linkwise_core::topology::{
     ComputeCapability, CpuObservation, FabricObservation, GpuObservation, GpuUuid, Guid, HostBridgeObservation,
@@ -11,27 +11,27 @@ use proptest::option::weighted;
 use proptest::prelude::*;
 use proptest::sample::select;
 
-/// A machine of up to `most` GPUs at addresses and with UUIDs of their own, in a tree as buses make
-/// them: a port has one switch below it, or the functions of one board.
-pub fn node(most: usize) -> impl Strategy<Value = NodeObservation> {
-    node_between(1, most)
+/// A machine of up to `max` GPUs with distinct addresses and UUIDs, in a tree that PCI allows: a port has one switch
+/// below it, or the functions of one board.
+pub fn node(max: usize) -> impl Strategy<Value = NodeObservation> {
+    node_between(1, max)
 }
 
-/// The same with at least so many GPUs.
-pub fn node_between(least: usize, most: usize) -> impl Strategy<Value = NodeObservation> {
-    let parts = (vec(gpu(), least..=most), host(), nvlinks(most), order(most), order(most));
+/// A machine as of [`node`], with at least `min` GPUs.
+pub fn node_between(min: usize, max: usize) -> impl Strategy<Value = NodeObservation> {
+    let parts = (vec(gpu(), min..=max), host(), nvlinks(max), shuffled(max), shuffled(max));
     parts.prop_map(|(gpus, host, links, addresses, uuids)| build(gpus, host, &links, &addresses, &uuids))
 }
 
-/// A machine in which nothing needs to make sense.
-pub fn odd_node(most: usize) -> impl Strategy<Value = NodeObservation> {
-    let clashes = vec((0..most, 0..most, 0..4_u8), 0..6);
-    let parts = (vec(gpu(), 0..=most), host(), nvlinks(most), order(most), order(most), clashes);
+/// A machine with clashes: two GPUs with one address, UUID or index, or a repeated tree.
+pub fn odd_node(max: usize) -> impl Strategy<Value = NodeObservation> {
+    let clashes = vec((0..max, 0..max, 0..4_u8), 0..6);
+    let parts = (vec(gpu(), 0..=max), host(), nvlinks(max), shuffled(max), shuffled(max), clashes);
     parts.prop_map(|(gpus, host, links, addresses, uuids, clashes)| {
         let mut node = build(gpus, host, &links, &addresses, &uuids);
-        for (a, b, what) in clashes {
+        for (a, b, kind) in clashes {
             let (Some(from), true) = (node.gpus.get(b).cloned(), a < node.gpus.len()) else { continue };
-            match what {
+            match kind {
                 0 => node.gpus[a].pci = from.pci,
                 1 => node.gpus[a].uuid = from.uuid,
                 2 => node.gpus[a].index = from.index,
@@ -49,12 +49,12 @@ pub fn address(number: usize) -> PciAddress {
     PciAddress::new(u32::from(number % 2), number / 2, 0, 0).expect("a small number")
 }
 
-/// A shuffled list of numbers.
-fn order(most: usize) -> impl Strategy<Value = Vec<usize>> {
-    Just((0..most).collect::<Vec<_>>()).prop_shuffle()
+/// The numbers below `max`, shuffled.
+fn shuffled(max: usize) -> impl Strategy<Value = Vec<usize>> {
+    Just((0..max).collect::<Vec<_>>()).prop_shuffle()
 }
 
-/// What a GPU is besides its place in the lists.
+/// The random facts of a GPU.
 #[derive(Clone, Debug)]
 struct GpuParts {
     slot: Option<usize>,
@@ -90,7 +90,7 @@ fn gpu() -> impl Strategy<Value = GpuParts> {
     })
 }
 
-/// Gen1 to Gen6, and the 2.5 GT/s x1 of a virtual switch.
+/// A PCIe link: Gen1 to Gen6, the 2.5 GT/s x1 of a virtual switch, or zeros.
 fn link() -> impl Strategy<Value = PcieLink> {
     let rates = select(vec![2_500, 5_000, 8_000, 16_000, 16_000, 32_000, 32_000, 64_000]);
     let real = (rates, select(vec![1, 4, 8, 16, 16, 16])).prop_map(|(mts, width)| PcieLink { mts, width });
@@ -119,7 +119,7 @@ fn host() -> impl Strategy<Value = HostObservation> {
     })
 }
 
-/// Every processor that the table of crossings knows, and one that it does not.
+/// A processor: each that the table of bandwidths between packages has, and an unknown one.
 fn cpu() -> impl Strategy<Value = CpuObservation> {
     let intel = |model| ("x86_64", "GenuineIntel", 6, model);
     let known = vec![
@@ -141,7 +141,7 @@ fn cpu() -> impl Strategy<Value = CpuObservation> {
     })
 }
 
-/// Switches in three depths, whole or as ports, on a root port or not, with NICs among them.
+/// A tree of up to three levels of switches, with or without their ports and a root port, and with NICs.
 fn device() -> impl Strategy<Value = PciObservation> {
     let device = |kind, link, numa: Option<u32>, nics, devices| PciObservation {
         pci: None,
@@ -182,31 +182,30 @@ fn device() -> impl Strategy<Value = PciObservation> {
     })
 }
 
-/// How the GPUs are joined by NVLink.
+/// The random NVLinks of a machine.
 #[derive(Clone, Debug)]
 struct Links {
-    /// For each ordered pair a count; the second of a pair is what the other end says, if it differs.
+    /// The number of links of each pair, and the number that the other end reports, if it differs.
     pairs: Vec<(u8, Option<u8>)>,
-    /// For each GPU its links to an NVSwitch and its clique.
+    /// The number of each GPU's links to an NVSwitch, and its clique.
     ports: Vec<(u8, Option<u32>)>,
-    /// GPUs of which NVML could not say.
+    /// True for a GPU whose NVLinks NVML cannot read.
     silent: Vec<bool>,
-    /// One GPU, and what is odd about it.
+    /// GPUs, and the number of their oddity.
     odd: Vec<(usize, u8)>,
 }
 
-fn nvlinks(most: usize) -> impl Strategy<Value = Links> {
+fn nvlinks(max: usize) -> impl Strategy<Value = Links> {
     let count = prop_oneof![4 => Just(0_u8), 3 => Just(1_u8), 2 => Just(2_u8), 1 => Just(4_u8)];
     let pair = (count, weighted(0.05, 0..4_u8));
-    let some = vec(pair, most * most).boxed();
-    let none = Just(vec![(0, None); most * most]).boxed();
+    let some = vec(pair, max * max).boxed();
+    let none = Just(vec![(0, None); max * max]).boxed();
     let port = |widths: Vec<u8>| (select(widths), weighted(0.8, prop_oneof![4 => Just(1_u32), 1 => Just(2_u32)]));
-    let all = vec(port(vec![18, 18, 18, 18, 12]), most).boxed();
-    let few = vec(port(vec![0, 6, 12]), most).boxed();
-    let no_switch = Just(vec![(0, None); most]).boxed();
-    let silent =
-        prop_oneof![3 => Just(vec![false; most]).boxed(), 1 => vec(proptest::bool::weighted(0.2), most).boxed()];
-    let odd = prop_oneof![2 => Just(Vec::new()).boxed(), 1 => vec((0..most, 0..6_u8), 1..4).boxed()];
+    let all = vec(port(vec![18, 18, 18, 18, 12]), max).boxed();
+    let few = vec(port(vec![0, 6, 12]), max).boxed();
+    let no_switch = Just(vec![(0, None); max]).boxed();
+    let silent = prop_oneof![3 => Just(vec![false; max]).boxed(), 1 => vec(proptest::bool::weighted(0.2), max).boxed()];
+    let odd = prop_oneof![2 => Just(Vec::new()).boxed(), 1 => vec((0..max, 0..6_u8), 1..4).boxed()];
     let kind = prop_oneof![
         2 => (none.clone(), no_switch.clone()),
         4 => (some.clone(), no_switch),
@@ -224,13 +223,13 @@ fn build(
     addresses: &[usize],
     uuids: &[usize],
 ) -> NodeObservation {
-    let most = addresses.len();
+    let max = addresses.len();
     let mut number = 0;
     for bridge in &mut host.host_bridges {
-        name_devices(&mut bridge.devices, &mut number);
+        number_devices(&mut bridge.devices, &mut number);
     }
     let count = gpus.len();
-    let mut seen = Vec::new();
+    let mut observed = Vec::new();
     for (at, gpu) in gpus.into_iter().enumerate() {
         let pci = address(addresses[at]);
         if let Some(slot) = gpu.slot {
@@ -238,21 +237,21 @@ fn build(
             let (nics, devices) = (Vec::new(), Vec::new());
             let function =
                 PciObservation { pci: Some(pci), kind: PciKind::Gpu, class: None, link: gpu.link, numa, nics, devices };
-            let mut ways = Vec::new();
+            let mut paths = Vec::new();
             for (at, bridge) in host.host_bridges.iter().enumerate() {
-                homes(&bridge.devices, true, &mut vec![at], &mut ways);
+                find_slots(&bridge.devices, true, &mut vec![at], &mut paths);
             }
-            if let Some(way) = ways.get(slot % ways.len().max(1)) {
-                home(&mut host.host_bridges, way).push(function);
+            if let Some(path) = paths.get(slot % paths.len().max(1)) {
+                list_at(&mut host.host_bridges, path).push(function);
             }
         }
         let uuid: GpuUuid = format!("GPU-{:02}", uuids[at]).parse().expect("a UUID");
         let clique = links.ports[at].1;
-        seen.push(GpuObservation {
+        observed.push(GpuObservation {
             compute_capability: gpu.capability.map(|(major, minor)| ComputeCapability { major, minor }),
             numa: gpu.numa.map(NumaNodeId),
             pcie: gpu.pcie,
-            nvlinks: (!links.silent[at]).then(|| groups(at, count, most, links, addresses)),
+            nvlinks: (!links.silent[at]).then(|| reported_links(at, count, max, links, addresses)),
             fabric: clique.map(|clique| FabricObservation { cluster: "0".to_owned(), clique }),
             common_ancestors: gpu
                 .ancestors
@@ -262,11 +261,11 @@ fn build(
             ..GpuObservation::new(u32::try_from(at).expect("few GPUs"), uuid, pci)
         });
     }
-    NodeObservation { gpus: seen, host, ..NodeObservation::default() }
+    NodeObservation { gpus: observed, host, ..NodeObservation::default() }
 }
 
 /// The NVLinks that one GPU reports.
-fn groups(at: usize, count: usize, most: usize, links: &Links, addresses: &[usize]) -> Vec<NvLinkObservation> {
+fn reported_links(at: usize, count: usize, max: usize, links: &Links, addresses: &[usize]) -> Vec<NvLinkObservation> {
     let mut next = 0;
     let mut group = |links: u8, remote, active| {
         next += u32::from(links);
@@ -274,18 +273,18 @@ fn groups(at: usize, count: usize, most: usize, links: &Links, addresses: &[usiz
     };
     let mut groups = Vec::new();
     for other in (0..count).filter(|other| *other != at) {
-        let (same, differs) = links.pairs[at.min(other) * most + at.max(other)];
-        let says = if at < other { same } else { differs.unwrap_or(same) };
-        if says > 0 {
-            groups.push(group(says, NvLinkRemote::Gpu(address(addresses[other])), true));
+        let (number, at_other_end) = links.pairs[at.min(other) * max + at.max(other)];
+        let reported = if at < other { number } else { at_other_end.unwrap_or(number) };
+        if reported > 0 {
+            groups.push(group(reported, NvLinkRemote::Gpu(address(addresses[other])), true));
         }
     }
     if links.ports[at].0 > 0 {
         groups.push(group(links.ports[at].0, NvLinkRemote::Switch(None), true));
     }
-    for (_, what) in links.odd.iter().filter(|(gpu, _)| *gpu == at) {
+    for (_, kind) in links.odd.iter().filter(|(gpu, _)| *gpu == at) {
         let neighbour = address(addresses[(at + 1) % count]);
-        groups.push(match what {
+        groups.push(match kind {
             0 => group(2, NvLinkRemote::Gpu(address(200)), true),
             1 => group(1, NvLinkRemote::Gpu(address(addresses[at])), true),
             2 => group(3, NvLinkRemote::Gpu(neighbour), false),
@@ -297,21 +296,20 @@ fn groups(at: usize, count: usize, most: usize, links: &Links, addresses: &[usiz
     groups
 }
 
-/// Gives every function but the GPUs an address in a domain of their own.
-fn name_devices(devices: &mut [PciObservation], number: &mut u8) {
+/// Gives each function an address in PCI domain 7, where no GPU is.
+fn number_devices(devices: &mut [PciObservation], number: &mut u8) {
     for device in devices {
         device.pci = PciAddress::new(7, *number, 0, 0);
         *number = number.wrapping_add(1);
-        name_devices(&mut device.devices, number);
+        number_devices(&mut device.devices, number);
     }
 }
 
-/// The lists a GPU can be put in, by the way to them: the root, below a switch, below a port that
-/// has no switch yet.
-fn homes(devices: &[PciObservation], open: bool, way: &mut Vec<usize>, found: &mut Vec<Vec<usize>>) {
+/// Finds the paths of lists to which a GPU can be added: at the root, below a switch, below a port without a switch.
+fn find_slots(devices: &[PciObservation], open: bool, path: &mut Vec<usize>, found: &mut Vec<Vec<usize>>) {
     let switch = |device: &PciObservation| matches!(device.kind, PciKind::Switch | PciKind::UpstreamPort);
     if open {
-        found.push(way.clone());
+        found.push(path.clone());
     }
     for (at, device) in devices.iter().enumerate() {
         let open = match device.kind {
@@ -319,16 +317,16 @@ fn homes(devices: &[PciObservation], open: bool, way: &mut Vec<usize>, found: &m
             PciKind::RootPort | PciKind::DownstreamPort => !device.devices.iter().any(switch),
             PciKind::UpstreamPort | PciKind::Gpu | PciKind::Nic => false,
         };
-        way.push(at);
-        homes(&device.devices, open, way, found);
-        way.pop();
+        path.push(at);
+        find_slots(&device.devices, open, path, found);
+        path.pop();
     }
 }
 
-/// The list at the end of a way.
-fn home<'a>(bridges: &'a mut [HostBridgeObservation], way: &[usize]) -> &'a mut Vec<PciObservation> {
-    let mut list = &mut bridges[way[0]].devices;
-    for &at in &way[1..] {
+/// The list at the end of a path.
+fn list_at<'a>(bridges: &'a mut [HostBridgeObservation], path: &[usize]) -> &'a mut Vec<PciObservation> {
+    let mut list = &mut bridges[path[0]].devices;
+    for &at in &path[1..] {
         list = &mut list[at].devices;
     }
     list
