@@ -1,7 +1,5 @@
-//! `config check` and `run` agree about random configurations: what one refuses the other refuses with the same words,
-//! and each row of a valid configuration is offered on a machine that fits it.
-//!
-//! The machine is made for the row, and what the row offers there is counted by the rules of docs/sharing.md.
+//! `config check` and `run` agree about random configurations: both refuse the same ones with the same findings, and
+//! each row of a valid one is offered on a machine that fits it. The expected slots follow docs/sharing.md.
 
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
@@ -17,7 +15,7 @@ use proptest::sample::Index;
 use serde_json::{Value, json};
 
 const NOW: Duration = Duration::from_secs(1_000_000);
-/// The GPUs that a configuration can name. Each machine has two more, since some may be left out.
+/// The number of GPUs that a configuration can name. Each machine has two more, because a filter may exclude two.
 const GPUS: u32 = 4;
 /// The most slots of a resource.
 const MAX_SLOTS: u64 = 16_384;
@@ -26,22 +24,20 @@ fn uuid(gpu: u32) -> String {
     format!("GPU-{gpu:08}-0000-4000-8000-000000000000")
 }
 
-/// Names of resources: some have devices by default, some by a pattern, one nowhere.
+/// Names of resources: some have devices by default, some by a pattern, one never.
 const NAMES: [&str; 5] =
     ["nvidia.com/gpu", "nvidia.com/a100", "nvidia.com/mig-1g.10gb", "nvidia.com/slice", "nvidia.com/other"];
 
-/// A kind of GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     /// An H100.
     Plain,
-    /// An A100, whose name a pattern may be for.
+    /// An A100, which a pattern may rename.
     Patterned,
-    /// An H100 in MIG mode, with two MIG devices of one profile: of so many slices.
+    /// An H100 in MIG mode, with two MIG devices of this number of slices.
     Mig(u32),
 }
 
-/// A machine of GPUs of one kind.
 fn machine(kind: Kind) -> NodeObservation {
     let gpu = |index: u32| {
         let model = if kind == Kind::Patterned { "NVIDIA A100-SXM4-80GB" } else { "NVIDIA H100 80GB HBM3" };
@@ -65,11 +61,11 @@ fn machine(kind: Kind) -> NodeObservation {
     Machine::parse(&json!({"version": 1, "name": "m", "observed": {"gpus": gpus}}).to_string()).unwrap().observed
 }
 
-/// Machines of each kind: one of them fits a row.
+/// A machine of each kind: one of them fits a row.
 static MACHINES: LazyLock<[NodeObservation; 4]> =
     LazyLock::new(|| [Kind::Plain, Kind::Patterned, Kind::Mig(1), Kind::Mig(2)].map(machine));
 
-/// Values of a row's keys that most configurations refuse.
+/// Values of a row's keys that make most configurations invalid.
 fn faults() -> Vec<(&'static str, Value)> {
     let of = |key, values: Value| values.as_array().unwrap().iter().map(|value| (key, value.clone())).collect();
     let faults: [Vec<_>; 4] = [
@@ -81,8 +77,7 @@ fn faults() -> Vec<(&'static str, Value)> {
     faults.concat()
 }
 
-/// The draws of a row: its place among the names that have devices, its replicas, and the forms of `rename` and
-/// `devices`.
+/// The random draws of a row: its name among those with devices, its replicas, and the forms of `rename` and `devices`.
 type Row = (Index, u32, u32, u32);
 
 fn rows() -> impl Strategy<Value = Vec<Row>> {
@@ -90,8 +85,8 @@ fn rows() -> impl Strategy<Value = Vec<Row>> {
     prop::collection::vec((any::<Index>(), replicas, 0..3u32, 0..8u32), 1..4)
 }
 
-/// Configurations with true if a row may have a fault. Those without one are valid by construction: each name has
-/// devices, and no two rows list one GPU.
+/// Configurations, each with true if a row may have a fault. Those without one are valid: each name has devices, and no
+/// two rows list one GPU.
 fn configurations() -> impl Strategy<Value = (Value, bool)> {
     let kind = prop::sample::select(vec!["timeSlicing", "timeSlicing", "mps"]);
     let strategy = prop::sample::select(vec!["none", "single", "mixed"]);
@@ -161,7 +156,7 @@ fn configurations() -> impl Strategy<Value = (Value, bool)> {
     })
 }
 
-/// The number of slots by resource that a node offers, once the MPS daemons that it asks for serve.
+/// The number of healthy slots of each resource, once all MPS daemons are ready.
 fn offered(plan: ResourcePlan, machine: NodeObservation) -> BTreeMap<String, usize> {
     let apply = |state: NodeState, event| state.apply(event, NOW).0;
     let state = apply(NodeState::default(), Event::Planned(Box::new(plan)));
@@ -180,8 +175,8 @@ fn rows_of(configuration: &Value) -> &[Value] {
     sharing["resources"].as_array().unwrap()
 }
 
-/// What a row offers at least on the machine that fits it: its resource, and how many slots.
-fn promised(configuration: &Value, row: &Value) -> (String, u64) {
+/// The resource of a row, and the number of its devices on the machine that fits it.
+fn expected(configuration: &Value, row: &Value) -> (String, u64) {
     let naming = configuration["linkwise"]["naming"] == true;
     let sharing = configuration["sharing"].as_object().unwrap().values().next().unwrap();
     let own = row["name"].as_str().unwrap();
@@ -193,7 +188,7 @@ fn promised(configuration: &Value, row: &Value) -> (String, u64) {
     };
     let devices = match &row["devices"] {
         Value::Number(count) if naming => count.as_u64().unwrap(),
-        // A GPU is whole on one machine, and in MIG mode on another.
+        // No machine has both: its GPUs are whole or in MIG mode.
         Value::Array(list) if naming => {
             let mig = list.iter().filter(|device| device.as_str().is_some_and(|text| text.contains(':'))).count();
             u64::try_from(mig.max(list.len() - mig)).unwrap()
@@ -225,12 +220,12 @@ proptest! {
                 }
                 let offers = MACHINES.each_ref().map(|machine| offered(loaded.settings.plan(), machine.clone()));
                 for row in rows_of(&configuration) {
-                    let (name, devices) = promised(&configuration, row);
+                    let (name, devices) = expected(&configuration, row);
                     let replicas = row["replicas"].as_u64().unwrap();
-                    let least = (devices * replicas).min(MAX_SLOTS / u64::from(2 * GPUS + 4) * devices);
+                    let min_slots = (devices * replicas).min(MAX_SLOTS / u64::from(2 * GPUS + 4) * devices);
                     let mut slots = offers.iter().filter_map(|offer| u64::try_from(*offer.get(&name)?).ok());
-                    let fits = slots.any(|slots| slots >= least);
-                    prop_assert!(fits, "no machine offers {least} slots of {name} for {row}: {text}");
+                    let fits = slots.any(|slots| slots >= min_slots);
+                    prop_assert!(fits, "no machine offers {min_slots} slots of {name} for {row}: {text}");
                 }
             }
         }

@@ -1,5 +1,5 @@
-//! Held, free and unhealthy over random histories, against books of a kubelet: each GPU is in one state, and a change of
-//! any is published.
+//! The availability of GPUs over random histories, compared with the test's own records: each GPU has one
+//! availability, and each change is published.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;
@@ -19,19 +19,19 @@ use proptest::prelude::*;
 
 use crate::resources::{dgx, mig, mixed, planned, seen, sliced};
 
-/// An admission that so many lists in a row lack has ended.
-const LISTS: u8 = 2;
+/// An admission has ended when this number of lists in a row lack it.
+const MISSED_LISTS: u8 = 2;
 
-/// Devices that were given together.
+/// Devices that one Allocate gave to a container.
 #[derive(Clone, Debug)]
-struct Given {
+struct Admission {
     resource: ResourceName,
     ids: BTreeSet<DeviceId>,
     is_listed: bool,
     missed: u8,
 }
 
-/// What a kubelet and a DRA plugin did, and the node beside them.
+/// The records of a kubelet and a DRA plugin, and the node's state.
 struct World {
     machine: NodeObservation,
     plan: ResourcePlan,
@@ -41,12 +41,12 @@ struct World {
     /// The devices that each running pod has.
     pods: Vec<(ResourceName, BTreeSet<DeviceId>)>,
     claims: BTreeMap<String, GpuUuid>,
-    given: Vec<Given>,
-    /// What linkwise was told last: ids, and the GPUs of claims.
+    admissions: Vec<Admission>,
+    /// The last list: ids, and the GPUs of claims.
     list: Option<(BTreeSet<ResourceDevice>, BTreeSet<GpuUuid>)>,
 }
 
-/// What people are shown of a state.
+/// The figures of a state: each GPU's availability, their counts, the number of free GPUs, the outlook.
 type Figures = (Vec<(GpuUuid, Availability)>, BTreeMap<Availability, usize>, usize, Vec<Outlook>);
 
 fn figures(state: &NodeState) -> Figures {
@@ -60,8 +60,8 @@ impl World {
     fn new(machine: NodeObservation, plan: ResourcePlan) -> Self {
         let (state, published) = Default::default();
         let now = Duration::from_secs(1_000);
-        let (pods, claims, given, list) = Default::default();
-        let mut world = Self { machine, plan, state, published, now, pods, claims, given, list };
+        let (pods, claims, admissions, list) = Default::default();
+        let mut world = Self { machine, plan, state, published, now, pods, claims, admissions, list };
         world.apply(planned(&world.plan));
         world.apply(seen(world.machine.clone()));
         world
@@ -97,25 +97,24 @@ impl World {
         if ids.is_empty() {
             return;
         }
-        self.given.retain(|given| given.resource != resource || given.ids.is_disjoint(&ids));
-        let given = Given { resource: resource.clone(), ids: ids.clone(), is_listed: false, missed: 0 };
-        self.given.push(given);
+        self.admissions.retain(|admission| admission.resource != resource || admission.ids.is_disjoint(&ids));
+        let admission = Admission { resource: resource.clone(), ids: ids.clone(), is_listed: false, missed: 0 };
+        self.admissions.push(admission);
         self.pods.push((resource.clone(), ids.clone()));
         self.apply(Event::Allocated { resource, devices: ids, offered: free });
     }
 
-    /// The kubelet's list, of now or without the pods that came last.
+    /// Sends the kubelet's list, which lacks the last `without` pods and the first claims.
     fn list(&mut self, without: usize) {
-        let seen = self.pods.len().saturating_sub(without);
-        let pods = self.pods.iter().take(seen);
+        let pods = self.pods.iter().take(self.pods.len().saturating_sub(without));
         let ids: BTreeSet<ResourceDevice> =
             pods.flat_map(|(resource, ids)| ids.iter().map(|id| (resource.clone(), id.clone()))).collect();
-        for given in &mut self.given {
-            let is_in = given.ids.iter().all(|id| ids.contains(&(given.resource.clone(), id.clone())));
-            given.is_listed |= is_in;
-            given.missed = if is_in { 0 } else { given.missed + 1 };
+        for admission in &mut self.admissions {
+            let is_in = admission.ids.iter().all(|id| ids.contains(&(admission.resource.clone(), id.clone())));
+            admission.is_listed |= is_in;
+            admission.missed = if is_in { 0 } else { admission.missed + 1 };
         }
-        self.given.retain(|given| given.missed < LISTS);
+        self.admissions.retain(|admission| admission.missed < MISSED_LISTS);
         let claims = self.claims.iter().skip(without).map(|(name, gpu)| ClaimedDevice {
             claim: format!("ml/{name}"),
             driver: "gpu.nvidia.com".to_owned(),
@@ -129,7 +128,7 @@ impl World {
         });
         let claims: BTreeSet<ClaimedDevice> = claims.collect();
         self.list = Some((ids.clone(), claims.iter().map(|one| one.cdi_names[0].parse().unwrap()).collect()));
-        // Init containers are as good as others.
+        // A third of the ids belong to init containers.
         let (containers, init_containers) = ids.into_iter().enumerate().partition::<Vec<_>, _>(|(at, _)| at % 3 > 0);
         let [containers, init_containers] =
             [containers, init_containers].map(|part| part.into_iter().map(|(_, id)| id).collect());
@@ -146,26 +145,26 @@ impl World {
         self.apply(Event::Prepared(prepared));
     }
 
-    /// The next process, which knows what the last one kept.
+    /// Restarts linkwise with the health record of the previous process.
     fn restart(&mut self) {
         let record = self.state.record();
         self.state = NodeState::default();
         self.list = None;
-        let given = record.admissions.iter().map(|kept| {
+        let admissions = record.admissions.iter().map(|kept| {
             let (resource, ids) = (kept.resource.parse().unwrap(), kept.devices.iter().map(|id| id.clone().into()));
-            Given { resource, ids: ids.collect(), is_listed: false, missed: 0 }
+            Admission { resource, ids: ids.collect(), is_listed: false, missed: 0 }
         });
-        self.given = given.collect();
+        self.admissions = admissions.collect();
         self.apply(planned(&self.plan));
         self.apply(Event::Restored(Box::new(record)));
         self.apply(seen(self.machine.clone()));
         self.prepare();
     }
 
-    fn step(&mut self, (what, pick): (u8, usize)) {
+    fn step(&mut self, (kind, pick): (u8, usize)) {
         let gpu = self.machine.gpus[pick % self.machine.gpus.len()].uuid.clone();
-        match what {
-            // A pod, shorter than any pause between lists where its end follows.
+        match kind {
+            // A pod starts. If its end is the next step, no list has it.
             0..=3 => self.admit(pick),
             4..=6 if !self.pods.is_empty() => drop(self.pods.remove(pick % self.pods.len())),
             7..=9 => self.list(0),
@@ -192,10 +191,11 @@ impl World {
         }
     }
 
-    /// The GPUs of which somebody has anything; `None` while nobody knows.
+    /// The GPUs of which a pod or claim holds a part; `None` while no list has come.
     fn held(&self) -> Option<BTreeSet<GpuUuid>> {
         let (ids, claims) = self.list.as_ref()?;
-        let unlisted = self.given.iter().filter(|given| !given.is_listed).flat_map(|given| &given.ids);
+        let unlisted =
+            self.admissions.iter().filter(|admission| !admission.is_listed).flat_map(|admission| &admission.ids);
         let by_id = ids.iter().map(|(_, id)| id).chain(unlisted).map(|id| self.gpu(id));
         Some(by_id.chain(claims.iter().cloned()).chain(self.claims.values().cloned()).collect())
     }
@@ -203,7 +203,7 @@ impl World {
     fn check(&self) {
         let figures = figures(&self.state);
         let (gpus, counts, free, outlook) = &figures;
-        assert_eq!(counts.values().sum::<usize>(), gpus.len(), "they add up to all");
+        assert_eq!(counts.values().sum::<usize>(), gpus.len(), "the counts do not add up to all GPUs");
         assert_eq!(counts[&Availability::Free], *free);
         let held = self.held();
         let offers = self.state.offers();
@@ -211,25 +211,25 @@ impl World {
             let of_gpu = offers.devices().chain(offers.through_dra()).filter(|device| device.gpu.uuid == *uuid);
             let healthy: Vec<bool> =
                 of_gpu.filter(|one| one.health == Health::Healthy).map(|one| one.mig.is_some()).collect();
-            let wanted = match &held {
+            let expected = match &held {
                 Some(held) if held.contains(uuid) => Availability::Held,
                 None if !healthy.is_empty() => Availability::Unknown,
                 _ if healthy.contains(&false) => Availability::Free,
                 _ if healthy.contains(&true) => Availability::Mig,
                 _ => Availability::Unhealthy,
             };
-            assert_eq!((*availability, uuid), (wanted, uuid));
+            assert_eq!((*availability, uuid), (expected, uuid));
         }
         let free_of = |uuid: &GpuUuid| gpus.contains(&(uuid.clone(), Availability::Free));
         for outlook in outlook {
             assert!(outlook.gpus.iter().all(free_of), "{outlook:?}");
             assert!(outlook.size > 1 || outlook.gpus.is_empty() == (*free == 0), "{outlook:?}");
         }
-        assert_eq!(self::figures(&self.published), figures, "what changed is published");
+        assert_eq!(self::figures(&self.published), figures, "a change was not published");
     }
 }
 
-/// Whole GPUs, slots, MIG devices, and GPUs of DRA.
+/// Nodes with whole GPUs, slots, MIG devices, and GPUs of DRA.
 fn worlds() -> [World; 4] {
     static DGX: LazyLock<NodeObservation> = LazyLock::new(|| dgx(4));
     [
@@ -256,11 +256,11 @@ proptest! {
 }
 
 #[test]
-fn pod_shorter_than_any_pause_is_free_again_after_two_lists() {
+fn gpu_of_an_unlisted_pod_is_free_after_two_lists() {
     let [mut world, ..] = worlds();
     world.list(0);
     world.step((0, 0));
-    assert_eq!(figures(&world.published).1[&Availability::Held], 1, "from the moment at which it is given");
+    assert_eq!(figures(&world.published).1[&Availability::Held], 1, "the GPU is held from its admission on");
     world.pods.clear();
     world.list(0);
     world.list(0);

@@ -1,23 +1,23 @@
-//! Hardware that pods hold under other names: what of it may be given out.
+//! Hardware that pods hold under other names is not given out again.
 
 use linkwise_core::allocation::DeviceId;
 use linkwise_core::state::{
     ClaimedDevice, Effect, Event, Health, Holdings, MigStrategy, NodeState, ResourceName, ResourcePlan, UnhealthyReason,
 };
 
-use crate::resources::{LATER, after, mig, mixed, nobody, planned, renamed, resource, sliced, with};
+use crate::resources::{LATER, after, mig, mixed, no_holders, planned, renamed, resource, sliced, with};
 
 fn held(devices: &[(&str, &str)]) -> Event {
     let devices = devices.iter().map(|(name, id)| (resource(name), DeviceId::from((*id).to_owned())));
     Event::Holders(Some(devices.collect()))
 }
 
-/// The ids of a resource that are not given out because of a holder.
-fn hindered(snapshot: &NodeState, name: &str) -> Vec<String> {
-    let hindered =
+/// The ids of a resource that are unhealthy because pods hold their hardware under other names.
+fn withheld(snapshot: &NodeState, name: &str) -> Vec<String> {
+    let is_withheld =
         |health: &Health| matches!(health, Health::Unhealthy { reason: UnhealthyReason::HeldElsewhere { .. }, .. });
     let name = resource(name);
-    let devices = snapshot.offers().of(&name).filter(|(_, device)| hindered(&device.health));
+    let devices = snapshot.offers().of(&name).filter(|(_, device)| is_withheld(&device.health));
     devices.map(|(id, _)| id.to_string()).collect()
 }
 
@@ -31,7 +31,7 @@ fn hardware_held_under_other_name_is_not_offered() {
     let slots = [format!("{}::0", gpu(0)), slot.clone()];
     let slots = [slots[0].as_str(), slots[1].as_str()];
     let none: &[&str] = &[];
-    for (what, plan, (of, id), offered, expected) in [
+    for (case, plan, (of, id), offered, expected) in [
         ("its own name", &whole, ("nvidia.com/gpu", gpu(0)), "nvidia.com/gpu", none),
         ("a new name", &renamed(), ("nvidia.com/gpu", gpu(0)), "nvidia.com/a100", &[gpu(0)]),
         ("whole, then in slots", &sliced(2), ("nvidia.com/gpu", gpu(0)), "nvidia.com/gpu", &slots),
@@ -39,51 +39,50 @@ fn hardware_held_under_other_name_is_not_offered() {
         ("a slot, then slots of another name", &sliced(2), ("a.b/c", slot.as_str()), "nvidia.com/gpu", none),
         ("a MIG device by another name", &divided, ("a.b/c", mig.as_str()), "nvidia.com/mig-1g.10gb", &[mig.as_str()]),
         ("a MIG device, then its GPU", &whole, ("a.b/c", mig.as_str()), "nvidia.com/gpu", &[gpu(1)]),
-        ("something of another vendor", &whole, ("a.b/nic", "nic0"), "nvidia.com/gpu", none),
+        ("a device of another vendor", &whole, ("a.b/nic", "nic0"), "nvidia.com/gpu", none),
     ] {
         let (snapshot, effects) = with(plan, mixed()).apply(held(&[(of, id)]), LATER);
-        assert_eq!(hindered(&snapshot, offered), expected, "{what}");
-        let told = effects.iter().filter(|effect| matches!(effect, Effect::HeldElsewhere { .. })).count();
-        assert_eq!(told, usize::from(!expected.is_empty()), "{what}: once for a GPU and a resource");
-        assert_eq!(snapshot.offers().awaits_holders(), !expected.is_empty(), "{what}");
+        assert_eq!(withheld(&snapshot, offered), expected, "{case}");
+        let reports = effects.iter().filter(|effect| matches!(effect, Effect::HeldElsewhere { .. })).count();
+        assert_eq!(reports, usize::from(!expected.is_empty()), "{case}: one report for a GPU and a resource");
+        assert_eq!(snapshot.offers().awaits_holders(), !expected.is_empty(), "{case}");
         let refused = snapshot
             .allocate(&resource(offered), &[DeviceId::from(expected.first().map_or("none", |id| id).to_owned())]);
-        assert!(refused.is_err(), "{what}");
-        let ended = after(snapshot.clone(), [nobody()]);
-        assert_eq!(hindered(&ended, offered), none, "{what}: the pod has ended");
+        assert!(refused.is_err(), "{case}");
+        let ended = after(snapshot.clone(), [no_holders()]);
+        assert_eq!(withheld(&ended, offered), none, "{case}: the pod has ended");
         let unknown = after(snapshot, [Event::Holders(None)]);
-        assert_eq!(hindered(&unknown, offered), expected, "{what}: the kubelet restarts, the pod runs on");
+        assert_eq!(withheld(&unknown, offered), expected, "{case}: the kubelet restarts, the pod runs on");
     }
 }
 
-/// A pod may have come since the kubelet was asked last: a plan that changes waits for its word.
+/// A pod may have started after the last list, so a changed plan waits for two newer lists.
 #[test]
-fn withdrawn_device_counts_as_held_until_two_lists_lack_it() {
-    let snapshot = after(with(&ResourcePlan::default(), mixed()), [nobody(), planned(&renamed())]);
-    assert_eq!(hindered(&snapshot, "nvidia.com/a100").len(), 4);
-    let snapshot = after(snapshot, [nobody()]);
-    assert_eq!(hindered(&snapshot, "nvidia.com/a100").len(), 4, "asked before the plan changed");
-    let snapshot = after(snapshot, [nobody()]);
-    assert_eq!(hindered(&snapshot, "nvidia.com/a100"), [] as [&str; 0]);
+fn withdrawn_device_is_held_until_two_lists_lack_it() {
+    let snapshot = after(with(&ResourcePlan::default(), mixed()), [no_holders(), planned(&renamed())]);
+    assert_eq!(withheld(&snapshot, "nvidia.com/a100").len(), 4);
+    let snapshot = after(snapshot, [no_holders()]);
+    assert_eq!(withheld(&snapshot, "nvidia.com/a100").len(), 4, "this list may be older than the plan");
+    let snapshot = after(snapshot, [no_holders()]);
+    assert_eq!(withheld(&snapshot, "nvidia.com/a100"), [] as [&str; 0]);
     assert!(!snapshot.offers().awaits_holders());
 }
 
-/// Without the kubelet's word nothing can be waited for.
+/// Without any list from the kubelet there is nothing to wait for.
 #[test]
 fn unknown_holders_let_a_plan_apply_at_once() {
     let snapshot = after(with(&ResourcePlan::default(), mixed()), [planned(&renamed())]);
-    assert_eq!(hindered(&snapshot, "nvidia.com/a100"), [] as [&str; 0]);
+    assert_eq!(withheld(&snapshot, "nvidia.com/a100"), [] as [&str; 0]);
 }
 
-/// A kubelet that restarts answers later, and its pods run on.
 #[test]
 fn holders_count_while_the_kubelet_restarts() {
     let gpu = mixed().gpus[0].uuid.to_string();
     let has = || held(&[("nvidia.com/gpu", &gpu)]);
     let events = [has(), Event::Holders(None), planned(&renamed())];
     let snapshot = after(with(&ResourcePlan::default(), mixed()), events);
-    assert_eq!(hindered(&snapshot, "nvidia.com/a100").len(), 4, "the one that is held, and those that may be by now");
-    assert_eq!(hindered(&after(snapshot, [has(), has()]), "nvidia.com/a100"), [gpu.as_str()]);
+    assert_eq!(withheld(&snapshot, "nvidia.com/a100").len(), 4, "one is held, and pods may hold the others by now");
+    assert_eq!(withheld(&after(snapshot, [has(), has()]), "nvidia.com/a100"), [gpu.as_str()]);
 }
 
 /// The kubelet keeps the devices of an init container that has ended until its pod ends.
@@ -93,7 +92,7 @@ fn devices_of_init_containers_are_held_too() {
     let init_containers = [(ResourceName::gpu(), DeviceId::from(gpu.clone()))].into();
     let holdings = Holdings { init_containers, ..Holdings::default() };
     let snapshot = after(with(&renamed(), mixed()), [Event::Holders(Some(holdings))]);
-    assert_eq!(hindered(&snapshot, "nvidia.com/a100"), [gpu]);
+    assert_eq!(withheld(&snapshot, "nvidia.com/a100"), [gpu]);
 }
 
 #[test]
@@ -125,6 +124,6 @@ fn claimed_hardware_is_not_offered() {
         });
         assert_eq!(held.count(), expected, "{claim:?}");
         assert_eq!(snapshot.offers().awaits_holders(), expected > 0);
-        assert!(!after(snapshot, [nobody()]).offers().awaits_holders());
+        assert!(!after(snapshot, [no_holders()]).offers().awaits_holders());
     }
 }

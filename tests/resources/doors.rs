@@ -1,5 +1,4 @@
-//! The door of a node: a GPU that is held through the other one is offered by neither, and nobody gets a GPU that
-//! another has.
+//! The door of a node: a GPU that a pod or claim holds through one door is not offered through the other.
 
 use std::collections::BTreeSet;
 use std::sync::LazyLock;
@@ -12,7 +11,7 @@ use linkwise_core::state::{
 };
 use linkwise_core::topology::{GpuUuid, NodeObservation};
 
-use crate::resources::{NOW, World, dgx, mixed, nobody, seen};
+use crate::resources::{NOW, World, dgx, mixed, no_holders, seen};
 
 static MACHINE: LazyLock<NodeObservation> = LazyLock::new(|| dgx(3));
 
@@ -28,7 +27,7 @@ fn planned(door: Door) -> Event {
     Event::Planned(Box::new(ResourcePlan { door, ..ResourcePlan::default() }))
 }
 
-/// What the kubelet lists: pods by the device plugin, and GPUs of claims.
+/// The kubelet's list: GPUs of pods through the device plugin, and GPUs of claims.
 fn holdings(pods: &[usize], claims: &[usize]) -> Holdings {
     let claims = claims.iter().map(|at| ClaimedDevice {
         claim: format!("default/claim-{at}"),
@@ -68,13 +67,13 @@ impl World {
         places.into_iter().collect()
     }
 
-    /// The ids that the kubelet is told of.
-    fn on_list(&self) -> Vec<String> {
+    /// The ids of the resource's list.
+    fn listed_ids(&self) -> Vec<String> {
         self.state.offers().of(&ResourceName::gpu()).map(|(id, _)| id.to_string()).collect()
     }
 
-    /// The first reason why a GPU is not offered.
-    fn why(&self, at: usize) -> Option<UnhealthyReason> {
+    /// The reason why a GPU is not offered through its door.
+    fn reason(&self, at: usize) -> Option<UnhealthyReason> {
         self.state.held_through_other_door().get(&uuid(at)).map(|reason| (*reason).clone())
     }
 }
@@ -88,18 +87,18 @@ fn held_as(at: usize) -> Option<UnhealthyReason> {
 }
 
 #[test]
-fn gpu_goes_through_dra_after_two_lists_without_holder() {
+fn two_lists_without_holder_move_gpu_to_dra() {
     let mut world = World::of([planned(Door::Dra), observed()]);
-    assert_eq!((world.why(0), world.state.door(&uuid(0))), (Some(UnhealthyReason::HoldersUnknown), Some(Door::Dra)));
+    assert_eq!((world.reason(0), world.state.door(&uuid(0))), (Some(UnhealthyReason::HoldersUnknown), Some(Door::Dra)));
     assert!(
         world.state.offers_any() && world.state.gpus().len() == 3,
-        "a successor can take over, and people see them"
+        "a standby can take over, and reports show the GPUs"
     );
     for _ in 0..2 {
         assert!(world.through_dra().is_empty() && world.state.offers().awaits_holders());
-        world.tell(nobody());
+        world.apply(no_holders());
     }
-    assert_eq!((world.through_dra(), world.why(0)), (vec![0, 1, 2], None));
+    assert_eq!((world.through_dra(), world.reason(0)), (vec![0, 1, 2], None));
     let changed = world.effects.iter().filter(|effect| matches!(effect, Effect::DoorChanged(..))).cloned();
     assert_eq!(changed.collect::<Vec<_>>(), [0, 1, 2].map(|at| Effect::DoorChanged(uuid(at), true)));
     assert_eq!(world.state.record().dra, [0, 1, 2].map(uuid).into());
@@ -110,57 +109,57 @@ fn gpu_goes_through_dra_after_two_lists_without_holder() {
 fn gpu_of_a_pod_waits_and_names_the_pod() {
     let mut world = World::of([planned(Door::Dra), observed()]);
     for _ in 0..3 {
-        world.tell(listed(&[0], &[]));
+        world.apply(listed(&[0], &[]));
     }
-    assert_eq!((world.through_dra(), world.why(0)), (vec![1, 2], held_as(0)));
-    assert_eq!(world.on_list(), [uuid(0).to_string()], "the kubelet looks up the ids that pods hold");
+    assert_eq!((world.through_dra(), world.reason(0)), (vec![1, 2], held_as(0)));
+    assert_eq!(world.listed_ids(), [uuid(0).to_string()], "the kubelet needs the ids that pods hold");
     assert!(!world.allocates(0));
     let status = world.state.gpus().into_iter().find(|status| status.gpu.uuid == uuid(0)).unwrap();
     assert_eq!((status.is_healthy, status.availability), (false, Availability::Held));
-    // Only the checkpoint of the kubelet has it: an init container's, or a pod's that has ended.
+    // The kubelet's checkpoint has the id alone: of an init container, or of a pod that has ended.
     let checkpoint = Holdings { init_containers: [id(0)].into(), ..Holdings::default() };
     for _ in 0..3 {
-        world.tell(Event::Holders(Some(checkpoint.clone())));
-        assert_eq!((world.why(0), world.on_list().len()), (held_as(0), 1));
+        world.apply(Event::Holders(Some(checkpoint.clone())));
+        assert_eq!((world.reason(0), world.listed_ids().len()), (held_as(0), 1));
     }
-    world.tell(nobody());
-    world.tell(listed(&[0], &[]));
-    world.tell(nobody());
-    assert_eq!(world.through_dra(), [1, 2], "one list in a row is too few");
-    world.tell(nobody());
-    assert_eq!((world.through_dra(), world.on_list()), (vec![0, 1, 2], vec![]));
+    world.apply(no_holders());
+    world.apply(listed(&[0], &[]));
+    world.apply(no_holders());
+    assert_eq!(world.through_dra(), [1, 2], "one list is too few");
+    world.apply(no_holders());
+    assert_eq!((world.through_dra(), world.listed_ids()), (vec![0, 1, 2], vec![]));
 }
 
 #[test]
 fn ids_of_other_plugins_are_not_adopted() {
     let mut world = World::of([planned(Door::Dra), observed()]);
     let theirs = [("example.com/gpu".parse().unwrap(), id(0).1)];
-    (0..3).for_each(|_| world.tell(Event::Holders(Some(theirs.iter().cloned().collect()))));
+    (0..3).for_each(|_| world.apply(Event::Holders(Some(theirs.iter().cloned().collect()))));
     assert!(world.state.offers().resources().is_empty());
-    assert_eq!(world.through_dra(), [1, 2], "their pod has the GPU all the same");
+    assert_eq!(world.through_dra(), [1, 2], "a pod of the other plugin has GPU 0");
 }
 
 #[test]
-fn nothing_goes_through_dra_while_holders_are_unknown() {
+fn unknown_holders_keep_gpus_from_dra() {
     let mut world = World::of([planned(Door::Dra), observed()]);
     for _ in 0..5 {
-        world.tell(Event::Holders(None));
-        world.tell(nobody());
-        world.tell(Event::Holders(None));
+        world.apply(Event::Holders(None));
+        world.apply(no_holders());
+        world.apply(Event::Holders(None));
     }
-    assert_eq!((world.through_dra(), world.why(0)), (vec![], Some(UnhealthyReason::HoldersUnknown)));
-    world.tell(nobody());
-    world.tell(nobody());
-    world.tell(Event::Holders(None));
-    assert_eq!(world.through_dra(), [0, 1, 2], "what went stays");
+    assert_eq!((world.through_dra(), world.reason(0)), (vec![], Some(UnhealthyReason::HoldersUnknown)));
+    world.apply(no_holders());
+    world.apply(no_holders());
+    world.apply(Event::Holders(None));
+    assert_eq!(world.through_dra(), [0, 1, 2], "GPUs that moved to DRA stay there");
 }
 
 #[test]
-fn lists_beside_another_linkwise_free_nothing() {
+fn lists_beside_another_linkwise_do_not_count() {
     let early = || Event::Holders(Some(Holdings { is_early: true, ..Holdings::default() }));
-    let mut world = World::of([planned(Door::Dra), observed(), early(), early(), early(), nobody()]);
-    assert_eq!(world.through_dra(), [0; 0], "the other one may have given a GPU after each of the first three");
-    world.tell(nobody());
+    let mut world = World::of([planned(Door::Dra), observed(), early(), early(), early(), no_holders()]);
+    assert_eq!(world.through_dra(), [0; 0], "the other linkwise may give GPUs out after each early list");
+    world.apply(no_holders());
     assert_eq!(world.through_dra(), [0, 1, 2]);
 }
 
@@ -172,7 +171,7 @@ fn pod_without_the_socket_waits_for_no_list() {
         let off = [all_of_dra(), prepared(claims), planned(Door::Plugin), observed()];
         let world = World::with(NodeState::default().without_lists(), off);
         let allocated = [0, 1, 2].map(|at| world.allocates(at));
-        assert_eq!(allocated, [true, claims.is_empty(), true], "our own checkpoints decide");
+        assert_eq!(allocated, [true, claims.is_empty(), true], "linkwise's own checkpoints decide");
         assert_eq!(world.state.record().dra, claims.iter().map(|at| uuid(*at)).collect());
     }
 }
@@ -181,39 +180,38 @@ fn pod_without_the_socket_waits_for_no_list() {
 fn gpu_waits_for_claims_of_another_driver() {
     let mut world = World::of([planned(Door::Dra), observed(), prepared(&[1])]);
     for _ in 0..3 {
-        world.tell(listed(&[], &[0, 1]));
+        world.apply(listed(&[], &[0, 1]));
     }
-    assert_eq!(world.through_dra(), [1, 2], "GPU 1 is our own claim's");
-    assert!(matches!(world.why(0), Some(UnhealthyReason::Claimed { claim, .. }) if claim == "default/claim-0"));
-    world.tell(listed(&[], &[1]));
-    world.tell(listed(&[], &[1]));
+    assert_eq!(world.through_dra(), [1, 2], "GPU 1 belongs to a claim of linkwise");
+    assert!(matches!(world.reason(0), Some(UnhealthyReason::Claimed { claim, .. }) if claim == "default/claim-0"));
+    world.apply(listed(&[], &[1]));
+    world.apply(listed(&[], &[1]));
     assert_eq!(world.through_dra(), [0, 1, 2]);
 }
 
-/// The record of a node of which nothing is known.
-fn no_record() -> HealthRecord {
+fn empty_record() -> HealthRecord {
     NodeState::default().record()
 }
 
 /// The record of a process that offered all GPUs through DRA.
 fn all_of_dra() -> Event {
-    Event::Restored(Box::new(HealthRecord { dra: [0, 1, 2].map(uuid).into(), ..no_record() }))
+    Event::Restored(Box::new(HealthRecord { dra: [0, 1, 2].map(uuid).into(), ..empty_record() }))
 }
 
 #[test]
 fn claims_keep_their_gpus_from_the_device_plugin() {
-    // The kubelet's list is late, as it may be.
+    // The kubelet's list still lacks claim 0.
     let mut world = World::of([all_of_dra(), prepared(&[0]), planned(Door::Plugin), observed(), listed(&[], &[1])]);
     assert_eq!([0, 1, 2].map(|at| world.allocates(at)), [false, false, true]);
     assert!(world.through_dra().is_empty() && world.state.is_with_dra(&uuid(0)));
     assert_eq!(world.state.door(&uuid(0)), Some(Door::Plugin));
-    let by =
+    let claimed =
         |at: usize| UnhealthyReason::Claimed { claim: format!("default/claim-{at}"), device: uuid(at).to_string() };
-    assert_eq!(world.why(0), Some(by(0)));
-    world.tell(prepared(&[]));
-    world.tell(listed(&[], &[1]));
-    assert_eq!([0, 1, 2].map(|at| world.allocates(at)), [true, false, true], "at once, without any wait");
-    world.tell(nobody());
+    assert_eq!(world.reason(0), Some(claimed(0)));
+    world.apply(prepared(&[]));
+    world.apply(listed(&[], &[1]));
+    assert_eq!([0, 1, 2].map(|at| world.allocates(at)), [true, false, true], "GPU 0 does not wait for a list");
+    world.apply(no_holders());
     assert!(world.allocates(1));
     assert!(world.state.record().dra.is_empty());
 }
@@ -226,25 +224,25 @@ fn first_list_waits_for_the_claims() {
         (state, effects.contains(&Effect::Publish))
     };
     let (state, published) = publishes(fresh(), observed());
-    assert!(!published, "a claim may have any GPU");
+    assert!(!published, "claims may hold any GPU");
     assert!(publishes(state, prepared(&[0])).1);
-    assert!(publishes(fresh().awaiting(|first| first.claims = false), observed()).1, "a standby's are another's");
+    assert!(publishes(fresh().awaiting(|first| first.claims = false), observed()).1, "a standby waits for no claim");
 }
 
 #[test]
-fn restart_goes_on_from_the_record() {
-    let record = HealthRecord { dra: [uuid(0)].into(), ..no_record() };
+fn restart_keeps_doors_of_the_record() {
+    let record = HealthRecord { dra: [uuid(0)].into(), ..empty_record() };
     let mut world = World::of([Event::Restored(Box::new(record)), planned(Door::Dra), observed()]);
-    assert_eq!(world.through_dra(), [0], "before anybody lists holders");
-    world.tell(listed(&[0], &[]));
-    assert_eq!(world.through_dra(), [0; 0], "another plugin has served the node since");
-    world.tell(nobody());
+    assert_eq!(world.through_dra(), [0], "before the first list");
+    world.apply(listed(&[0], &[]));
+    assert_eq!(world.through_dra(), [0; 0], "another plugin gave GPU 0 to a pod");
+    world.apply(no_holders());
     assert_eq!(world.through_dra(), [0, 1, 2]);
 }
 
 #[test]
 fn mig_devices_go_with_their_gpu() {
-    let lists = [nobody(), nobody()];
+    let lists = [no_holders(), no_holders()];
     let world = World::of([planned(Door::Dra), seen(mixed())].into_iter().chain(lists));
     let devices = world.state.offers().through_dra();
     assert_eq!(devices.iter().filter(|device| device.mig.is_none()).count(), 1);
@@ -253,36 +251,36 @@ fn mig_devices_go_with_their_gpu() {
 }
 
 #[test]
-fn gpu_that_is_gone_stays_while_a_claim_has_it() {
-    let mut world = World::of([planned(Door::Dra), observed(), nobody(), nobody(), prepared(&[0])]);
+fn missing_gpu_stays_while_a_claim_has_it() {
+    let mut world = World::of([planned(Door::Dra), observed(), no_holders(), no_holders(), prepared(&[0])]);
     let mut fewer = MACHINE.clone();
     fewer.gpus.remove(0);
-    world.tell(seen(fewer));
+    world.apply(seen(fewer));
     let devices = world.state.offers().through_dra();
     let gone = devices.iter().find(|device| device.gpu.uuid == uuid(0)).unwrap();
     assert!(matches!(&gone.health, Health::Unhealthy { reason: UnhealthyReason::Gone, .. }), "{:?}", gone.health);
-    world.tell(prepared(&[]));
+    world.apply(prepared(&[]));
     assert!(!world.state.is_with_dra(&uuid(0)));
-    world.tell(observed());
-    assert_eq!(world.why(0), Some(UnhealthyReason::HoldersUnknown), "back, it is as new");
+    world.apply(observed());
+    assert_eq!(world.reason(0), Some(UnhealthyReason::HoldersUnknown), "a GPU that is back waits like a new one");
 }
 
 #[test]
-fn gpu_that_a_filter_leaves_out_stays_for_its_claim() {
-    let mut world = World::of([planned(Door::Dra), observed(), nobody(), nobody(), prepared(&[0])]);
+fn filtered_gpu_stays_while_a_claim_has_it() {
+    let mut world = World::of([planned(Door::Dra), observed(), no_holders(), no_holders(), prepared(&[0])]);
     let filter = Filter { exclude: [0, 1].map(GpuSelector::Index).into(), ..Filter::default() };
-    world.tell(Event::Planned(Box::new(ResourcePlan { filter, door: Door::Dra, ..ResourcePlan::default() })));
+    world.apply(Event::Planned(Box::new(ResourcePlan { filter, door: Door::Dra, ..ResourcePlan::default() })));
     assert_eq!((world.through_dra(), world.state.offers().through_dra().len()), (vec![2], 2));
     assert_eq!(world.state.door(&uuid(0)), None);
-    world.tell(prepared(&[]));
+    world.apply(prepared(&[]));
     assert_eq!(world.state.offers().through_dra().len(), 1);
 }
 
 #[test]
 fn claim_with_admin_access_keeps_no_gpu() {
-    let mut look = claim(0);
-    look.prepared.devices[0].admin = true;
+    let mut admin = claim(0);
+    admin.prepared.devices[0].admin = true;
     let world =
-        World::of([Event::Prepared(vec![look, claim(1)]), planned(Door::Plugin), observed(), listed(&[], &[0, 1])]);
+        World::of([Event::Prepared(vec![admin, claim(1)]), planned(Door::Plugin), observed(), listed(&[], &[0, 1])]);
     assert_eq!([0, 1].map(|at| world.allocates(at)), [true, false]);
 }

@@ -44,8 +44,8 @@ impl World {
         Self::new(machines::load("dgx1-v100").unwrap().observed)
     }
 
-    /// A scan that lacks GPU 0.
-    fn lacks_first(&mut self) {
+    /// Applies a scan that lacks GPU 0.
+    fn scan_without_first(&mut self) {
         let mut fewer = self.observed.clone();
         fewer.gpus.remove(0);
         self.apply(seen(fewer));
@@ -55,18 +55,18 @@ impl World {
         self.observed.gpus[gpu].uuid.clone()
     }
 
-    /// The links of a GPU that end at another one.
+    /// The links from one GPU to another.
     fn links(&self, gpu: usize, far_end: usize) -> Vec<u32> {
         let remote = NvLinkRemote::Gpu(self.observed.gpus[far_end].pci);
         let ends = self.observed.gpus[gpu].nvlinks.iter().flatten().filter(|end| end.remote == remote);
         ends.flat_map(|end| end.links.clone()).collect()
     }
 
-    /// Ten seconds later all GPUs but `lost` answer; `lost` is off the bus, and the links of the others to `silent` are down.
-    fn poll(&mut self, lost: Option<usize>, silent: Option<usize>) {
+    /// Polls all GPUs ten seconds later. GPU `lost` is off the bus, and the other GPUs' links to `unlinked` are down.
+    fn poll(&mut self, lost: Option<usize>, unlinked: Option<usize>) {
         self.now += Duration::from_secs(10);
         let polls = (0..self.observed.gpus.len()).map(|gpu| {
-            let down = silent.map(|silent| self.links(gpu, silent)).unwrap_or_default();
+            let down = unlinked.map(|far_end| self.links(gpu, far_end)).unwrap_or_default();
             let poll = if lost == Some(gpu) {
                 HealthPoll { reach: Reach::Lost { call: "nvmlDeviceGetTemperature".into() }, ..HealthPoll::default() }
             } else {
@@ -92,26 +92,26 @@ fn links_to_a_lost_gpu_fail_that_gpu_alone() {
     for machine in ["dgx1-v100", "a6000-8x-bridge-pairs"] {
         let Ok(machine) = machines::load(machine) else { continue };
         let mut world = World::new(machine.observed);
-        assert!((1..8).any(|gpu| !world.links(gpu, 0).is_empty()), "somebody is linked to GPU 0");
+        assert!((1..8).any(|gpu| !world.links(gpu, 0).is_empty()), "no GPU is linked to GPU 0");
         world.poll(None, None);
         world.poll(Some(0), Some(0));
         assert_eq!(world.unhealthy(), [0].into());
-        // The agent that scans next does not see it any more.
-        world.lacks_first();
+        // The next scan lacks the GPU.
+        world.scan_without_first();
         world.poll(Some(0), Some(0));
         assert_eq!(world.unhealthy(), [0].into());
-        // The same over a restart of ours, where the GPU is missing from the start.
+        // After a restart of linkwise the GPU is missing from the start.
         let record = Box::new(world.state.hardware().record());
         world.state = NodeState::default();
         world.apply(Event::Restored(record));
-        world.lacks_first();
+        world.scan_without_first();
         world.poll(Some(0), Some(0));
-        assert_eq!(world.unhealthy(), BTreeSet::new(), "the others are healthy");
+        assert_eq!(world.unhealthy(), BTreeSet::new(), "the other GPUs are healthy");
     }
 }
 
 #[test]
-fn links_to_a_gpu_in_mig_mode_are_nobodys_fault() {
+fn links_to_a_gpu_in_mig_mode_may_be_down() {
     let mut world = World::dgx();
     let mig = |world: &mut World, enabled| {
         let mut observed = world.observed.clone();
@@ -135,11 +135,11 @@ fn links_to_a_gpu_in_mig_mode_are_nobodys_fault() {
 fn neighbours_recover_once_the_far_end_proves_lost() {
     let mut world = World::dgx();
     world.poll(None, Some(0));
-    assert!(world.unhealthy().contains(&1), "nothing is known of GPU 0 yet");
+    assert!(world.unhealthy().contains(&1), "GPU 0 may not be the cause");
     world.apply(Event::Xid { gpu: world.uuid(0), code: 79, instance: None });
     world.poll(None, Some(0));
-    assert_eq!(world.unhealthy(), [0].into(), "at once, without a hold");
-    // It comes back from its reset: the links train while it still holds.
+    assert_eq!(world.unhealthy(), [0].into(), "the neighbours recover without a hold time");
+    // GPU 0 answers after its reset, and its links are up, while its hold time still runs.
     world.poll(None, None);
     assert_eq!(world.unhealthy(), [0].into());
 }
@@ -176,9 +176,9 @@ fn each_failing_mig_instance_is_reported() {
     }
     let gpus = world.state.gpus();
     let status = gpus.iter().find(|status| status.gpu.uuid == gpu).unwrap();
-    assert!(status.is_healthy, "its other MIG devices are");
+    assert!(status.is_healthy, "the GPU's other MIG devices are healthy");
     assert_eq!(status.reasons.len(), 2);
-    // What hits the whole GPU is reported once, not for each instance.
+    // A fault of the whole GPU is reported once, not for each instance.
     world.apply(Event::DoubleBitEcc(gpu.clone()));
     let reported: Vec<_> =
         world.effects.iter().filter(|effect| matches!(effect, Effect::HealthChanged { .. })).collect();
@@ -188,10 +188,10 @@ fn each_failing_mig_instance_is_reported() {
 
 #[test]
 fn gpu_without_its_last_mig_device_is_not_gone() {
-    for is_sick in [false, true] {
+    for has_fault in [false, true] {
         let mut world = World::planned(mixed(), mig(MigStrategy::Mixed));
         let gpu = world.uuid(1);
-        if is_sick {
+        if has_fault {
             world.apply(Event::DoubleBitEcc(gpu.clone()));
         }
         let mut emptied = world.observed.clone();
@@ -202,7 +202,7 @@ fn gpu_without_its_last_mig_device_is_not_gone() {
         assert_eq!(world.effects.iter().find(is_of_gpu), None);
         let gpus = world.state.gpus();
         let status = gpus.iter().find(|status| status.gpu.uuid == gpu).unwrap();
-        assert_eq!((status.is_healthy, status.reasons.len()), (!is_sick, usize::from(is_sick)), "{status:?}");
+        assert_eq!((status.is_healthy, status.reasons.len()), (!has_fault, usize::from(has_fault)), "{status:?}");
     }
 }
 
@@ -228,11 +228,11 @@ fn shared_gpus_keep_rules_when_one_goes() {
     let (chosen, report) = world.state.preferred(&ResourceName::gpu(), &request);
     assert_eq!(report.fallback, None);
     let gpus: BTreeSet<&str> = chosen.devices.iter().filter_map(|id| id.as_str().split("::").next()).collect();
-    assert_eq!(gpus.len(), 2, "slots of two GPUs");
+    assert_eq!(gpus.len(), 2, "the slots are of two GPUs");
 }
 
 #[test]
-fn driver_and_cuda_versions_are_those_of_the_last_scan() {
+fn driver_and_cuda_versions_follow_the_last_scan() {
     let cuda = CudaVersion { major: 13, minor: 0 };
     let mut observed = mixed();
     (observed.driver_version, observed.cuda_version) = (Some("580.82.07".to_owned()), Some(cuda));

@@ -1,4 +1,4 @@
-//! MIG through the real NVML child: what the fake library's machine has is what is observed.
+//! Scans of MIG devices by the real agent: the observation equals the machine of the fake library.
 
 use linkwise_core::topology::{GpuObservation, HostObservation, NodeObservation, ProbeFailure};
 use linkwise_nvml::child::AgentCommand;
@@ -25,13 +25,13 @@ impl Driver {
         Self { _folder: folder, control: fake_nvml::Control::new(socket), command }
     }
 
-    /// Tells the driver what happens; before a look it is kept for the next process.
+    /// Sends a command to the fake library. Before a scan it is kept for the next agent.
     pub fn tell(&self, command: &str) {
         self.control.send(command).unwrap();
     }
 
-    /// What a child sees now.
-    pub async fn look(&self) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
+    /// Scans the GPUs by a new agent.
+    pub async fn scan(&self) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
         let NodeObservation { mut gpus, failures, .. } =
             scan(&self.command).await.unwrap().node(HostObservation::default(), Vec::new());
         for gpu in &mut gpus {
@@ -42,8 +42,8 @@ impl Driver {
     }
 }
 
-/// Capabilities are the kernel's, not the library's: those of the machine that the test runs on, or none. Profile ids and
-/// placements are made up by the library, where the machine's file has none.
+/// Removes capabilities, which come from the kernel of the machine that runs the test, and profile ids and placements,
+/// which the library invents if the machine's file has none.
 fn without_capabilities(mut gpus: Vec<GpuObservation>) -> Vec<GpuObservation> {
     for device in gpus.iter_mut().flat_map(|gpu| &mut gpu.mig).flat_map(|mig| &mut mig.devices) {
         (device.capabilities, device.profile_id, device.placement) = (None, None, None);
@@ -52,30 +52,30 @@ fn without_capabilities(mut gpus: Vec<GpuObservation>) -> Vec<GpuObservation> {
 }
 
 #[tokio::test]
-async fn what_the_driver_has_of_mig_is_observed() {
-    let (gpus, failures) = Driver::new().look().await;
+async fn mig_devices_are_observed_as_the_driver_has_them() {
+    let (gpus, failures) = Driver::new().scan().await;
     assert_eq!((gpus, failures), (without_capabilities(mixed().gpus), vec![]));
 }
 
 #[tokio::test]
-async fn failed_mig_call_costs_its_own_fact_only() {
+async fn failed_mig_call_costs_only_its_fact() {
     let driver = Driver::new();
     driver.tell("fail 1 nvmlDeviceGetGpuInstanceById 4");
     driver.tell("fail 2 nvmlDeviceGetAttributes_v2 999");
     driver.tell("fail 3 nvmlDeviceGetMigMode 999");
-    let (gpus, failures) = driver.look().await;
+    let (gpus, failures) = driver.scan().await;
     let mig = |gpu: usize| gpus[gpu].mig.as_ref();
-    // Without its profile a device is still there; without its slices it is none.
+    // A device is observed without its profile, but not without its slices.
     assert!(mig(1).unwrap().devices.len() == 7 && mig(1).unwrap().devices.iter().all(|it| it.extension.is_none()));
     assert!(mig(2).unwrap().enabled && mig(2).unwrap().devices.is_empty() && mig(3).is_none());
-    let told: Vec<(&str, &str)> =
+    let failed: Vec<(&str, &str)> =
         failures.iter().map(|failure| (failure.subject.as_str(), failure.call.as_str())).collect();
     let expected = [
         ("0000:0f:00.0", "nvmlDeviceGetGpuInstanceById"),
         ("0000:47:00.0", "nvmlDeviceGetAttributes_v2"),
         ("0000:4e:00.0", "nvmlDeviceGetMigMode"),
     ];
-    assert_eq!(told, expected);
-    // What is the same of several devices is one failure.
+    assert_eq!(failed, expected);
+    // Equal failures of several devices are joined.
     assert_eq!(failures[0].error, "MIG device 0, 1, 2, 3, 4, 5, 6: NVML_ERROR_NO_PERMISSION (4)");
 }

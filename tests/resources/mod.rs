@@ -1,4 +1,4 @@
-//! Resources: MIG devices, slots, names and filters, from what the NVML child sees to what the kubelet gets.
+//! Resources: MIG devices, slots, names and filters, from the agent's observation to the kubelet's list.
 
 mod agreement;
 mod availability;
@@ -31,19 +31,18 @@ pub fn mixed() -> NodeObservation {
     machines::load(MIXED).unwrap().observed
 }
 
-/// The first GPUs of a DGX-1: a few, because histories look often.
+/// The first GPUs of a DGX-1; few, because long histories read the state often.
 pub fn dgx(gpus: usize) -> NodeObservation {
-    let mut seen = machines::load("dgx1-v100").unwrap().observed;
-    seen.gpus.truncate(gpus);
-    seen
+    let mut observed = machines::load("dgx1-v100").unwrap().observed;
+    observed.gpus.truncate(gpus);
+    observed
 }
 
-/// A resource by its name.
 pub fn resource(name: &str) -> ResourceName {
     name.parse().unwrap()
 }
 
-/// Whole GPUs, unless a plan names them otherwise.
+/// The name of whole GPUs, unless a plan renames them.
 pub fn gpu() -> ResourceName {
     ResourceName::gpu()
 }
@@ -56,8 +55,8 @@ pub fn seen(node: NodeObservation) -> Event {
     Event::Observed(Box::new(node))
 }
 
-/// The kubelet lists no holder.
-pub fn nobody() -> Event {
+/// A list of the kubelet without a holder.
+pub fn no_holders() -> Event {
     Event::Holders(Some(Holdings::default()))
 }
 
@@ -66,12 +65,12 @@ pub fn after(state: NodeState, events: impl IntoIterator<Item = Event>) -> NodeS
     events.into_iter().fold(state, |state, event| state.apply(event, NOW).0)
 }
 
-/// A node that has seen a machine under a plan.
+/// The state of a node with this plan and machine.
 pub fn with(plan: &ResourcePlan, node: NodeObservation) -> NodeState {
     after(NodeState::default(), [planned(plan), seen(node)])
 }
 
-/// A node, and all that it was to do.
+/// A node's state, and the effects of all events so far.
 pub struct World {
     pub state: NodeState,
     pub effects: Vec<Effect>,
@@ -84,19 +83,19 @@ impl World {
 
     pub fn with(state: NodeState, events: impl IntoIterator<Item = Event>) -> Self {
         let mut world = Self { state, effects: Vec::new() };
-        events.into_iter().for_each(|event| world.tell(event));
+        events.into_iter().for_each(|event| world.apply(event));
         world
     }
 
-    pub fn tell(&mut self, event: Event) {
+    pub fn apply(&mut self, event: Event) {
         let (state, effects) = std::mem::take(&mut self.state).apply(event, NOW);
         self.state = state;
         self.effects.extend(effects);
     }
 }
 
-/// The problems that people are told of.
-pub fn told(effects: &[Effect]) -> Vec<String> {
+/// The texts of the plan's problems.
+pub fn problems(effects: &[Effect]) -> Vec<String> {
     let problem = |effect: &Effect| match effect {
         Effect::PlanProblem(problem) => Some(problem.to_string()),
         _ => None,
@@ -112,7 +111,7 @@ pub fn sharing(kind: SharingKind, resources: Vec<SharedResource>) -> ResourcePla
     ResourcePlan { sharing: Some(Sharing::new(kind, resources)), ..ResourcePlan::default() }
 }
 
-/// All whole GPUs in so many time slices.
+/// All whole GPUs with time slices.
 pub fn sliced(replicas: u32) -> ResourcePlan {
     sharing(SharingKind::TimeSlicing, vec![SharedResource::new(gpu(), replicas)])
 }

@@ -1,5 +1,4 @@
-//! Resources that are shared by MPS: what the snapshot offers of them while their daemons are ready, and while they are
-//! not.
+//! Resources that are shared by MPS: the slots on the list while their daemons are ready, and while they are not.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +9,7 @@ use linkwise_core::state::{
 };
 use linkwise_core::topology::{ComputeCapability, NodeObservation};
 
-use crate::resources::{LATER, NOW, after, gpu, mixed, nobody, planned, seen, sharing, told, with};
+use crate::resources::{LATER, NOW, after, gpu, mixed, no_holders, planned, problems, seen, sharing, with};
 
 /// Four GPUs, none in MIG mode.
 fn node() -> NodeObservation {
@@ -23,7 +22,7 @@ fn replicas(count: u32) -> ResourcePlan {
     sharing(SharingKind::Mps, vec![SharedResource::new(gpu(), count)])
 }
 
-/// The machine with its GPUs in two shares each.
+/// The machine with two slots for each GPU.
 fn shared() -> NodeState {
     with(&replicas(2), node())
 }
@@ -32,21 +31,21 @@ fn unready() -> Event {
     Event::MpsReady(BTreeMap::new())
 }
 
-/// All daemons are ready for what is wanted now.
+/// The state once all daemons are ready with the current limits.
 fn ready(snapshot: NodeState) -> NodeState {
     let shares = snapshot.mps_shares().clone();
     after(snapshot, [Event::MpsReady(shares)])
 }
 
-/// Slots and whole GPUs on the list: healthy, and unhealthy by the reason's label.
+/// The number of slots and whole GPUs on the list: healthy ones, and unhealthy ones by the reason's label.
 fn listed(snapshot: &NodeState) -> BTreeMap<&'static str, usize> {
     let mut counts = BTreeMap::new();
     for (_, device) in snapshot.offers().of(&gpu()) {
-        let what = match &device.health {
+        let label = match &device.health {
             Health::Healthy => "healthy",
             Health::Unhealthy { reason, .. } => reason.label(),
         };
-        *counts.entry(what).or_default() += 1;
+        *counts.entry(label).or_default() += 1;
     }
     counts
 }
@@ -64,13 +63,13 @@ fn no_slot_is_offered_before_the_daemon_is_ready() {
 fn dead_daemon_makes_slots_unhealthy_not_gpus() {
     let snapshot = ready(shared());
     let (snapshot, effects) = snapshot.apply(unready(), LATER);
-    assert_eq!(effects, [Effect::Publish], "nothing is said of GPUs, and nothing kept");
+    assert_eq!(effects, [Effect::Publish], "no GPU changes, and the health record stays");
     assert_eq!(listed(&snapshot), BTreeMap::from([("mps_not_ready", 8)]));
     let (id, device) = snapshot.offers().of(&gpu()).next().unwrap();
     assert_eq!(device.health, Health::Unhealthy { reason: UnhealthyReason::MpsNotReady, since: LATER });
     let refused = snapshot.allocate(&gpu(), std::slice::from_ref(id)).unwrap_err().to_string();
     assert!(refused.ends_with("is unhealthy: the MPS control daemon of its resource is not ready"), "{refused}");
-    // A fault of the GPU says more, and stays when the daemon is back.
+    // A fault of the GPU hides the daemon's, and stays when the daemon is back.
     let gpu = device.gpu.uuid.clone();
     let snapshot = after(snapshot, [Event::Xid { gpu, code: 79, instance: None }]);
     assert_eq!(listed(&snapshot), BTreeMap::from([("mps_not_ready", 6), ("xid", 2)]));
@@ -78,9 +77,9 @@ fn dead_daemon_makes_slots_unhealthy_not_gpus() {
 }
 
 #[test]
-fn daemon_of_other_limits_makes_no_slot_ready() {
+fn daemon_with_other_limits_makes_no_slot_ready() {
     let snapshot = after(ready(shared()), [planned(&replicas(4))]);
-    // Pods may hold the old slots; the new ones come with the new limits.
+    // Pods may hold the old slots. The new slots follow when a daemon has the new limits.
     assert_eq!(listed(&snapshot), BTreeMap::from([("mps_not_ready", 8)]));
     let snapshot = ready(snapshot);
     assert_eq!(listed(&snapshot), BTreeMap::from([("healthy", 16)]));
@@ -90,7 +89,7 @@ fn daemon_of_other_limits_makes_no_slot_ready() {
     let snapshot = after(snapshot, [planned(&ResourcePlan::default())]);
     assert_eq!(listed(&snapshot), BTreeMap::from([("healthy", 4), ("withdrawn", 16)]));
     assert!(snapshot.mps_shares().is_empty());
-    let snapshot = after(snapshot, [nobody(), nobody(), planned(&replicas(2))]);
+    let snapshot = after(snapshot, [no_holders(), no_holders(), planned(&replicas(2))]);
     assert_eq!(listed(&snapshot), BTreeMap::from([("withdrawn", 4)]), "no slot is on the list yet");
 }
 
@@ -100,10 +99,10 @@ fn lost_gpu_takes_only_its_own_slots() {
     let gone = fewer.gpus.pop().unwrap();
     let snapshot = after(ready(shared()), [seen(fewer.clone())]);
     assert_eq!(listed(&snapshot), BTreeMap::from([("gone", 2), ("healthy", 6)]));
-    // What was judged by fewer GPUs is no word on the one that is back.
+    // A daemon of fewer GPUs does not count for the GPU that is back.
     let snapshot = after(ready(snapshot), [seen(node())]);
     assert_eq!(listed(&snapshot), BTreeMap::from([("mps_not_ready", 8)]));
-    // As little as by another amount of memory.
+    // Nor does a daemon count that started with another amount of memory.
     fewer.gpus.push(gone);
     fewer.gpus[3].memory_mib = Some(1024);
     assert_eq!(listed(&after(ready(snapshot), [seen(fewer)])), BTreeMap::from([("mps_not_ready", 8)]));
@@ -126,25 +125,25 @@ fn unshared_gpus_do_not_wait_for_the_daemon() {
 
 #[test]
 fn gpus_too_old_for_mps_are_refused() {
-    let words = |major, minor, count| {
+    let problem = |major, minor, count| {
         let mut node = node();
         node.gpus[2].compute_capability = Some(ComputeCapability { major, minor });
         let planned = after(NodeState::default(), [planned(&replicas(count))]);
         let (snapshot, effects) = planned.apply(seen(node), NOW);
-        let told = told(&effects).concat();
-        assert_eq!(listed(&ready(snapshot)).is_empty(), !told.is_empty());
-        told
+        let problem = problems(&effects).concat();
+        assert_eq!(listed(&ready(snapshot)).is_empty(), !problem.is_empty());
+        problem
     };
-    assert_eq!(words(3, 5, 16), "");
-    assert_eq!(words(7, 0, 48), "");
+    assert_eq!(problem(3, 5, 16), "");
+    assert_eq!(problem(7, 0, 48), "");
     assert_eq!(
-        words(3, 0, 2),
-        "nvidia.com/gpu is to be shared by MPS, for which GPUs 0000:47:00.0 are too old (compute capability below 3.5); \
-         it is not offered"
+        problem(3, 0, 2),
+        "nvidia.com/gpu is to be shared by MPS, for which GPUs 0000:47:00.0 are too old (compute capability below \
+         3.5); it is not offered"
     );
     assert_eq!(
-        words(6, 1, 17),
-        "nvidia.com/gpu is to be shared by MPS with 17 replicas, but the MPS server of GPU 0000:47:00.0 takes 16 clients \
-         at most; it is not offered"
+        problem(6, 1, 17),
+        "nvidia.com/gpu is to be shared by MPS with 17 replicas, but the MPS server of GPU 0000:47:00.0 takes 16 \
+         clients at most; it is not offered"
     );
 }

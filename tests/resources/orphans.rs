@@ -1,4 +1,4 @@
-//! What pods hold of a resource and this node does not offer (any more), told anew by each start: on the list, unhealthy.
+//! Orphans: ids that pods hold and this node does not offer. They are on the list, unhealthy, also after a restart.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;
@@ -9,7 +9,7 @@ use linkwise_core::state::{
 };
 use linkwise_core::topology::NodeObservation;
 
-use crate::resources::{LATER, NOW, after, gpu, mixed, nobody, planned, renamed, resource, sliced};
+use crate::resources::{LATER, NOW, after, gpu, mixed, no_holders, planned, renamed, resource, sliced};
 
 fn id(text: impl Into<String>) -> DeviceId {
     DeviceId::from(text.into())
@@ -23,10 +23,10 @@ fn uuid(at: usize) -> String {
 
 /// The machine with some of its GPUs.
 fn only(gpus: &BTreeSet<usize>) -> NodeObservation {
-    let mut seen = MACHINE.clone();
+    let mut observed = MACHINE.clone();
     let mut at = 0..;
-    seen.gpus.retain(|_| gpus.contains(&at.next().unwrap()));
-    seen
+    observed.gpus.retain(|_| gpus.contains(&at.next().unwrap()));
+    observed
 }
 
 fn seen(gpus: impl IntoIterator<Item = usize>) -> Event {
@@ -37,7 +37,7 @@ fn held(ids: &[&str]) -> Event {
     Event::Holders(Some(ids.iter().map(|text| (gpu(), id(*text))).collect()))
 }
 
-/// The whole list of a resource as a kubelet gets it: why each is unhealthy, or that it is not.
+/// A resource's list as the kubelet gets it: each id, and the reason if the device is unhealthy.
 fn list(snapshot: &NodeState, of: &ResourceName) -> BTreeMap<String, Option<UnhealthyReason>> {
     let devices = snapshot.offers().of(of).map(|(id, device)| (id, device.health.clone()));
     let reason = |health| match health {
@@ -56,59 +56,59 @@ fn list(snapshot: &NodeState, of: &ResourceName) -> BTreeMap<String, Option<Unhe
 fn held_id_survives_restart_until_pod_ends() {
     let (snapshot, effects) = after(NodeState::default(), [seen([0, 1])]).apply(held(&[&uuid(3)]), LATER);
     assert_eq!(list(&snapshot, &gpu())[&uuid(3)], Some(UnhealthyReason::Gone));
-    assert_eq!(snapshot.offers().of(&gpu()).count(), 2, "nothing is made up of it");
-    let told = Effect::HeldUnoffered(gpu(), vec![id(uuid(3))]);
-    assert_eq!(effects, [told, Effect::Publish]);
+    assert_eq!(snapshot.offers().of(&gpu()).count(), 2, "an orphan is not a device");
+    let reported = Effect::HeldUnoffered(gpu(), vec![id(uuid(3))]);
+    assert_eq!(effects, [reported, Effect::Publish]);
     assert!(snapshot.offers().awaits_holders());
     let refused = snapshot.allocate(&gpu(), &[id(uuid(3))]).unwrap_err().to_string();
     assert!(refused.contains("is unhealthy: the device is gone from the node"), "{refused}");
     let (snapshot, effects) = snapshot.apply(held(&[&uuid(3)]), LATER);
-    assert_eq!(effects, [], "the same again is no news");
-    // Nobody says so any more: it stays. The first answer without it may be older than what it holds.
+    assert_eq!(effects, [], "the same list changes nothing");
+    // The orphan stays while the kubelet is silent. The first list without it may be older than the pod.
     assert_eq!(list(&after(snapshot.clone(), [Event::Holders(None)]), &gpu()).len(), 3);
-    let snapshot = after(snapshot, [nobody()]);
+    let snapshot = after(snapshot, [no_holders()]);
     assert_eq!(list(&snapshot, &gpu()).len(), 3);
-    let (snapshot, effects) = snapshot.apply(nobody(), LATER);
+    let (snapshot, effects) = snapshot.apply(no_holders(), LATER);
     assert_eq!((list(&snapshot, &gpu()).len(), effects), (2, vec![Effect::Publish]));
     assert!(!snapshot.offers().awaits_holders());
 }
 
 #[test]
-fn orphan_is_a_device_again_when_back() {
+fn orphan_is_a_device_again_when_its_gpu_is_back() {
     let snapshot = after(NodeState::default(), [held(&[&uuid(3)]), seen([0, 1]), seen([0, 1, 3])]);
     assert_eq!(list(&snapshot, &gpu()), [0, 1, 3].map(|at| (uuid(at), None)).into());
     assert!(!snapshot.offers().awaits_holders());
 }
 
 #[test]
-fn slots_of_earlier_plan_keep_numa_and_are_not_offered() {
+fn orphaned_slots_keep_numa_and_are_not_offered() {
     let slot = |at: usize, slot: u32| format!("{}::{slot}", uuid(at));
     let (first, last, odd) = (slot(0, 3), slot(3, 7), format!("{}::x", uuid(0)));
     let snapshot =
         after(NodeState::default(), [planned(&sliced(2)), seen([0, 1]), held(&[&slot(0, 1), &first, &last, &odd])]);
     let listed = list(&snapshot, &gpu());
-    assert_eq!(listed[&slot(0, 1)], None, "what is offered as it was is well");
+    assert_eq!(listed[&slot(0, 1)], None, "a slot that both plans have is healthy");
     assert_eq!(
         (&listed[&first], &listed[&odd]),
         (&Some(UnhealthyReason::Withdrawn), &Some(UnhealthyReason::Withdrawn))
     );
-    assert_eq!(listed[&last], Some(UnhealthyReason::Gone), "its GPU is not there");
-    // A kubelet that starts anew aligns the pod again by the NUMA nodes of what it holds.
-    let place = |of: &str| snapshot.offers().of(&gpu()).find(|(id, _)| id.as_str() == of).map(|(_, it)| &it.numa_nodes);
-    assert!(place(&first).is_some_and(|nodes| !nodes.is_empty()) && place(&first) == place(&slot(0, 1)));
-    assert_eq!((place(&last), place(&odd)), (None, None));
-    // The GPU comes back, and is divided otherwise.
+    assert_eq!(listed[&last], Some(UnhealthyReason::Gone), "the slot's GPU is missing");
+    // A restarted kubelet aligns a pod again by the NUMA nodes of its devices.
+    let numa = |of: &str| snapshot.offers().of(&gpu()).find(|(id, _)| id.as_str() == of).map(|(_, it)| &it.numa_nodes);
+    assert!(numa(&first).is_some_and(|nodes| !nodes.is_empty()) && numa(&first) == numa(&slot(0, 1)));
+    assert_eq!((numa(&last), numa(&odd)), (None, None));
+    // The GPU comes back, with fewer slots.
     let snapshot = after(snapshot, [seen([0, 1, 3])]);
     assert_eq!(list(&snapshot, &gpu())[&last], Some(UnhealthyReason::Withdrawn));
-    // The division that it is of comes back.
+    // The earlier plan comes back.
     let snapshot = after(snapshot, [planned(&sliced(8))]);
     assert_eq!((&list(&snapshot, &gpu())[&first], &list(&snapshot, &gpu())[&last]), (&None, &None));
     assert!(list(&snapshot, &gpu())[&odd].is_some());
 }
 
-/// Whoever wrote it: it is among what the kubelet's pods hold under this name, and the kubelet looks it up.
+/// The kubelet looks up each id that pods hold under the resource's name, so that even a foreign one is listed.
 #[test]
-fn foreign_id_is_listed_and_foreign_resource_ignored() {
+fn foreign_id_is_listed_foreign_resource_is_not() {
     let nic = (resource("other.vendor/nic"), id("nic0"));
     let holders = BTreeSet::from([(gpu(), id("nvidia0")), nic]);
     let snapshot = after(NodeState::default(), [seen([0]), Event::Holders(Some(holders.into_iter().collect()))]);
@@ -124,12 +124,12 @@ fn held_ids_alone_make_no_resource() {
     ] {
         assert!(!snapshot.offers().resources().contains_key(&gpu()));
     }
-    // Once on a list, they outlast what else was on it.
+    // Orphans stay on the list after its last device is gone.
     let held = || held(&[&uuid(3)]);
     let snapshot = after(NodeState::default(), [seen([0, 1]), held(), seen([]), held(), held()]);
     assert_eq!(list(&snapshot, &gpu()), [(uuid(3), Some(UnhealthyReason::Gone))].into());
-    assert!(snapshot.offers().resources().contains_key(&gpu()), "its list is still served");
-    let snapshot = after(snapshot, [nobody(), nobody()]);
+    assert!(snapshot.offers().resources().contains_key(&gpu()), "the resource is still served");
+    let snapshot = after(snapshot, [no_holders(), no_holders()]);
     assert!(snapshot.offers().resources().is_empty() && !snapshot.offers().awaits_holders());
 }
 
@@ -142,11 +142,11 @@ fn absurd_holder_list_is_bounded() {
     let listed = list(&snapshot, &gpu());
     assert_eq!(listed.len(), 1 << 14);
     assert!(listed.keys().all(|id| id.len() <= 63));
-    assert_eq!(listed.values().filter(|reason| reason.is_none()).count(), 2, "what is there is not crowded out");
+    assert_eq!(listed.values().filter(|reason| reason.is_none()).count(), 2, "orphans displace devices");
 }
 
 #[test]
-fn the_first_list_has_what_pods_hold() {
+fn first_list_waits_for_scan_poll_and_holders() {
     let start = || NodeState::default().awaiting(|first| (first.scan, first.poll, first.holders) = (true, true, true));
     let polled = || Event::Polled([(uuid(0).parse().unwrap(), HealthPoll::default())].into());
     let publishes = |events: Vec<Event>| {
@@ -161,10 +161,10 @@ fn the_first_list_has_what_pods_hold() {
     assert_eq!(publishes(vec![seen([0]), polled(), held(&[])]), [false, false, true]);
     assert_eq!(publishes(vec![seen([0]), held(&[]), polled()]), [false, false, true]);
     assert_eq!(publishes(vec![held(&[]), seen([0]), polled()]), [false, false, true]);
-    // Nobody says, and that is an answer too; nothing to hold.
+    // That holders are unknown is an answer, too. A node without GPUs waits for nothing.
     assert_eq!(publishes(vec![seen([0]), polled(), Event::Holders(None)]), [false, false, true]);
     assert_eq!(publishes(vec![seen([])]), [true]);
-    // A poll that came before the look is none of these GPUs'; a plan and other hints do not open the list.
+    // A poll before the scan does not count, and neither a plan nor NUMA hints replace it.
     let early = vec![polled(), held(&[]), seen([0]), planned(&sliced(2)), Event::NumaHints(NumaHints::Off), polled()];
     assert_eq!(publishes(early), [false, false, false, false, false, true]);
 }

@@ -1,4 +1,4 @@
-//! Plans on a machine, without a node around them: what each asks for that cannot be had, in words, and what then stays.
+//! Plans on a machine: the texts about impossible parts of a plan, and the resources that are offered nevertheless.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +10,7 @@ use linkwise_core::state::{
 use linkwise_core::topology::{NodeObservation, NodeTopology, NumaNodeId};
 
 use crate::resources::{
-    NOW, after, dgx, gpu, mig, mixed, nobody, planned, renamed, resource, seen, sharing, sliced, told, with,
+    NOW, after, dgx, gpu, mig, mixed, no_holders, planned, problems, renamed, resource, seen, sharing, sliced, with,
 };
 
 fn slices(name: &str, replicas: u32) -> SharedResource {
@@ -24,10 +24,10 @@ fn offered(snapshot: &NodeState) -> Vec<(String, usize)> {
     all.filter(|(_, count)| *count > 0).collect()
 }
 
-/// A UUID that is no GPU's here.
+/// A UUID that no GPU of the machine has.
 const GONE: &str = "GPU-99999999-0000-4000-8000-000000000000";
 
-/// A plan that is there before the first look: what it cannot have is withheld, the rest is offered.
+/// The impossible parts of a plan are withheld from the first scan on, and the rest is offered.
 #[test]
 fn impossible_plan_is_withheld_and_named() {
     let on_mig = |kind, shared| ResourcePlan { mig_strategy: MigStrategy::Mixed, ..sharing(kind, shared) };
@@ -41,7 +41,8 @@ fn impossible_plan_is_withheld_and_named() {
         (
             mig(MigStrategy::Single),
             "MIG strategy single: the MIG devices differ (1g.10gb on 0000:0f:00.0, 0000:4e:00.0; 1g.10gb+me on \
-             0000:4e:00.0; 2c.4g.40gb on 0000:47:00.0; 2g.20gb on 0000:4e:00.0; 3g.40gb on 0000:47:00.0); none is offered",
+             0000:4e:00.0; 2c.4g.40gb on 0000:47:00.0; 2g.20gb on 0000:4e:00.0; 3g.40gb on 0000:47:00.0); none is \
+             offered",
             0,
         ),
         (
@@ -62,7 +63,8 @@ fn impossible_plan_is_withheld_and_named() {
         (slicing(vec![devices(list("1"))]), "nvidia.com/gpu has no device 1 that could be shared; the others are", 14),
         (
             slicing(vec![devices(list(GONE))]),
-            "nvidia.com/gpu has no device GPU-99999999-0000-4000-8000-000000000000 that could be shared; the others are",
+            "nvidia.com/gpu has no device GPU-99999999-0000-4000-8000-000000000000 that could be shared; the others \
+             are",
             14,
         ),
         (
@@ -84,7 +86,8 @@ fn impossible_plan_is_withheld_and_named() {
         ),
         (
             slicing(vec![renamed("nvidia.com/gpu", "nvidia.com/mig-2g.20gb")]),
-            "nvidia.com/gpu is to be shared as nvidia.com/mig-2g.20gb, which is another resource's name; it is not offered",
+            "nvidia.com/gpu is to be shared as nvidia.com/mig-2g.20gb, which is another resource's name; it is not \
+             offered",
             13,
         ),
         (
@@ -105,15 +108,15 @@ fn impossible_plan_is_withheld_and_named() {
             0,
         ),
     ];
-    for (plan, words, devices) in cases {
+    for (plan, problem, devices) in cases {
         let (snapshot, mut effects) = NodeState::default().apply(planned(&plan), NOW);
-        let (snapshot, on_sight) = snapshot.apply(seen(mixed()), NOW);
-        effects.extend(on_sight);
-        let told = told(&effects);
-        assert!(told.iter().any(|told| told == words), "{words}\nin {told:#?}");
+        let (snapshot, of_scan) = snapshot.apply(seen(mixed()), NOW);
+        effects.extend(of_scan);
+        let texts = problems(&effects);
+        assert!(texts.iter().any(|text| text == problem), "{problem}\nin {texts:#?}");
         let count: usize = offered(&snapshot).iter().map(|(_, count)| count).sum();
-        assert_eq!(count, devices, "{words}: {:?}", offered(&snapshot));
-        // Told once.
+        assert_eq!(count, devices, "{problem}: {:?}", offered(&snapshot));
+        // A problem is reported once.
         let (_, effects) = snapshot.apply(seen(mixed()), NOW);
         assert!(!effects.iter().any(|effect| matches!(effect, Effect::PlanProblem(_))), "{effects:?}");
     }
@@ -133,15 +136,15 @@ fn rows_of_one_resource_share_different_gpus() {
 }
 
 #[test]
-fn a_slots_id_has_to_fit() {
+fn slot_id_above_63_characters_is_refused() {
     let mut node = mixed();
     node.gpus.truncate(1);
     node.gpus[0].uuid = format!("GPU-{}", "x".repeat(56)).parse().unwrap();
     let snapshot = after(NodeState::default(), [seen(node)]);
     let (snapshot, effects) = snapshot.apply(planned(&sliced(10)), NOW);
-    assert_eq!((told(&effects), offered(&snapshot)), (vec![], vec![(gpu().to_string(), 10)]));
+    assert_eq!((problems(&effects), offered(&snapshot)), (vec![], vec![(gpu().to_string(), 10)]));
     let (_, effects) = snapshot.apply(planned(&sliced(11)), NOW);
-    assert!(told(&effects)[0].contains("::10 is longer than 63 characters"), "{effects:?}");
+    assert!(problems(&effects)[0].contains("::10 is longer than 63 characters"), "{effects:?}");
 }
 
 #[test]
@@ -152,62 +155,62 @@ fn gpus_that_offer_nothing_are_named() {
     let filter = Filter { exclude_displays: true, ..Filter::default() };
     let plan = ResourcePlan { filter, ..mig(MigStrategy::Mixed) };
     let (snapshot, effects) = after(NodeState::default(), [planned(&plan)]).apply(seen(node.clone()), NOW);
-    let words = [
+    let expected = [
         "GPU 0000:07:00.0 (GPU-00000000-0000-0000-0000-000000000000): it has an active display; it is not offered",
         "GPU 0000:47:00.0: MIG mode is on, but it has no MIG device; it offers nothing",
     ];
-    assert_eq!(told(&effects), words);
+    assert_eq!(problems(&effects), expected);
     assert_eq!(offered(&snapshot).iter().map(|(_, count)| count).sum::<usize>(), 10);
 
     let plan = ResourcePlan { filter: Filter::default(), ..plan };
     let (_, effects) = snapshot.apply(planned(&plan), NOW);
-    assert!(!told(&effects).iter().any(|words| words.contains("display")), "it is offered: {effects:?}");
+    assert!(!problems(&effects).iter().any(|text| text.contains("display")), "the GPU is offered: {effects:?}");
     node.gpus[0].model = Some("NVIDIA DGX Display".to_owned());
     let (_, effects) = after(NodeState::default(), [planned(&plan)]).apply(seen(node), NOW);
     let adapter = "GPU 0000:07:00.0 (NVIDIA DGX Display): it is a DGX's display adapter; it is not offered";
-    assert_eq!(told(&effects), [adapter, words[1]]);
+    assert_eq!(problems(&effects), [adapter, expected[1]]);
 }
 
-/// Single beside a GPU that is not in MIG mode, as the NVIDIA plugin: nothing at all.
+/// Like the NVIDIA plugin, linkwise offers nothing if the strategy is single and not all GPUs are in MIG mode.
 #[test]
 fn single_wants_all_gpus_in_one_mode() {
     let mut node = mixed();
     node.gpus.truncate(2);
     let snapshot = after(NodeState::default(), [planned(&mig(MigStrategy::Single))]);
     let (snapshot, effects) = snapshot.apply(seen(node), NOW);
-    let words = "MIG strategy single: GPUs 0000:0f:00.0 are in MIG mode and 0000:07:00.0 are not; none is offered";
-    assert_eq!((told(&effects), offered(&snapshot)), (vec![words.to_owned()], vec![]));
+    let problem = "MIG strategy single: GPUs 0000:0f:00.0 are in MIG mode and 0000:07:00.0 are not; none is offered";
+    assert_eq!((problems(&effects), offered(&snapshot)), (vec![problem.to_owned()], vec![]));
 }
 
-/// All four GPUs cut as the second one is.
-fn alike() -> NodeObservation {
-    let mut alike = mixed();
+/// The machine with all four GPUs divided like the second one.
+fn uniform() -> NodeObservation {
+    let mut node = mixed();
     for gpu in [0, 2, 3] {
-        alike.gpus[gpu].mig = alike.gpus[1].mig.clone();
-        for device in &mut alike.gpus[gpu].mig.as_mut().unwrap().devices {
+        node.gpus[gpu].mig = node.gpus[1].mig.clone();
+        for device in &mut node.gpus[gpu].mig.as_mut().unwrap().devices {
             device.uuid = format!("{}-{gpu}", device.uuid).parse().unwrap();
         }
     }
-    alike
+    node
 }
 
-/// Of what was offered, that which is still there stays where one GPU is cut otherwise. Nothing new is added.
+/// The remaining devices stay offered when one GPU is divided differently. Its new devices are not offered.
 #[test]
-fn single_keeps_devices_when_one_gpu_is_cut_otherwise() {
-    let snapshot = with(&mig(MigStrategy::Single), alike());
+fn single_keeps_devices_when_one_gpu_differs() {
+    let snapshot = with(&mig(MigStrategy::Single), uniform());
     assert_eq!(offered(&snapshot), [(gpu().to_string(), 28)]);
-    let mut other = alike();
+    let mut other = uniform();
     other.gpus[3].mig = mixed().gpus[3].mig.clone();
     let snapshot = after(snapshot, [seen(other)]);
     assert_eq!((offered(&snapshot), snapshot.offers().of(&gpu()).count()), (vec![(gpu().to_string(), 21)], 28));
-    assert_eq!(offered(&after(snapshot, [seen(alike())])), [(gpu().to_string(), 28)]);
+    assert_eq!(offered(&after(snapshot, [seen(uniform())])), [(gpu().to_string(), 28)]);
 }
 
 #[test]
 fn mig_devices_have_the_numa_node_of_their_gpu() {
     let snapshot = with(&mig(MigStrategy::Mixed), mixed());
-    let seventh = resource("nvidia.com/mig-1g.10gb");
-    let nodes = snapshot.offers().of(&seventh).map(|(_, device)| (device.gpu.index, device.numa_nodes.clone()));
+    let small = resource("nvidia.com/mig-1g.10gb");
+    let nodes = snapshot.offers().of(&small).map(|(_, device)| (device.gpu.index, device.numa_nodes.clone()));
     assert_eq!(nodes.collect::<BTreeSet<_>>(), [(1, vec![NumaNodeId(0)]), (3, vec![NumaNodeId(1)])].into());
 }
 
@@ -239,7 +242,7 @@ fn shared_and_filtered_gpus_are_chosen_by_any_name() {
     let half = ("nvidia.com/half".to_owned(), 4);
     assert_eq!(offered(&snapshot), [(gpu().to_string(), 1), half.clone()]);
     assert!(snapshot.offers().is_healthy(&gpu(), &DeviceId::from(&node.gpus[0].uuid)));
-    // A display on the GPU that is whole.
+    // The whole GPU gets a display.
     node.gpus[0].display = Some(true);
     assert_eq!(offered(&after(snapshot, [seen(node)])), [half]);
 }
@@ -248,15 +251,15 @@ fn shared_and_filtered_gpus_are_chosen_by_any_name() {
 fn impossible_new_plan_waits_while_old_one_stays() {
     let wanted = mig(MigStrategy::Single);
     let (snapshot, effects) = after(NodeState::default(), [seen(mixed())]).apply(planned(&wanted), NOW);
-    let told = told(&effects);
-    assert!(told[0].contains("the MIG devices differ") && told[2].contains("the previous plan stays"), "{told:?}");
+    let texts = problems(&effects);
+    assert!(texts[0].contains("the MIG devices differ") && texts[2].contains("the previous plan stays"), "{texts:?}");
     assert_eq!(
         (offered(&snapshot), snapshot.offers().plan()),
         (vec![(gpu().to_string(), 4)], &ResourcePlan::default())
     );
     assert!(snapshot.offers().problems().contains(&PlanProblem::OldPlanStays));
-    // The node becomes what the plan wants.
-    let snapshot = after(snapshot, [seen(alike())]);
+    // Later the node fits the plan.
+    let snapshot = after(snapshot, [seen(uniform())]);
     assert_eq!((offered(&snapshot), snapshot.offers().plan()), (vec![(gpu().to_string(), 28)], &wanted));
     assert_eq!(snapshot.offers().problems(), []);
 }
@@ -280,7 +283,8 @@ fn names_come_from_the_first_pattern_that_matches() {
     assert_eq!(names, expected);
 }
 
-fn first(snapshot: &NodeState, resource: &ResourceName, size: usize) -> Vec<String> {
+/// The ids that are chosen when all devices of a resource are available.
+fn preferred(snapshot: &NodeState, resource: &ResourceName, size: usize) -> Vec<String> {
     let available = snapshot.offers().of(resource).map(|(id, _)| id.clone()).collect();
     let (answer, _) = snapshot.preferred(resource, &AllocationRequest { available, must_include: Vec::new(), size });
     answer.devices.iter().map(|id| id.as_str().to_owned()).collect()
@@ -292,10 +296,10 @@ fn policy_counts_the_use_of_other_resources() {
     let mut plan = mig(MigStrategy::Mixed);
     let snapshot = with(&plan, mixed());
     let parent = |snapshot: &NodeState| {
-        let id = DeviceId::from(first(snapshot, &one, 1).remove(0));
+        let id = DeviceId::from(preferred(snapshot, &one, 1).remove(0));
         snapshot.offers().of(&one).find(|(known, _)| **known == id).unwrap().1.gpu.index
     };
-    // GPU 1 and GPU 3 have such devices; nothing of GPU 1 is held.
+    // GPUs 1 and 3 have devices of this profile. A pod holds another device of GPU 3.
     let other = resource("nvidia.com/mig-2g.20gb");
     let id = snapshot.offers().of(&other).next().unwrap().0.clone();
     let held = || Event::Holders(Some([(other.clone(), id.clone())].into_iter().collect()));
@@ -305,7 +309,7 @@ fn policy_counts_the_use_of_other_resources() {
     let snapshot = after(snapshot, [planned(&plan)]);
     assert_eq!(parent(&snapshot), 3);
     let (snapshot, effects) = snapshot.apply(held(), NOW);
-    assert_eq!(effects, [], "the same again");
+    assert_eq!(effects, [], "the same list changes nothing");
     let snapshot = after(snapshot, [Event::Holders(None)]);
     assert_eq!(parent(&snapshot), 3, "the kubelet restarts, the pod runs on");
 }
@@ -320,16 +324,16 @@ fn withdrawn_id_leaves_after_two_lists_without_it() {
     let id = snapshot.offers().of(&gpu()).next().unwrap().0.clone();
     let held = || Event::Holders(Some([(gpu(), id.clone())].into_iter().collect()));
     let unknown = after(snapshot.clone(), [Event::Holders(None), Event::Holders(None)]);
-    assert_eq!(left(&unknown), 4, "nobody knows who holds what");
+    assert_eq!(left(&unknown), 4, "holders are unknown");
     let snapshot = after(snapshot, [held()]);
-    assert_eq!(left(&snapshot), 4, "a pod may just be coming");
+    assert_eq!(left(&snapshot), 4, "this list may be older than a pod");
     let (snapshot, effects) = snapshot.apply(held(), NOW);
     assert_eq!((left(&snapshot), effects), (1, vec![Effect::Publish]));
-    let snapshot = after(snapshot, [nobody(), nobody()]);
+    let snapshot = after(snapshot, [no_holders(), no_holders()]);
     assert_eq!(left(&snapshot), 0);
     assert_eq!(snapshot.offers().resources().len(), 1);
     // Back to the first plan.
-    let snapshot = after(snapshot, [planned(&ResourcePlan::default()), nobody(), nobody()]);
+    let snapshot = after(snapshot, [planned(&ResourcePlan::default()), no_holders(), no_holders()]);
     assert_eq!(offered(&snapshot), [(gpu().to_string(), 4)]);
 }
 
@@ -337,31 +341,31 @@ fn withdrawn_id_leaves_after_two_lists_without_it() {
 fn fault_follows_hardware_through_plan_changes() {
     let faulty = mixed().gpus[1].uuid.clone();
     let xid = || Event::Xid { gpu: faulty.clone(), code: 79, instance: None };
-    let sick = |snapshot: &NodeState| {
+    let with_xid = |snapshot: &NodeState| {
         let devices = snapshot.offers().devices();
-        let sick =
+        let with_xid =
             devices.filter(|it| matches!(&it.health, Health::Unhealthy { reason: UnhealthyReason::Xid { .. }, .. }));
-        sick.map(|device| (device.gpu.index, device.mig.is_some(), device.slot)).collect::<BTreeSet<_>>()
+        with_xid.map(|device| (device.gpu.index, device.mig.is_some(), device.slot)).collect::<BTreeSet<_>>()
     };
     let snapshot = after(NodeState::default(), [seen(mixed()), xid()]);
-    assert_eq!(sick(&snapshot), BTreeSet::from([(1, false, None)]));
-    // Its slots, under another name, and its MIG devices are as faulty.
+    assert_eq!(with_xid(&snapshot), BTreeSet::from([(1, false, None)]));
+    // The GPU's slots, under another name, and its MIG devices have the fault, too.
     let slots = SharedResource { rename: Some(resource("a.b/c")), ..slices("nvidia.com/gpu", 2) };
     let snapshot = after(snapshot, [planned(&sharing(SharingKind::TimeSlicing, vec![slots]))]);
-    assert_eq!(sick(&snapshot), BTreeSet::from([(1, false, Some(0)), (1, false, Some(1))]));
+    assert_eq!(with_xid(&snapshot), BTreeSet::from([(1, false, Some(0)), (1, false, Some(1))]));
     assert_eq!(offered(&snapshot), [("a.b/c".to_owned(), 6)]);
     let plan = mig(MigStrategy::Mixed);
     let snapshot = after(snapshot, [planned(&plan)]);
-    assert_eq!(sick(&snapshot), BTreeSet::from([(1, true, None)]));
+    assert_eq!(with_xid(&snapshot), BTreeSet::from([(1, true, None)]));
     let one = resource("nvidia.com/mig-1g.10gb");
     let healthy =
         |snapshot: &NodeState| snapshot.offers().of(&one).filter(|(_, it)| it.health == Health::Healthy).count();
     assert_eq!(healthy(&snapshot), 1);
-    // A fault of the time in which a device was not offered.
+    // A fault counts that happened while the device was not offered.
     let snapshot = with(&plan, mixed());
     let faulty = after(snapshot.clone(), [xid(), planned(&ResourcePlan::default())]);
-    assert_eq!(sick(&faulty), BTreeSet::from([(1, false, None)]));
-    // A fault of one instance is its device's alone.
+    assert_eq!(with_xid(&faulty), BTreeSet::from([(1, false, None)]));
+    // A fault of one instance is a fault of its device alone.
     let instance = Some(MigInstance { gpu_instance: 9, compute_instance: Some(0) });
     let snapshot = after(snapshot, [Event::Xid { gpu: mixed().gpus[1].uuid.clone(), code: 79, instance }]);
     assert_eq!(healthy(&snapshot), 7);
@@ -379,11 +383,11 @@ fn mig_devices_are_ordered_and_unique() {
     let whole_order: Vec<(usize, u32)> =
         (0..7).map(|index| (1, index)).chain([(2, 0), (2, 1), (2, 2), (3, 0), (3, 1)]).collect();
     assert_eq!(order, whole_order);
-    let told: Vec<String> = warnings.iter().map(ToString::to_string).collect();
-    let words = "GPU 0000:4e:00.0: one of its MIG devices has a UUID that another has too, \
+    let texts: Vec<String> = warnings.iter().map(ToString::to_string).collect();
+    let expected = "GPU 0000:4e:00.0: one of its MIG devices has a UUID that another has too, \
                  MIG-00000010-0000-0000-0000-000000000000; it is left out";
-    assert_eq!(told, [words]);
-    // The graph of some GPUs has their MIG devices.
+    assert_eq!(texts, [expected]);
+    // A topology that is restricted to some GPUs has their MIG devices.
     let some = topology.restricted(&[3, 0]);
     assert_eq!(some.mig_devices().iter().map(|mig| (mig.parent, mig.index)).collect::<Vec<_>>(), [(0, 0), (0, 1)]);
 }
