@@ -1,8 +1,7 @@
-//! A fact sheet as what a probe would have seen.
+//! Converts a fact sheet to the observation that a scan of the machine would give.
 //!
-//! Nothing is made up but what an observation cannot do without: an address for a GPU of which none
-//! is recorded, its UUID, NVLink numbers and, where a matrix is all there is, a PCI tree in which it
-//! comes out as it is written.
+//! It invents only facts that an observation needs: UUIDs, addresses of GPUs without a recorded one, NVLink numbers,
+//! and, if the sheet has only a matrix, a PCI tree with the levels of the matrix.
 
 use linkwise_core::topology::{
     ComputeCapability, CpuObservation, FabricObservation, GpuObservation, HostBridgeObservation, HostObservation,
@@ -12,15 +11,14 @@ use linkwise_core::topology::{
 
 use crate::sheets::sheet::{CpuLinks, Device, Gpu, Nic, Sheet};
 
-/// The whole sheet.
 pub fn observe(sheet: &Sheet) -> NodeObservation {
     let numa_nodes = sheet.numa.iter().filter_map(|node| {
         let (id, package) = (numa(Some(node.id))?, node.socket.map(PackageId));
         Some(NumaNodeObservation { id, package, cpus: node.cpus.clone().unwrap_or_default() })
     });
-    let mut host_bridges = if sheet.pcie.is_empty() { grow(sheet) } else { tree(sheet) };
+    let mut host_bridges = if sheet.pcie.is_empty() { tree_from_matrix(sheet) } else { tree(sheet) };
     let known = host_bridges.iter().flat_map(|bridge| names(&bridge.devices)).collect::<Vec<_>>();
-    // A NIC of which no place is recorded sits on a host bridge of its own.
+    // A NIC without a recorded place gets a host bridge of its own.
     let mut others: Vec<&str> = sheet.nics.iter().filter_map(|nic| nic.name.as_deref()).collect();
     others.extend(sheet.topo_matrix.columns.split_whitespace().filter(|name| !name.starts_with("GPU")));
     others.retain(|name| !known.iter().any(|known| known == name) && !name.contains(':'));
@@ -32,7 +30,7 @@ pub fn observe(sheet: &Sheet) -> NodeObservation {
     }
     let host = HostObservation { cpu: cpu(sheet), numa_nodes: numa_nodes.collect(), host_bridges };
     NodeObservation {
-        gpus: sheet.gpus.iter().map(|seen| gpu(sheet, seen)).collect(),
+        gpus: sheet.gpus.iter().map(|recorded| gpu(sheet, recorded)).collect(),
         host,
         ..NodeObservation::default()
     }
@@ -43,12 +41,12 @@ fn numa(id: Option<i64>) -> Option<NumaNodeId> {
 }
 
 fn address(text: &str) -> Option<PciAddress> {
-    // Devices known to exist, and the placeholders of virtual switches.
+    // Sheets have such texts for devices without an address and for placeholders of virtual switches.
     let unknown = text.starts_with("unknown-") || text.starts_with("ffff:");
     (!unknown).then(|| text.parse().unwrap_or_else(|error| panic!("{error}")))
 }
 
-/// NCCL adds the extended family, shifted by four bits, to a base family of 15; the display family is their sum.
+/// The processor. NCCL prints the base family 15 plus 16 times the extended family; an observation has their sum.
 fn cpu(sheet: &Sheet) -> Option<CpuObservation> {
     let cpu = sheet.cpu.as_ref()?;
     let display = |family: u32| if family & 0xf == 0xf { 0xf + (family >> 4) } else { family };
@@ -67,12 +65,12 @@ fn gpu(sheet: &Sheet, gpu: &Gpu) -> GpuObservation {
             cluster: fabric.cluster_uuid.clone(),
             clique: u32::from_str_radix(fabric.clique_id.trim_start_matches("0x"), 16).unwrap(),
         }),
-        ..GpuObservation::new(gpu.index.into(), format!("GPU-{:02}", gpu.index).parse().unwrap(), place(gpu))
+        ..GpuObservation::new(gpu.index.into(), format!("GPU-{:02}", gpu.index).parse().unwrap(), gpu_address(gpu))
     }
 }
 
-/// Where a GPU is: where it was recorded, else in a PCI domain that no machine has.
-fn place(gpu: &Gpu) -> PciAddress {
+/// A GPU's recorded address, else one in a PCI domain that no machine has.
+fn gpu_address(gpu: &Gpu) -> PciAddress {
     let recorded = gpu.bdf.as_deref().and_then(address);
     recorded.unwrap_or_else(|| PciAddress::new(0xf000, gpu.index, 0, 0).unwrap())
 }
@@ -98,8 +96,8 @@ fn nvlinks(sheet: &Sheet, gpu: &Gpu) -> Vec<NvLinkObservation> {
     match nvlink.kind.as_str() {
         "none" => {}
         "direct" => {
-            let row = &nvlink.matrix.as_ref().expect("a matrix of links")[usize::from(gpu.index)];
-            let others = sheet.gpus.iter().map(|other| NvLinkRemote::Gpu(place(other)));
+            let row = &nvlink.matrix.as_ref().expect("direct NVLinks have a matrix")[usize::from(gpu.index)];
+            let others = sheet.gpus.iter().map(|other| NvLinkRemote::Gpu(gpu_address(other)));
             ends.extend(others.zip(row.iter().copied()));
         }
         "nvswitch" => match &gpu.nvlinks {
@@ -122,18 +120,18 @@ fn nvlinks(sheet: &Sheet, gpu: &Gpu) -> Vec<NvLinkObservation> {
     groups.collect()
 }
 
-/// A host bridge; its package where its NUMA node is -1.
+/// A host bridge, with its package if its NUMA node is -1.
 fn bridge(sheet: &Sheet, at: Option<i64>, devices: Vec<PciObservation>) -> HostBridgeObservation {
     let node = sheet.numa.iter().find(|node| Some(node.id) == at && node.id < 0);
     let package = node.and_then(|node| node.socket).map(PackageId);
     HostBridgeObservation { numa: numa(at), package, root: None, devices }
 }
 
-/// The recorded tree. NCCL prints no host bridges: there each root is taken to have one of its own.
+/// The recorded tree. NCCL prints no host bridges, so each of its roots gets one of its own.
 fn tree(sheet: &Sheet) -> Vec<HostBridgeObservation> {
     let mut bridges = Vec::new();
     for root in &sheet.pcie {
-        // hwloc shows both ports of a switch, NCCL one entry for all of it.
+        // hwloc shows both ports of a switch, NCCL one entry for the whole switch.
         let ports = root.root.as_ref().is_some_and(|root| root.starts_with("host bridge"));
         let kind = if ports { PciKind::RootPort } else { PciKind::Switch };
         let devices = root.children.iter().filter_map(|device| function(sheet, device, kind));
@@ -146,7 +144,7 @@ fn tree(sheet: &Sheet) -> Vec<HostBridgeObservation> {
     bridges
 }
 
-/// A function with what is below; `None` for what is neither GPU nor NIC nor on the way to one.
+/// A function with its children; `None` if it is not a GPU or NIC, nor above one.
 fn function(sheet: &Sheet, device: &Device, port: PciKind) -> Option<PciObservation> {
     let pci = device.bdf.as_deref().and_then(address);
     let kind = match device.kind.as_str() {
@@ -167,8 +165,8 @@ fn function(sheet: &Sheet, device: &Device, port: PciKind) -> Option<PciObservat
         other => other,
     };
     let devices: Vec<_> = device.children.iter().filter_map(|child| function(sheet, child, below)).collect();
-    let wanted = kind == PciKind::Gpu || !devices.is_empty();
-    wanted.then(|| PciObservation { pci, kind, class: None, link: link(device), numa: None, nics: Vec::new(), devices })
+    let is_kept = kind == PciKind::Gpu || !devices.is_empty();
+    is_kept.then(|| PciObservation { kind, link: link(device), pci, ..switch(devices) })
 }
 
 fn link(device: &Device) -> Option<PcieLink> {
@@ -193,17 +191,17 @@ fn names(devices: &[PciObservation]) -> Vec<String> {
     devices.iter().flat_map(|device| [own(device), names(&device.devices)].concat()).collect()
 }
 
-/// A tree in which a matrix comes out: what is PHB or closer shares a host bridge, what is PXB or closer a
-/// tree of switches, what is PIX a switch.
-fn grow(sheet: &Sheet) -> Vec<HostBridgeObservation> {
+/// A tree with the levels of a matrix: devices at PHB or closer share a host bridge, at PXB or closer a tree of
+/// switches, at PIX a switch.
+fn tree_from_matrix(sheet: &Sheet) -> Vec<HostBridgeObservation> {
     let all: Vec<&str> = sheet.topo_matrix.columns.split_whitespace().collect();
     let below_bridge = |names: &Vec<&str>| {
         let trees = groups(sheet, names, &["PIX", "PXB"]);
         let devices = trees.iter().map(|names| {
             let mut leaves = groups(sheet, names, &["PIX"]);
-            let leaf = |names: &Vec<&str>| switch(names.iter().map(|name| end(sheet, name)).collect());
+            let leaf = |names: &Vec<&str>| switch(names.iter().map(|name| gpu_or_nic(sheet, name)).collect());
             match (leaves.len(), names.len()) {
-                (1, 1) => end(sheet, names[0]),
+                (1, 1) => gpu_or_nic(sheet, names[0]),
                 (1, _) => leaf(&leaves.remove(0)),
                 _ => switch(leaves.iter().map(leaf).collect()),
             }
@@ -213,7 +211,7 @@ fn grow(sheet: &Sheet) -> Vec<HostBridgeObservation> {
     groups(sheet, &all, &["PIX", "PXB", "PHB"]).iter().map(below_bridge).collect()
 }
 
-/// The names in groups; two are in one where the matrix has one of the symbols, directly or through others.
+/// Groups names that the matrix connects by one of the symbols, directly or through others.
 fn groups<'a>(sheet: &Sheet, names: &[&'a str], symbols: &[&str]) -> Vec<Vec<&'a str>> {
     let matrix = &sheet.topo_matrix;
     let near = |a: &str, b: &str| {
@@ -234,10 +232,10 @@ fn switch(devices: Vec<PciObservation>) -> PciObservation {
     PciObservation { pci: None, kind: PciKind::Switch, class: None, link: None, numa: None, nics: Vec::new(), devices }
 }
 
-/// A GPU or a NIC by its name in the matrix.
-fn end(sheet: &Sheet, name: &str) -> PciObservation {
+/// A GPU or NIC by its name in the matrix.
+fn gpu_or_nic(sheet: &Sheet, name: &str) -> PciObservation {
     match sheet.gpus.iter().find(|gpu| format!("GPU{}", gpu.index) == name) {
-        Some(gpu) => PciObservation { pci: Some(place(gpu)), kind: PciKind::Gpu, ..switch(Vec::new()) },
+        Some(gpu) => PciObservation { pci: Some(gpu_address(gpu)), kind: PciKind::Gpu, ..switch(Vec::new()) },
         None => card(sheet, None, vec![name.to_owned()]),
     }
 }

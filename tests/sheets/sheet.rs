@@ -1,4 +1,4 @@
-//! A fact sheet as it is written: what is read of it, and nothing worked out.
+//! The format of a fact sheet: the fields that tests read, unchanged.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ pub struct Sheet {
     pub gpu_pcie_matrix: Option<BTreeMap<String, String>>,
 }
 
-/// The processor; family and model as NCCL prints them.
+/// The processor, with family and model as NCCL prints them.
 #[derive(Debug, Deserialize)]
 pub struct Cpu {
     pub arch: String,
@@ -27,7 +27,7 @@ pub struct Cpu {
     pub model: Option<u32>,
 }
 
-/// A NUMA node; -1 where the kernel gives none.
+/// A NUMA node; its id is -1 if the kernel reports none.
 #[derive(Debug, Deserialize)]
 pub struct Numa {
     pub id: i64,
@@ -35,7 +35,7 @@ pub struct Numa {
     pub socket: Option<u32>,
 }
 
-/// A host bridge or, where `root` is null, what NCCL prints below one NUMA node.
+/// A host bridge, or, if `root` is null, the devices that NCCL prints below one NUMA node.
 #[derive(Debug, Deserialize)]
 pub struct Root {
     pub numa: Option<i64>,
@@ -58,7 +58,6 @@ pub struct Device {
     pub children: Vec<Device>,
 }
 
-/// A GPU.
 #[derive(Debug, Deserialize)]
 pub struct Gpu {
     pub index: u8,
@@ -76,7 +75,6 @@ pub struct Links {
     pub count: u32,
 }
 
-/// A network interface.
 #[derive(Debug, Deserialize)]
 pub struct Nic {
     pub name: Option<String>,
@@ -85,7 +83,7 @@ pub struct Nic {
     pub speed_mbps: Option<u32>,
 }
 
-/// How the GPUs are joined.
+/// The NVLinks between the GPUs.
 #[derive(Debug, Deserialize)]
 pub struct NvLink {
     pub kind: String,
@@ -94,7 +92,7 @@ pub struct NvLink {
     pub cpu_links: Option<CpuLinks>,
 }
 
-/// Ports behind NVSwitches.
+/// The links of each GPU to NVSwitches.
 #[derive(Debug, Deserialize)]
 pub struct NvSwitch {
     pub links_per_gpu: u32,
@@ -108,14 +106,13 @@ pub enum CpuLinks {
     PerGpu(BTreeMap<String, String>),
 }
 
-/// The NVLink fabric.
 #[derive(Debug, Deserialize)]
 pub struct Fabric {
     pub cluster_uuid: String,
     pub clique_id: String,
 }
 
-/// nvidia-smi's matrix.
+/// The matrix of `nvidia-smi topo -m`.
 #[derive(Debug, Deserialize)]
 pub struct Matrix {
     pub kind: String,
