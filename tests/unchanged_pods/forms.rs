@@ -1,4 +1,4 @@
-//! Each form of a pod in pods.yaml, and pods made at random.
+//! The policy for unchanged pods on each pod in pods.yaml, and on random pods.
 
 use insta::assert_snapshot;
 use proptest::prelude::*;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::unchanged_pods::{EMPTY, EXACT, GPUS, OFF, ON, UNNAMED, created, read, right, server};
 
-/// The pod of an entry of pods.yaml.
+/// The pod of an entry in pods.yaml.
 fn pod(entry: &Value) -> Value {
     let mut metadata = json!({});
     for part in ["labels", "annotations"] {
@@ -20,15 +20,15 @@ fn pod(entry: &Value) -> Value {
 }
 
 #[tokio::test]
-async fn each_form_is_changed_whole_or_left_alone() {
+async fn each_pod_is_changed_whole_or_left_alone() {
     let server = server().await;
     let mut shown = String::new();
     for entry in read("tests/unchanged_pods/pods.yaml").as_array().unwrap() {
         let (name, pod) = (entry["pod"].as_str().unwrap(), pod(entry));
         let (without, with) = (created(&server, OFF, &pod), created(&server, ON, &pod));
-        // Without templates nothing changes.
+        // Without templates the policy changes nothing.
         assert_eq!(created(&server, EMPTY, &pod), without, "{name}");
-        let became = |with: &Result<Value, String>, lists: bool| match (&without, with) {
+        let outcome = |with: &Result<Value, String>, lists: bool| match (&without, with) {
             (Ok(before), Ok(after)) => match right::changed(before, after, lists).as_slice() {
                 [] => json!("same"),
                 places => json!({ "claims": places }),
@@ -36,13 +36,13 @@ async fn each_form_is_changed_whole_or_left_alone() {
             (Err(before), Err(after)) if before == after => json!("refused"),
             other => panic!("{name}: {other:?}"),
         };
-        assert_eq!(became(&with, true), entry["becomes"], "{name}");
-        assert_eq!(became(&created(&server, EXACT, &pod), false), entry["becomes"], "{name}");
-        // Nothing would bound the alternatives of several.
+        assert_eq!(outcome(&with, true), entry["becomes"], "{name}");
+        assert_eq!(outcome(&created(&server, EXACT, &pod), false), entry["becomes"], "{name}");
+        // Without names of templates for further claims, a pod with several claims would have too many alternatives.
         let claims = entry["becomes"]["claims"].as_array().map_or(0, Vec::len);
         let expected = if claims > 1 { &json!("same") } else { &entry["becomes"] };
-        assert_eq!(became(&created(&server, UNNAMED, &pod), true), *expected, "{name}");
-        if became(&with, true).is_object() {
+        assert_eq!(outcome(&created(&server, UNNAMED, &pod), true), *expected, "{name}");
+        if outcome(&with, true).is_object() {
             shown += &format!("{name}: {}\n", serde_json::to_string_pretty(&with.unwrap()["spec"]).unwrap());
         }
     }
@@ -56,7 +56,7 @@ fn resources() -> impl Strategy<Value = Value> {
         2 => Just(json!("4")),
         1 => Just(json!("2000m")),
         1 => Just(json!("8.0")),
-        1 => prop::sample::select(vec![json!(0), json!(1), json!(3), json!("+2"), json!("4e0"), json!("-2"), json!("2m")]),
+        1 => prop::sample::select(json!([0, 1, 3, "+2", "4e0", "-2", "2m"]).as_array().unwrap().clone()),
     ];
     let claims = prop::sample::select(vec![json!([]), json!([{"name": "nic"}]), json!([{"name": "linkwise-gpus-1"}])]);
     (prop::option::weighted(0.7, counts), 0..8u8, prop::option::weighted(0.2, claims)).prop_map(
@@ -117,7 +117,7 @@ fn pods() -> impl Strategy<Value = Value> {
 }
 
 #[tokio::test]
-async fn random_pods_are_never_changed_by_half() {
+async fn random_pods_are_never_changed_in_part() {
     let server = server().await;
     let (mut changed, mut several, mut same, mut refused, mut exact) = (0, 0, 0, 0, 0);
     let mut runner = TestRunner::deterministic();
@@ -138,10 +138,10 @@ async fn random_pods_are_never_changed_by_half() {
             exact += u32::from(!right::changed(&before, &after, false).is_empty());
         }
         if let (Ok(before), Ok(after)) = (created(&server, OFF, &pod), created(&server, UNNAMED, &pod)) {
-            assert!(right::changed(&before, &after, true).len() <= 1, "unbounded: {pod}");
+            assert!(right::changed(&before, &after, true).len() <= 1, "a pod with several claims is changed: {pod}");
         }
     }
     assert!(several > 3, "{several} with several claims");
     assert!(changed > 30 && same > 30 && refused > 30, "{changed} changed, {same} the same, {refused} refused");
-    assert_eq!(exact, changed, "exact claims where there are others");
+    assert_eq!(exact, changed, "the policy changes other pods with exact templates");
 }

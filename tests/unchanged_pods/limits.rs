@@ -1,12 +1,12 @@
-//! Namespaces with a LimitRange: a pod gets as many GPUs as it would get without the policy, as claims or as the
-//! resource, and is refused where it would be refused.
+//! Namespaces with a LimitRange: a pod gets the same number of GPUs as without the policy, by claims or by the
+//! resource, and is refused if it is refused without the policy.
 
 use linkwise_api_server_box::{ApiServerBox, ResourceType};
 use serde_json::{Value, json};
 
 use crate::unchanged_pods::{GPUS, OFF, ON, created, server};
 
-/// Makes this the one LimitRange of both namespaces.
+/// Makes `item` the only LimitRange of both namespaces.
 fn put_range(server: &ApiServerBox, item: &Value) {
     for namespace in [ON, OFF] {
         let key = ResourceType::LIMIT_RANGES.key(Some(namespace), "range");
@@ -14,7 +14,7 @@ fn put_range(server: &ApiServerBox, item: &Value) {
     }
 }
 
-/// A pod with containers of so many GPUs; `None` is one that asks for none.
+/// A pod with the number of GPUs of each container; `None` for a container without GPUs.
 fn pod(gpus: &[Option<u32>]) -> Value {
     let container = |(at, gpus): (usize, &Option<u32>)| {
         let resources = gpus.map_or(json!({}), |gpus| json!({"limits": {GPUS: gpus.to_string()}}));
@@ -24,7 +24,7 @@ fn pod(gpus: &[Option<u32>]) -> Value {
     json!({"metadata": {"name": "pod"}, "spec": {"containers": containers}})
 }
 
-/// The GPUs of a stored pod: those of its claims, by their templates' names, and those of its limits.
+/// The numbers of a stored pod's GPUs: by the templates of its claims, and by its limits.
 fn gpus(pod: &Value) -> (u32, u32) {
     let claims = pod["spec"]["resourceClaims"].as_array().into_iter().flatten();
     let of_claim = |claim: &Value| -> u32 {
@@ -38,7 +38,7 @@ fn gpus(pod: &Value) -> (u32, u32) {
 }
 
 #[tokio::test]
-async fn limit_range_gives_no_pod_more_gpus_than_without() {
+async fn limit_range_changes_no_number_of_gpus() {
     let server = server().await;
     let amount = |gpus: &str| json!({GPUS: gpus});
     let ranges = [
@@ -72,27 +72,27 @@ async fn limit_range_gives_no_pod_more_gpus_than_without() {
             let (without, with) = match (without, with) {
                 (Ok(without), Ok(with)) => (gpus(&without), gpus(&with)),
                 (Err(_), Err(_)) => continue,
-                other => panic!("{range} {asked:?}: refused on one side: {other:?}"),
+                other => panic!("{range} {asked:?}: refused in one namespace: {other:?}"),
             };
             assert_eq!(with.0 + with.1, without.1, "{range} {asked:?}: claims {}, limits {}", with.0, with.1);
-            assert!(with.0 == 0 || with.1 == 0, "{range} {asked:?}: through both APIs: {with:?}");
+            assert!(with.0 == 0 || with.1 == 0, "{range} {asked:?}: GPUs by claims and by limits: {with:?}");
             claimed += u32::from(with.0 > 0);
         }
     }
     assert!(claimed > 20, "{claimed}");
 }
 
-/// A minimum refuses what the policy changes: the page says so.
 #[tokio::test]
-async fn pod_is_refused_with_the_name_of_the_range() {
+async fn refusal_names_the_limit_range() {
     let server = server().await;
     put_range(&server, &json!({"type": "Container", "max": {GPUS: "2"}, "default": {GPUS: "0"}}));
     let refused = created(&server, ON, &pod(&[Some(8)])).unwrap_err();
     assert!(refused.contains("the LimitRange 'range' allows fewer nvidia.com/gpu than the pod asks for"), "{refused}");
-    // A claim of the user's own that only has such a name.
+    // A claim of the user's whose name begins like ours is no reason to refuse the pod.
     let mut own = pod(&[None]);
     own["spec"]["resourceClaims"] = json!([{"name": "linkwise-gpus-own", "resourceClaimTemplateName": "mine"}]);
     assert!(created(&server, ON, &own).is_ok());
+    // A minimum refuses each pod that the policy changes, because its limit is 0 then.
     put_range(&server, &json!({"type": "Container", "min": {GPUS: "1"}}));
     let refused = created(&server, ON, &pod(&[Some(2)])).unwrap_err();
     assert!(refused.contains("minimum nvidia.com/gpu usage per Container is 1, but request is 0"), "{refused}");

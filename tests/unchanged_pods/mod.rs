@@ -1,5 +1,5 @@
-//! Pods as they are: what the admission policy of manifests/dra/unchanged-pods makes of pods with `nvidia.com/gpu: N`,
-//! that of manifests/dra/several-claims of pods with several claims, and the templates of manifests/dra/templates.
+//! The admission policies of manifests/dra: unchanged-pods, which gives claims to pods with `nvidia.com/gpu: N`, and
+//! several-claims, which limits the alternatives of a pod with several claims. Also the templates of the claims.
 
 mod forms;
 mod limits;
@@ -13,26 +13,25 @@ use std::path::Path;
 use linkwise_api_server_box::{ApiServerBox, ResourceType};
 use serde_json::{Value, json};
 
-/// The resource that the pods ask for.
 const GPUS: &str = "nvidia.com/gpu";
-/// A namespace with the label and the templates.
+/// A namespace with the policy's label and the templates.
 pub const ON: &str = "on";
-/// A namespace with the templates alone.
+/// A namespace with the templates only.
 const OFF: &str = "off";
 /// A namespace with the label and the templates of exact claims.
 const EXACT: &str = "exact";
-/// A namespace with the label, and the templates without what names those of further claims.
+/// A namespace with the label, and templates without the annotation that names the templates of further claims.
 const UNNAMED: &str = "unnamed";
-/// A namespace with the label alone.
+/// A namespace with the label only.
 const EMPTY: &str = "empty";
 
-/// A file of the repository with one object.
+/// Reads a file of the repository with one object.
 pub fn read(path: &str) -> Value {
     let [object] = documents(path).try_into().unwrap_or_else(|all| panic!("{path}: {all:?}"));
     object
 }
 
-/// The objects of a file of the repository.
+/// Reads the objects of a file of the repository.
 fn documents(path: &str) -> Vec<Value> {
     let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path));
     let text = text.unwrap_or_else(|error| panic!("{path}: {error}"));
@@ -40,7 +39,7 @@ fn documents(path: &str) -> Vec<Value> {
     text.split("\n---\n").map(read).collect()
 }
 
-/// The objects of the files that a kustomization names.
+/// Reads the objects of the files that a kustomization names.
 pub fn resources(folder: &str) -> Vec<Value> {
     let kustomization = read(&format!("{folder}/kustomization.yaml"));
     let files = kustomization["resources"].as_array().unwrap().iter();
@@ -48,12 +47,12 @@ pub fn resources(folder: &str) -> Vec<Value> {
     objects.flat_map(|object| object["items"].as_array().cloned().unwrap_or_else(|| vec![object])).collect()
 }
 
-/// An API server with both policies, and the namespaces.
+/// Starts an API server with both policies and the namespaces.
 pub async fn server() -> ApiServerBox {
     server_with(|_| {}).await
 }
 
-/// The same, with a change of its policies and bindings.
+/// Starts the server with a change to the policies and bindings.
 async fn server_with(change: impl Fn(&mut Value)) -> ApiServerBox {
     let server = ApiServerBox::start(&ResourceType::ALL).await;
     let mut policies: Vec<Value> =
@@ -88,7 +87,7 @@ pub fn put_template(server: &ApiServerBox, namespace: &str, template: Value) {
     server.create("kubectl", &key, template).unwrap_or_else(|status| panic!("{status}"));
 }
 
-/// What the server stores of a pod, without what it gives to each object.
+/// Creates a pod; returns the stored pod without the fields that the server sets in each object, or the refusal.
 fn created(server: &ApiServerBox, namespace: &str, pod: &Value) -> Result<Value, String> {
     let key = ResourceType::PODS.key(Some(namespace), "pod");
     let stored = server.create("kubectl", &key, pod.clone());

@@ -1,14 +1,14 @@
-//! What the policy says beside its expressions.
+//! The fields of the policies besides their expressions.
 
 use serde_json::json;
 
 use crate::unchanged_pods::resources;
 
-/// A second mutation that fails would leave half, a pod that is refused for the policy's sake is worse than one with the
-/// first GPUs, and a binding that denies would refuse every pod of a namespace without templates. One that selected
-/// templates would have the policy evaluated for each, at the cost of every pod.
+/// A failing second mutation would leave a pod half changed. A policy that fails must not refuse pods, and a binding
+/// must not refuse pods in a namespace without templates. A binding that selects templates would be evaluated for each
+/// template, for every pod.
 #[test]
-fn policies_fail_open_and_whole() {
+fn failed_policy_admits_pods_unchanged() {
     let counts: Vec<u32> = (1..=8).chain([16]).collect();
     for (folder, counts) in [("unchanged-pods", &counts[..]), ("several-claims", &counts[1..])] {
         let objects = resources(&format!("manifests/dra/{folder}"));

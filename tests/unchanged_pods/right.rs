@@ -1,13 +1,13 @@
-//! What must hold of a pod that was admitted, said without the policy: it is as it was, or each container with GPUs has
-//! one claim for as many instead.
+//! The rules for an admitted pod, written without CEL: it is unchanged, or each container with GPUs has a claim for as
+//! many GPUs instead.
 
 use serde_json::{Value, json};
 
 use crate::unchanged_pods::GPUS;
 
-/// The containers that got claims, by their places; none where the pod is as it was. Panics where the pod is neither.
-/// `lists` tells whether the templates have alternatives.
-pub fn changed(before: &Value, after: &Value, lists: bool) -> Vec<usize> {
+/// The indices of the containers that got claims; empty if the pod is unchanged. Panics at any other change.
+/// `has_alternatives` is true if the templates have alternatives.
+pub fn changed(before: &Value, after: &Value, has_alternatives: bool) -> Vec<usize> {
     if before == after {
         return Vec::new();
     }
@@ -17,7 +17,7 @@ pub fn changed(before: &Value, after: &Value, lists: bool) -> Vec<usize> {
     let gpus = |place: &usize| old[*place]["resources"]["limits"].get(GPUS);
     let with_gpus = (0..old.len()).filter(|place| gpus(place).is_some_and(|count| count != "0"));
     let places: Vec<usize> = with_gpus.collect();
-    // The pod's claims: those it had, then one for each of these containers.
+    // The pod keeps its claims. Then follows one for each container with GPUs.
     let (had, has) = (list(&before["spec"]["resourceClaims"]), list(&after["spec"]["resourceClaims"]));
     assert_eq!(has.len(), had.len() + places.len(), "{after}");
     assert_eq!(has[..had.len()], had, "{after}");
@@ -25,13 +25,13 @@ pub fn changed(before: &Value, after: &Value, lists: bool) -> Vec<usize> {
     expected["spec"]["resourceClaims"] = Value::from(has.clone());
     for (nth, (place, claim)) in places.iter().zip(&has[had.len()..]).enumerate() {
         let count = old[*place]["resources"]["limits"][GPUS].as_str().unwrap();
-        // Two small claims may both have alternatives, of others the first alone.
-        let is_plain = lists && nth > 0 && (places.len() > 2 || count == "8");
+        // Two small claims may both have alternatives, else only the first.
+        let is_plain = has_alternatives && nth > 0 && (places.len() > 2 || count == "8");
         let template = format!("linkwise-gpus-{count}{}", if is_plain { "-any" } else { "" });
         let name = claim["name"].clone();
         assert_eq!(*claim, json!({"name": name, "resourceClaimTemplateName": template}));
-        assert_eq!(has.iter().filter(|other| other["name"] == name).count(), 1, "a name twice: {after}");
-        // The container: the same with the claim, and 0 of the resource, so that no LimitRange gives it a default.
+        assert_eq!(has.iter().filter(|other| other["name"] == name).count(), 1, "two claims have one name: {after}");
+        // The container gets the claim, and 0 of the resource, so that no LimitRange gives it a default.
         let container = &mut expected["spec"]["containers"][*place]["resources"];
         let mut claims = list(&container["claims"]);
         claims.push(json!({ "name": name }));
@@ -43,7 +43,7 @@ pub fn changed(before: &Value, after: &Value, lists: bool) -> Vec<usize> {
     assert_eq!(*after, expected);
     for container in new.iter().chain(list(&after["spec"]["initContainers"]).iter()) {
         for kind in ["limits", "requests"] {
-            assert!(container["resources"][kind].get(GPUS).is_none_or(|count| count == "0"), "half: {after}");
+            assert!(container["resources"][kind].get(GPUS).is_none_or(|gpus| gpus == "0"), "GPUs are left: {after}");
         }
     }
     places

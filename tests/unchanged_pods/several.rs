@@ -1,4 +1,4 @@
-//! Pods with several claims of their own: how many keep their alternatives.
+//! The policy for pods with several claims: only few claims keep their alternatives.
 
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
@@ -9,18 +9,21 @@ use linkwise_api_server_box::ApiServerBox;
 
 use crate::unchanged_pods::{EMPTY, EXACT, GPUS, OFF, ON, created, put_template, server, server_with};
 
-/// A pod with a container for each of these templates; a name that begins with `=` is a claim's own.
+/// A pod with a container for each claim: the name of its template, or `=` and the name of an existing claim.
 fn pod(templates: &[&str]) -> Value {
     let claims = templates.iter().enumerate().map(|(place, template)| match template.strip_prefix('=') {
         Some(claim) => json!({"name": format!("c{place}"), "resourceClaimName": claim}),
         None => json!({"name": format!("c{place}"), "resourceClaimTemplateName": template}),
     });
-    let container = |place| json!({"name": format!("c{place}"), "image": "i", "resources": {"claims": [{"name": format!("c{place}")}]}});
+    let container = |place| {
+        let name = format!("c{place}");
+        json!({"name": name, "image": "i", "resources": {"claims": [{"name": name}]}})
+    };
     let containers: Vec<Value> = (0..templates.len()).map(container).collect();
     json!({"spec": {"containers": containers, "resourceClaims": claims.collect::<Vec<_>>()}})
 }
 
-/// The templates of a pod's claims, as [`pod`] takes them.
+/// The templates of a pod's claims, in the form of [`pod`].
 fn templates(pod: &Value) -> Vec<String> {
     let claims = pod["spec"]["resourceClaims"].as_array().unwrap().iter();
     let name = |claim: &Value| match claim["resourceClaimName"].as_str() {
@@ -30,7 +33,7 @@ fn templates(pod: &Value) -> Vec<String> {
     claims.map(name).collect()
 }
 
-/// What becomes of the claims in a namespace; the rest of the pod stays.
+/// The claims of a pod after its admission to a namespace. Asserts that the rest of the pod is unchanged.
 pub fn becomes(server: &ApiServerBox, namespace: &str, asked: &[&str]) -> Vec<String> {
     let after = created(server, namespace, &pod(asked)).unwrap();
     let names = templates(&after);
@@ -62,7 +65,7 @@ async fn first_of_several_claims_keeps_its_alternatives() {
     for (asked, expected) in [
         (&[TWO][..], &[TWO][..]),
         (&[EIGHT], &[EIGHT]),
-        // Two small ones cost little.
+        // Two claims with few alternatives cost the scheduler little.
         (&[TWO, TWO], &[TWO, TWO]),
         (&[TWO, FOUR], &[TWO, FOUR]),
         (&[FOUR, FOUR], &[FOUR, FOUR]),
@@ -72,38 +75,37 @@ async fn first_of_several_claims_keeps_its_alternatives() {
         (&[TWO, TWO, TWO, TWO], &[TWO, TWO_ANY, TWO_ANY, TWO_ANY]),
         (&[TWO, FOUR, TWO], &[TWO, "linkwise-gpus-4-any", TWO_ANY]),
         (&["nic", TWO, "=mine", TWO, TWO], &["nic", TWO, "=mine", TWO_ANY, TWO_ANY]),
-        // Those that have none take the place of nobody.
+        // Claims without alternatives do not count.
         (&[TWO_ANY, TWO, TWO], &[TWO_ANY, TWO, TWO_ANY]),
         (&["linkwise-gpus-1", EIGHT], &["linkwise-gpus-1", EIGHT]),
-        // With more alternatives two do not cost little.
+        // Two claims with more alternatives cost too much.
         (&["linkwise-gpus-3", "linkwise-gpus-3"], &["linkwise-gpus-3", "linkwise-gpus-3-any"]),
-        // Templates of other names are not looked at.
+        // The policy ignores templates with other names.
         (&["mine", "mine"], &["mine", "mine"]),
         (&["mine", TWO, TWO, TWO], &["mine", TWO, TWO_ANY, TWO_ANY]),
         (&["linkwise-gpus-6", "linkwise-gpus-6"], &["linkwise-gpus-6", "linkwise-gpus-6"]),
     ] {
-        // The namespace's label is for pods without claims.
+        // The label does not matter to pods with claims.
         for namespace in [ON, OFF] {
             assert_eq!(becomes(&server, namespace, asked), expected, "{namespace}");
         }
-        // Exact claims have no alternatives, and where no template is nothing is known.
+        // Exact claims have no alternatives, and without templates the policy knows none.
         for namespace in [EXACT, EMPTY] {
             assert_eq!(becomes(&server, namespace, asked), asked, "{namespace}");
         }
     }
 }
 
-/// A pod may have claims of its own beside a container with the resource, and the API server takes the policies in any
-/// order.
+/// A pod may have its own claims and a container with the resource. The API server applies the policies in any order.
 #[tokio::test]
-async fn claims_of_the_policy_for_unchanged_pods_count() {
-    let last = |object: &mut Value| {
+async fn claims_that_a_policy_adds_count() {
+    let rename_to_last = |object: &mut Value| {
         let name = object["metadata"]["name"].as_str().unwrap();
         if object["kind"] == "MutatingAdmissionPolicyBinding" && name.starts_with("linkwise-several-claims") {
             object["metadata"]["name"] = json!(format!("z-{name}"));
         }
     };
-    for server in [server().await, server_with(last).await] {
+    for server in [server().await, server_with(rename_to_last).await] {
         for (asked, gpus, expected) in [
             (
                 &["linkwise-gpus-4", "linkwise-gpus-2"][..],
@@ -121,9 +123,8 @@ async fn claims_of_the_policy_for_unchanged_pods_count() {
     }
 }
 
-/// A template without alternatives needs no other, and an annotation that names nothing is none.
 #[tokio::test]
-async fn empty_name_of_another_template_is_none() {
+async fn empty_annotation_names_no_template() {
     let server = server().await;
     let exactly = json!({"deviceClassName": "gpu.nvidia.com", "count": 16});
     let template = json!({
@@ -136,9 +137,9 @@ async fn empty_name_of_another_template_is_none() {
     assert_eq!(templates(&created(&server, ON, &pod).unwrap()), ["linkwise-gpus-16"; 2]);
 }
 
-/// Of other pods' templates nothing is patched: while the server starts, a pod without claims and GPUs is let in.
+/// While the server starts, it refuses pods that a policy has to patch, and admits a pod without claims and GPUs.
 #[tokio::test]
-async fn pod_is_patched_for_its_own_templates_alone() {
+async fn pod_is_patched_only_for_its_own_templates() {
     let server = server().await;
     server.set_starting(true);
     let plain = json!({"spec": {"containers": [{"name": "c", "image": "i"}]}});
@@ -149,12 +150,12 @@ async fn pod_is_patched_for_its_own_templates_alone() {
     assert!(refused.contains("There can be a delay"), "{refused}");
     server.set_starting(false);
     created(&server, ON, &pod).unwrap();
-    assert!((1..=4).contains(&server.patches()), "those of its own templates, and again: {}", server.patches());
+    assert!((1..=4).contains(&server.patches()), "the policies ran for other templates: {} patches", server.patches());
 }
 
 /// The pods of a group find the claim that they share by the name of its template.
 #[tokio::test]
-async fn claims_of_a_group_stay() {
+async fn claims_of_a_pod_group_keep_their_templates() {
     let server = server().await;
     let asked = ["linkwise-gpus-8"; 3];
     let mut pod = pod(&asked);
@@ -162,9 +163,8 @@ async fn claims_of_a_group_stay() {
     assert_eq!(templates(&created(&server, ON, &pod).unwrap()), asked);
 }
 
-/// Each claim stays, or loses its alternatives; those that are left cost the scheduler little.
 #[tokio::test]
-async fn claims_with_alternatives_are_few() {
+async fn random_pods_keep_few_alternatives() {
     let names = ["linkwise-gpus-2", "linkwise-gpus-4", "linkwise-gpus-8", "linkwise-gpus-2-any", "nic", "=mine"];
     let pods = prop::collection::vec(prop::sample::select(names.to_vec()), 1..6);
     let server = server().await;
@@ -173,7 +173,7 @@ async fn claims_with_alternatives_are_few() {
     for _ in 0..100 {
         let asked = pods.new_tree(&mut runner).unwrap().current();
         let after = becomes(&server, OFF, &asked);
-        // Created once more as it is, nothing changes.
+        // A second admission of the changed pod changes nothing.
         let again: Vec<&str> = after.iter().map(String::as_str).collect();
         assert_eq!(becomes(&server, OFF, &again), after);
         for (asked, after) in asked.iter().zip(&after) {
@@ -183,7 +183,7 @@ async fn claims_with_alternatives_are_few() {
         let listed = ours.iter().filter(|name| !name.ends_with("-any")).count();
         let are_small = !ours.iter().any(|name| name.contains('8'));
         assert!(listed < 2 || (ours.len() == 2 && are_small), "{asked:?} became {after:?}");
-        // The first that has them keeps them.
+        // The first claim with alternatives keeps them.
         if let Some(first) = asked.iter().position(|name| name.starts_with("linkwise-gpus-") && !name.ends_with("-any"))
         {
             assert_eq!(after[first], asked[first], "{asked:?} became {after:?}");

@@ -1,11 +1,11 @@
-//! The templates: what `linkwise claim` prints, and what the policy looks for.
+//! The templates of claims in the manifests, in the chart and in the output of `linkwise claim`.
 
 use std::path::Path;
 
 use crate::dra::published::golden::run;
 use crate::unchanged_pods::resources;
 
-/// helm reads no file outside of a chart.
+/// The chart has copies, because helm reads no file outside of a chart.
 #[test]
 fn chart_has_the_same_files() {
     let repository = Path::new(env!("CARGO_MANIFEST_DIR"));
