@@ -16,7 +16,6 @@ pub struct Root {
 }
 
 impl Root {
-    /// An empty root.
     pub fn empty(path: &Path) -> Self {
         fs::create_dir_all(path).unwrap();
         Self { path: path.to_owned() }

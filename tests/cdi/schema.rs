@@ -72,7 +72,7 @@ pub fn check(text: &str) -> Vec<String> {
         Err(error) => return vec![error.to_string()],
     };
     let mut wrong = Vec::new();
-    let mut expect = |ok: bool, what: String| {
+    let mut must = |ok: bool, what: String| {
         if !ok {
             wrong.push(what);
         }
@@ -84,49 +84,45 @@ pub fn check(text: &str) -> Vec<String> {
             && edge(text.chars().last())
             && text.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
     };
-    expect(label(vendor) && label(class), format!("kind {}", spec.kind));
-    expect(!spec.devices.is_empty(), "no devices".to_owned());
+    must(label(vendor) && label(class), format!("kind {}", spec.kind));
+    must(!spec.devices.is_empty(), "no devices".to_owned());
     let mut names = BTreeSet::new();
     for device in &spec.devices {
         let name = &device.name;
-        expect(
-            label(&name.replace(':', "-")) && !name.starts_with(':') && !name.ends_with(':'),
-            format!("name {name}"),
-        );
-        expect(names.insert(name), format!("{name} twice"));
+        must(label(&name.replace(':', "-")) && !name.starts_with(':') && !name.ends_with(':'), format!("name {name}"));
+        must(names.insert(name), format!("{name} twice"));
         let edits = &device.container_edits;
         let empty = edits.env.is_empty() && edits.device_nodes.is_empty() && edits.mounts.is_empty();
-        expect(!empty || !edits.hooks.is_empty(), format!("{name} is empty"));
+        must(!empty || !edits.hooks.is_empty(), format!("{name} is empty"));
     }
     let edits = || spec.devices.iter().map(|device| &device.container_edits).chain([&spec.container_edits]);
     let absolute = |path: &str| path.starts_with('/') && !path.contains("//") && !path.contains("/../");
     for edits in edits() {
         for env in &edits.env {
-            expect(env.split_once('=').is_some_and(|(name, _)| !name.is_empty()), format!("env {env}"));
+            must(env.split_once('=').is_some_and(|(name, _)| !name.is_empty()), format!("env {env}"));
         }
         for node in &edits.device_nodes {
-            expect(absolute(&node.path), format!("node {}", node.path));
-            expect(node.host_path.as_deref().is_none_or(absolute), format!("node {:?}", node.host_path));
-            expect(node.permissions.chars().all(|c| "rwm".contains(c)), format!("rights {}", node.permissions));
+            must(absolute(&node.path), format!("node {}", node.path));
+            must(node.host_path.as_deref().is_none_or(absolute), format!("node {:?}", node.host_path));
+            must(node.permissions.chars().all(|c| "rwm".contains(c)), format!("rights {}", node.permissions));
         }
         for mount in &edits.mounts {
-            expect(absolute(&mount.host_path), format!("mount {}", mount.host_path));
-            expect(absolute(&mount.container_path), format!("mount {}", mount.container_path));
-            expect(mount.options.iter().all(|option| !option.is_empty()), "an empty option".to_owned());
+            must(absolute(&mount.host_path), format!("mount {}", mount.host_path));
+            must(absolute(&mount.container_path), format!("mount {}", mount.container_path));
+            must(mount.options.iter().all(|option| !option.is_empty()), "an empty option".to_owned());
         }
         for hook in &edits.hooks {
-            expect(HOOKS.contains(&hook.hook_name.as_str()), format!("hook {}", hook.hook_name));
-            expect(absolute(&hook.path), format!("hook {}", hook.path));
-            expect(!hook.args.is_empty(), format!("hook {} has no name of its own", hook.path));
+            must(HOOKS.contains(&hook.hook_name.as_str()), format!("hook {}", hook.hook_name));
+            must(absolute(&hook.path), format!("hook {}", hook.path));
+            must(!hook.args.is_empty(), format!("hook {} has no name of its own", hook.path));
         }
     }
     // The version must be the lowest that has every feature in use, by the CDI project's table.
     let has_mount_types = edits().any(|edits| edits.mounts.iter().any(|mount| mount.r#type.is_some()));
     let has_host_paths = edits().any(|edits| edits.device_nodes.iter().any(|node| node.host_path.is_some()));
     let has_names_with_digit = spec.devices.iter().any(|device| !device.name.starts_with(char::is_alphabetic));
-    let has_annotations =
-        !spec.annotations.is_empty() || spec.devices.iter().any(|device| !device.annotations.is_empty());
-    let minimum = if has_annotations || class.contains('.') {
+    let annotated = !spec.annotations.is_empty() || spec.devices.iter().any(|device| !device.annotations.is_empty());
+    let minimum = if annotated || class.contains('.') {
         "0.6.0"
     } else if has_host_paths || has_names_with_digit {
         "0.5.0"
@@ -135,6 +131,6 @@ pub fn check(text: &str) -> Vec<String> {
     } else {
         "0.3.0"
     };
-    expect(spec.cdi_version == minimum, format!("version {}, {minimum} is enough and needed", spec.cdi_version));
+    must(spec.cdi_version == minimum, format!("version {}, {minimum} is enough and needed", spec.cdi_version));
     wrong
 }

@@ -78,7 +78,6 @@ fn wrong_values_fail_a_run_of_any_bandwidth() {
         let (_, text) = output(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]);
         assert!(text.contains(&format!("  {sum} wrong values: ")), "{text}");
     }
-    // Open MPI may put a prefix before each line.
     let prefixed = format!("{}[1,0]<stdout>: # Out of bounds values : 4 FAILED\n", rows.replace(" 50", " N/A"));
     let run = files.put("prefixed.txt", &format!("{HEAD}{prefixed}"));
     assert!(output(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]).1.contains("  4 wrong values: "));

@@ -1,7 +1,5 @@
 //! `linkwise completions` and `linkwise man`, read by the shells and by `man`. A test without its program is ignored.
 
-#![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, clippy::print_stderr, reason = "a test may panic")]
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

@@ -29,7 +29,7 @@ fn check(topology: &Value) {
     for (number, gpu) in gpus.iter().enumerate() {
         assert_eq!(gpu["index"], number);
         assert!(gpu["uuid"].as_str().unwrap().starts_with("GPU-"), "{gpu}");
-        // Not every source names the product: null is an answer, a missing key is not.
+        // Not every source names the product: null is an text, a missing key is not.
         assert!(gpu["pci"].is_string() && gpu.get("model").is_some(), "{gpu}");
         // A kernel may report no NUMA node (-1), a guest no package.
         for key in ["numa", "package"] {
@@ -172,11 +172,8 @@ fn nvidia_smi_matrix_is_read_as_a_machine() {
     let output = |args: &[&str]| text(linkwise(args).stdin(File::open(file.path()).unwrap()));
     assert!(output(&["topology", "--node", "-"]).contains("GPU7  NV12  NV12"));
     assert!(output(&["allocate", "--node", "-", "--size", "4"]).contains("NV12"));
-    let answer = output(&["expect", "--node", "-"]);
-    assert!(
-        answer.contains("rings         unknown\n") && answer.contains("name the model with --gpu-model"),
-        "{answer}"
-    );
-    let answer = output(&["expect", "--node", "-", "--gpu-model", "NVIDIA A100-SXM4-80GB"]);
-    assert!(answer.contains("240.00 GB/s") && answer.contains("published results: A100 behind NVSwitches"), "{answer}");
+    let text = output(&["expect", "--node", "-"]);
+    assert!(text.contains("rings         unknown\n") && text.contains("name the model with --gpu-model"), "{text}");
+    let text = output(&["expect", "--node", "-", "--gpu-model", "NVIDIA A100-SXM4-80GB"]);
+    assert!(text.contains("240.00 GB/s") && text.contains("published results: A100 behind NVSwitches"), "{text}");
 }

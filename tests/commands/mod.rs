@@ -22,7 +22,6 @@ use helm::{Helm, repository};
 use page::{Typed, commands, inline, pages};
 use shell::{is_placeholder, options, without_variables};
 
-/// The commands of all pages, page by page.
 fn commands_by_page() -> Vec<Vec<Typed>> {
     let pages = pages().into_iter();
     pages.map(|page| commands(&page, &fs::read_to_string(repository(&page)).unwrap())).collect()

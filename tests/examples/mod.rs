@@ -13,7 +13,6 @@ fn folder() -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("manifests/examples")
 }
 
-/// Reads the objects of an example.
 fn example(name: &str) -> Vec<Value> {
     let text = fs::read_to_string(folder().join("claims").join(name)).unwrap();
     text.split("\n---\n").map(|object| serde_saphyr::from_str(object).unwrap()).collect()

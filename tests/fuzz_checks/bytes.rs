@@ -4,7 +4,6 @@
 pub struct Bytes<'b>(pub &'b [u8]);
 
 impl Bytes<'_> {
-    /// The next byte.
     pub fn byte(&mut self) -> u8 {
         let Some((first, rest)) = self.0.split_first() else { return 0 };
         self.0 = rest;

@@ -64,11 +64,8 @@ pub fn claim(bytes: &[u8]) {
         Err(error) => return is_one_line(&error.to_string()),
     };
     check_prepared(&claim, &prepared);
-    assert_eq!(
-        plan_claim(&claim, &asked, &[(asked.clone(), prepared.clone())]).as_ref(),
-        Ok(&prepared),
-        "a claim conflicts with its own checkpoint"
-    );
+    let own = [(asked.clone(), prepared.clone())];
+    assert_eq!(plan_claim(&claim, &asked, &own).as_ref(), Ok(&prepared), "a claim conflicts with its own checkpoint");
     let other = ClaimName { uid: "other".to_owned(), ..asked.clone() };
     match plan_claim(&claim, &asked, &[(other, prepared.clone())]) {
         Ok(_) => assert!(prepared.devices.iter().all(|device| device.admin), "a GPU in two claims"),
@@ -198,7 +195,6 @@ fn parameters(bytes: &mut Bytes<'_>) -> String {
     object.to_string()
 }
 
-/// Checks a checkpoint file.
 pub fn checkpoint(bytes: &[u8]) {
     let record = match parse_checkpoint(bytes, UID) {
         Ok(record) => record,

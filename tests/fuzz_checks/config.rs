@@ -21,9 +21,9 @@ pub fn config(bytes: &[u8]) {
     }
     for resource in settings.sharing.value.iter().flat_map(|sharing| &sharing.resources) {
         assert!((2..=MAX_SLOTS).contains(&resource.replicas), "{resource:?}");
-        let is_renamed =
+        let renamed =
             resource.rename.as_ref().is_some_and(|name| *name.as_str() != format!("{}.shared", resource.name));
-        let needs_naming = is_renamed || resource.devices != SharedDevices::All;
+        let needs_naming = renamed || resource.devices != SharedDevices::All;
         assert!(settings.naming.value || !needs_naming, "names or devices without naming: {resource:?}");
     }
     let resources = &settings.resources.value;

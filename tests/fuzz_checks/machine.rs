@@ -14,7 +14,6 @@ use super::request::check_answer;
 /// The most GPUs for which tables are computed, because tables of more GPUs slow the fuzzer down.
 const MAX_GPUS: usize = 12;
 
-/// Checks a node file.
 pub fn node_file(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else { return };
     match Machine::parse(text) {

@@ -28,7 +28,7 @@ pub fn agent_protocol(bytes: &[u8]) {
     assert_eq!(receive(bytes, piece), (whole, error), "pieces of {piece} bytes change the messages");
     let (whole, _) = receive(bytes, usize::MAX);
     let lines: Vec<u8> =
-        whole.iter().flat_map(|message| encode(message).expect("a message that was read can be sent")).collect();
+        whole.iter().flat_map(|message| encode(message).expect("a read message can be sent")).collect();
     assert_eq!(receive(&lines, usize::MAX), (whole, None), "messages change between sending and reading");
 }
 

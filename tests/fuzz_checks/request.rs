@@ -14,7 +14,6 @@ use linkwise_host::machines;
 
 use super::bytes::Bytes;
 
-/// The tables of the built-in machines.
 static BUILT_IN: LazyLock<Vec<AllocationTables>> = LazyLock::new(|| {
     let machines = machines::built_in().filter_map(|machine| machines::load(machine.name).ok());
     machines.map(|machine| tables(&machine.observed)).collect()
@@ -73,10 +72,7 @@ pub fn check_answer(
             assert!(possible, "an answer to an impossible request");
             assert_eq!(answer.devices.len(), request.size, "the answer has another size");
             assert!(must.is_subset(&chosen), "the answer lacks a device of must_include");
-            assert!(
-                answer.devices.is_sorted_by_key(|id| places.get(id)),
-                "the answer is not in the order of PCI addresses"
-            );
+            assert!(answer.devices.is_sorted_by_key(|id| places.get(id)), "not in the order of PCI addresses");
             assert!(report.values.is_some(), "an answer without values");
         }
         Some(reason) => {
@@ -89,10 +85,7 @@ pub fn check_answer(
         }
     }
     let explanation = Explanation::new(tables, report);
-    assert!(
-        !explanation.to_string().is_empty() && !report.to_string().contains('\n'),
-        "the report is empty or has several lines"
-    );
+    assert!(!explanation.to_string().is_empty() && !report.to_string().contains('\n'), "no report, or several lines");
     serde_json::to_string(&explanation).expect("the report can be JSON");
 }
 

@@ -53,7 +53,6 @@ struct Shared {
     answer: Notify,
 }
 
-/// A plugin that is being served.
 pub struct Plugin {
     dir: PathBuf,
     pub endpoint: String,
