@@ -1,4 +1,4 @@
-//! The choice among whole GPUs against a brute force of its definition.
+//! The choice among whole GPUs, compared with a brute force of its definition.
 
 #![allow(clippy::cast_possible_truncation, reason = "a few GPUs are counted")]
 
@@ -56,7 +56,7 @@ fn compare(tables: &AllocationTables, oracle: &Oracle<'_>, available: Set, must_
         return;
     };
     if size == 0 {
-        // Nothing was asked for: whether that is a choice or a fallback, nothing is the answer.
+        // A request for no GPU gets no GPU; the report may call that a choice or a fallback.
         assert!(answer.devices.is_empty(), "{question}");
         return;
     }
@@ -68,7 +68,7 @@ fn compare(tables: &AllocationTables, oracle: &Oracle<'_>, available: Set, must_
     assert_eq!((report.compared, report.exact, report.fallback), (expected.compared, true, None), "{question}");
 }
 
-/// The answer where there is no choice: what must be in, then what is available, each sorted.
+/// The answer without a choice: the ids that must be included, then the available ones, each sorted.
 fn sorted(tables: &AllocationTables, available: Set, must_include: Set, size: u32) -> Vec<DeviceId> {
     let [mut first, mut then] = [must_include, available & !must_include].map(|set| ids(tables, set));
     first.sort();
@@ -76,7 +76,7 @@ fn sorted(tables: &AllocationTables, available: Set, must_include: Set, size: u3
     first.into_iter().chain(then).take(size as usize).collect()
 }
 
-/// Every availability and every size of a machine.
+/// Compares every request to a machine: each set of available GPUs with each size.
 fn compare_all(tables: &AllocationTables) {
     let oracle = Oracle::new(tables.topology());
     let count = tables.topology().gpus().len() as u32;
@@ -90,9 +90,9 @@ fn compare_all(tables: &AllocationTables) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// On any machine, for any request: the set, its values, the runner-up, the number of sets.
+    /// Compares the set, its values, the runner-up and the number of compared sets, for any request to any machine.
     #[test]
-    fn random_machines_answer_as_the_brute_force(
+    fn random_machines_match_brute_force(
         observed in prop_oneof![4 => random_node::node(8).boxed(), 1 => random_node::odd_node(8).boxed()],
         requests in vec((any::<u8>(), any::<u8>(), any::<u8>(), 0..9_u32), 1..24),
     ) {
@@ -100,22 +100,22 @@ proptest! {
         let oracle = Oracle::new(tables.topology());
         let machine = (1 << tables.topology().gpus().len()) - 1;
         for (available, must, also, size) in requests {
-            // Few musts, mostly available ones.
+            // Few GPUs must be included, and most of them are available.
             let must = Set::from(must & also) & machine & if size % 2 == 0 { 0 } else { 0x5a };
             compare(&tables, &oracle, Set::from(available) & machine, must, size);
             compare(&tables, &oracle, Set::from(available | also) & machine, 0, size);
         }
     }
 
-    /// All availabilities and sizes of a small machine, which random requests may miss.
+    /// Compares all requests to a small machine, because random ones may miss some.
     #[test]
-    fn small_machines_answer_as_the_brute_force_throughout(observed in random_node::node(4)) {
+    fn small_machines_match_brute_force_for_all_requests(observed in random_node::node(4)) {
         compare_all(&tables(&observed));
     }
 
-    /// The order of the lists and repetitions in them mean nothing; nor does the order of NVML.
+    /// The order of the lists, repetitions in them, and NVML's order of GPUs do not change the answer.
     #[test]
-    fn the_answer_does_not_depend_on_order_or_repetition(
+    fn answer_ignores_order_and_repetition(
         observed in random_node::node(8),
         available in vec(0..8_usize, 0..16),
         must in vec(0..8_usize, 0..3),
@@ -145,9 +145,9 @@ proptest! {
         prop_assert_eq!(ask(&turned, backwards, must, size), answer);
     }
 
-    /// Unknown ids and impossible sizes: in sorted order, and never a panic.
+    /// Unknown ids and impossible sizes are answered in sorted order, without a panic.
     #[test]
-    fn a_request_that_cannot_be_met_is_answered_in_sorted_order(
+    fn unmeetable_request_is_answered_in_sorted_order(
         observed in random_node::node(8),
         available in vec(0..12_usize, 0..10),
         must in vec(0..12_usize, 0..4),
@@ -193,7 +193,7 @@ fn built_in_machines_match_brute_force() {
     }
 }
 
-/// The indices of the GPUs chosen.
+/// The indices of the chosen GPUs.
 fn choice(machine: &str, available: &[usize], size: usize) -> Vec<u32> {
     let tables = built_in(machine);
     let gpus = tables.topology().gpus();
@@ -204,11 +204,11 @@ fn choice(machine: &str, available: &[usize], size: usize) -> Vec<u32> {
 }
 
 #[test]
-fn named_choices_are_made() {
+fn known_machines_get_expected_choices() {
     for (what, machine, available, chosen) in [
-        ("four of six on one side of the cube", "dgx1-v100", &[0, 1, 2, 3, 4, 5][..], &[0, 1, 2, 3][..]),
-        ("two links across the sockets, not one on a switch", "dgx1-v100", &[0, 1, 4], &[0, 4]),
-        ("the two that leave four together", "dgx-h100", &[0, 1, 2, 3, 4, 5], &[4, 5]),
+        ("four of six GPUs on one side of the cube", "dgx1-v100", &[0, 1, 2, 3, 4, 5][..], &[0, 1, 2, 3][..]),
+        ("two NVLinks across the sockets before one below a switch", "dgx1-v100", &[0, 1, 4], &[0, 4]),
+        ("the pair that leaves four GPUs together", "dgx-h100", &[0, 1, 2, 3, 4, 5], &[4, 5]),
     ] {
         assert_eq!(choice(machine, available, chosen.len()), chosen, "{what}");
     }
@@ -217,14 +217,16 @@ fn named_choices_are_made() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 3, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Machines of up to sixteen GPUs: a random graph of NVLinks over any host.
+    /// Machines of up to sixteen GPUs have a random graph of NVLinks over any host.
     #[test]
-    fn values_on_up_to_sixteen_gpus_match_brute_force(observed in random_node::node_between(12, 16), seed in 1..u64::MAX) {
+    fn values_on_up_to_sixteen_gpus_match_brute_force(
+        observed in random_node::node_between(12, 16), seed in 1..u64::MAX,
+    ) {
         sample(&tables(&observed), &mut Numbers(seed));
     }
 }
 
-/// All requests to more than eight GPUs are too many: some of each such machine.
+/// Samples the requests to machines of more than eight GPUs, because all of them would take too long.
 #[test]
 fn large_machines_match_brute_force_on_samples() {
     let mut numbers = Numbers(0x9e37_79b9_7f4a_7c15);
@@ -235,7 +237,7 @@ fn large_machines_match_brute_force_on_samples() {
     }
 }
 
-/// Requests to a machine of many GPUs: the worth of given sets, and a choice among few.
+/// Compares some requests to a machine of many GPUs: the values of given sets, and choices among few GPUs.
 fn sample(tables: &AllocationTables, numbers: &mut Numbers) {
     let oracle = Oracle::new(tables.topology());
     let sets = 1 << tables.topology().gpus().len();
@@ -250,7 +252,7 @@ fn sample(tables: &AllocationTables, numbers: &mut Numbers) {
     }
 }
 
-/// A small generator of numbers (xorshift), the same ones in every run.
+/// A small generator of numbers (xorshift), which yields the same ones in every run.
 struct Numbers(u64);
 
 impl Numbers {

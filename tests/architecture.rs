@@ -1,14 +1,14 @@
-//! Holds what the crates' boundaries cannot say: which crate may use which, who may read the environment, spawn or be
-//! `unsafe`, how long files and functions may be, how docs begin, that each dependency has its reason. ARCHITECTURE.md
-//! has the picture.
+//! Checks rules that the compiler does not: which crate may use which, which files may read the environment, spawn
+//! tasks or be `unsafe`, how long files and functions may be, how docs begin, that each dependency has its reason.
+//! ARCHITECTURE.md has the picture.
 //!
-//! It reads the sources line by line, for most rules without comments and tests (from `#[cfg(test)]` on).
+//! The checks read the sources line by line; most skip comments and tests (from `#[cfg(test)]` on).
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The members of the workspace, and the members that each may use: what stands below it.
+/// The members of the workspace, each with the members that it may use: those below it.
 const EDGES: [(&str, &[&str]); 14] = [
     ("crates/core", &[]),
     ("crates/system", &["core"]),
@@ -29,7 +29,7 @@ const EDGES: [(&str, &[&str]); 14] = [
     ),
 ];
 
-/// Words that only some files may say: the word, and how their paths begin.
+/// Words that only some files may use: the word, and the beginnings of those files' paths.
 const RESERVED: [(&str, &[&str]); 12] = [
     ("unsafe ", &["crates/nvml/src/raw.rs", "lab/fake-nvml/"]),
     ("linkwise_kubelet_api", &["crates/kubelet/src/", "lab/kubelet-box/"]),
@@ -63,7 +63,7 @@ const CODE: [&str; 3] = ["src", "crates", "lab"];
 /// All folders with sources.
 const FOLDERS: [&str; 7] = ["src", "crates", "lab", "tests", "benches", "fuzz/src", "fuzz/fuzz_targets"];
 
-/// Words with which a doc does not begin: it begins with a noun or a verb.
+/// Words with which a doc must not begin: it begins with a noun or a verb.
 const OPENERS: [&str; 17] = [
     "What", "Whether", "How", "Where", "When", "Which", "Who", "Why", "From", "Of", "By", "For", "In", "On", "To",
     "With", "Wherever",
@@ -219,7 +219,8 @@ fn crates_use_what_stands_below_them() {
     assert_eq!(edges("[dependencies]\nlinkwise-core = { path = \"x\" }\nserde = \"1\"\n"), ["core".to_owned()].into());
 }
 
-/// Complaints about the lines of a file: a doc of an item that begins with one of [`OPENERS`], and a line that is too long.
+/// Complaints about the lines of a file: a doc of an item that begins with one of [`OPENERS`], or a line that is too
+/// long.
 fn unreadable(path: &str, text: &str) -> Vec<String> {
     let (mut wrong, mut before) = (Vec::new(), "");
     for (number, full) in (1..).zip(text.lines()) {

@@ -1,5 +1,5 @@
-//! CDI specs, from a driver root in a temporary folder to the files, and what a container gets with its GPUs. Goldens
-//! of the specs, each checked against the format's rules in `cdi/schema.rs`.
+//! CDI specs, written for a driver root in a temporary folder, and what a container gets with its GPUs. The specs are
+//! golden files; `cdi/schema.rs` checks each against the rules of the format.
 
 mod injection;
 pub mod root;
@@ -37,7 +37,7 @@ fn observed(snapshot: NodeState, gpus: &[(u32, &str, &str, Option<u32>)]) -> Nod
 const TWO: [(u32, &str, &str, Option<u32>); 2] =
     [(0, "GPU-a", "0000:01:00.0", Some(0)), (1, "GPU-b", "0000:41:00.0", Some(1))];
 
-/// A host with the driver in a container: the host has it elsewhere than we do.
+/// A host with the driver in a container: its path on the host differs from its path in our container.
 fn in_driver_container(folder: &TempDir) -> Roots {
     let here = folder.path().to_owned();
     let sysfs = here.join("sys");
@@ -51,14 +51,14 @@ fn full() -> (TempDir, Root) {
     (folder, root)
 }
 
-/// A folder with an empty one.
+/// A folder with an empty driver root in it.
 fn empty() -> (TempDir, Root) {
     let folder = tempdir().unwrap();
     let root = Root::empty(folder.path());
     (folder, root)
 }
 
-/// A host with the driver on it.
+/// A host with the driver installed on the host itself.
 fn on_host(folder: &TempDir) -> Roots {
     Roots { driver: "/".into(), dev: "/".into(), ..in_driver_container(folder) }
 }
@@ -99,7 +99,7 @@ fn host_with_hooks_gets_complete_specs() {
 #[test]
 fn driver_container_without_hooks_gets_mounts() {
     let (folder, root) = full();
-    // The root of a driver container does not show the host's programs.
+    // The host's programs are outside the root of a driver container, so the hook is not found.
     root.hook();
     let roots = Roots { dev: "/run/nvidia/driver".into(), ..in_driver_container(&folder) };
     let scanned = scan(roots, Options::default(), &snapshot(&TWO));
@@ -123,12 +123,12 @@ fn nvidia_ctk_hooks_are_nested() {
 fn disabled_hooks_are_replaced_by_mounts() {
     let (folder, root) = full();
     root.hook();
-    // The hooks of the spec, and whether a link's name is mounted.
+    // The hooks of the spec, and whether libcuda.so.1, the name of a link, is mounted.
     let made = |names: &[&str]| {
         let disabled_hooks = names.iter().map(|name| (*name).to_owned()).collect();
         let options = Options { disabled_hooks, ..Options::default() };
         let scanned = scan(on_host(&folder), options, &snapshot(&TWO));
-        // Disabled hooks are no reason to warn about a missing program.
+        // A disabled hook needs no program, so nothing warns about a missing one.
         assert_eq!(scanned.warnings, []);
         written(&scanned.description);
         let edits = &cdi::specs(&scanned.description)[0].container_edits;
@@ -146,7 +146,7 @@ fn disabled_hooks_are_replaced_by_mounts() {
 
 const LATER_HOOKS: [&str; 3] = ["enable-cuda-compat", "disable-device-node-modification", "update-application-profile"];
 
-/// The hooks of the spec of GPUs, their arguments without the program.
+/// The hooks of the GPUs' spec: for each its arguments without the program.
 fn hooks(folder: &TempDir, options: Options) -> Vec<String> {
     let scanned = scan(on_host(folder), options, &snapshot(&TWO));
     written(&scanned.description);
@@ -155,7 +155,7 @@ fn hooks(folder: &TempDir, options: Options) -> Vec<String> {
 }
 
 #[test]
-fn later_hooks_are_used_where_the_program_has_them() {
+fn later_hooks_are_used_if_the_program_has_them() {
     let (folder, root) = full();
     let later = |hooks: Vec<String>| {
         let is_later = |hook: &String| !hook.starts_with("create-symlinks") && !hook.starts_with("update-ldcache");
@@ -170,21 +170,21 @@ fn later_hooks_are_used_where_the_program_has_them() {
     let all = hooks(&folder, Options::default());
     assert!(all[0].starts_with("create-symlinks") && all[2].starts_with("update-ldcache"), "{all:?}");
     assert_eq!(later(all), [compat.as_str(), LATER_HOOKS[1], LATER_HOOKS[2]]);
-    // Each can be left out.
+    // Each can be disabled.
     for name in LATER_HOOKS {
         let options = Options { disabled_hooks: BTreeSet::from([name.to_owned()]), ..Options::default() };
         let left = later(hooks(&folder, options));
         assert!(left.len() == 2 && left.iter().all(|hook| !hook.starts_with(name)), "{name}: {left:?}");
     }
-    // The program of another toolkit, which linkwise sees where the host has it.
+    // The configured program of another toolkit is found at its path on the host.
     let options = Options { hook: Some("/opt/toolkit/nvidia-cdi-hook".to_owned()), ..Options::default() };
-    assert_eq!(later(hooks(&folder, options.clone())), [""; 0], "not seen");
+    assert_eq!(later(hooks(&folder, options.clone())), [""; 0], "the program is missing");
     root.program("opt/toolkit/nvidia-cdi-hook");
     fs::write(folder.path().join("opt/toolkit/nvidia-cdi-hook"), LATER_HOOKS[2]).unwrap();
     assert_eq!(later(hooks(&folder, options)), [LATER_HOOKS[2]]);
 }
 
-/// Where containers get the driver's files: the host's path below the driver root, and the container's.
+/// The mounts of the driver's files: for each the host's path below the driver root, and the container's.
 fn mounts(folder: &TempDir) -> Vec<(String, String)> {
     let scanned = scan(on_host(folder), Options::default(), &snapshot(&TWO));
     let spec = &cdi::specs(&scanned.description)[0];
@@ -211,7 +211,7 @@ fn libraries_come_from_all_folders_and_once() {
     for unrelated in ["libcuda.so.535.1", "libnvidia-egl-wayland.so.1", "libc.so.6"] {
         root.file(&format!("{LIBRARIES}/{unrelated}"));
     }
-    // Another way to the same folder.
+    // A second path to the same folder adds nothing.
     root.link("lib", "usr/lib");
     let mut expected = [
         format!("/{LIBRARIES}/libnvidia-egl-wayland.so.1.1.9"),
@@ -260,7 +260,7 @@ fn expected_links_are_made_whatever_the_host_has() {
         let (link, library) = (format!("/{LIBRARIES}/{link}"), format!("/{LIBRARIES}/{library}.{VERSION}"));
         assert!(with.contains(&format!("--link {target}::{link}")), "{link}: {with}");
         assert!(without.contains(&(library, link.clone())), "{link}: {without:?}");
-        assert!(!mounts(&folder).iter().any(|(_, container)| *container == link), "made by the hook");
+        assert!(!mounts(&folder).iter().any(|(_, container)| *container == link), "the hook makes the link");
     }
 }
 
@@ -303,7 +303,7 @@ fn driver_files_are_those_of_nvidias_generator() {
     ] {
         assert!(mounts.contains(&(format!("/{host}"), format!("/etc/{container}"))), "{host}: {mounts:#?}");
     }
-    assert_eq!(mounts.len(), same.len() + 2 + 3 + 1, "and libcuda: {mounts:#?}");
+    assert_eq!(mounts.len(), same.len() + 2 + 3 + 1, "the above and libcuda: {mounts:#?}");
 }
 
 #[test]
@@ -319,12 +319,12 @@ fn libraries_match_the_loaded_driver() {
     let newest = ["libcuda.so.535.10.1", "libnvidia-ml.so.535.10.1", "libnvidia-ptxjitcompiler.so.535.10.1"];
     assert_eq!(names(&scanned(&folder).description.driver), newest, "libcuda.so.1 leads to it");
     fs::remove_file(folder.path().join(LIBRARIES).join("libcuda.so.1")).unwrap();
-    assert_eq!(names(&scanned(&folder).description.driver), newest, "10 is more than 9");
+    assert_eq!(names(&scanned(&folder).description.driver), newest, "535.10 is newer than 535.9");
     root.link(&format!("{LIBRARIES}/libcuda.so.1"), "libcuda.so.535.9");
     assert_eq!(scanned(&folder).description.driver.version.as_deref(), Some("535.9"));
     root.loaded("535.10.1");
     assert_eq!(names(&scanned(&folder).description.driver), newest, "the loaded driver decides");
-    // An unfinished update: libraries of another version than the kernel module's do not work.
+    // In an unfinished update the libraries' version differs from the kernel module's, and they do not work.
     root.loaded("550.1");
     let seen = scanned(&folder);
     assert_eq!(names(&seen.description.driver), [""; 0]);
@@ -361,7 +361,7 @@ fn gone_gpu_keeps_its_uuid_and_loses_its_index() {
     };
     let before = snapshot(&TWO);
     assert_eq!(names(&before), ["0", "GPU-a", "1", "GPU-b", "all"]);
-    // GPU-a left; GPU-b is the first now, as NVML counts.
+    // GPU-a is gone, so NVML gives index 0 to GPU-b.
     let after = observed(before, &[(0, "GPU-b", "0000:41:00.0", Some(1))]);
     assert_eq!(names(&after), ["GPU-a", "0", "GPU-b", "all"]);
     let scanned = scan(on_host(&folder), Options::default(), &after);
@@ -396,7 +396,7 @@ fn mig_device_has_parent_node_and_capabilities() {
     };
     let migs = [
         mig(0, "MIG-1", ", capabilities: {gpu_instance: 66, compute_instance: 67}"),
-        // A UUID in the form of drivers before R470, which CDI does not allow as a name.
+        // CDI allows no name of this form, which UUIDs had before driver R470.
         mig(1, "MIG-GPU-p/8/0", ", capabilities: {gpu_instance: 75, compute_instance: 76}"),
         mig(3, "MIG-gfx", ", extension: graphics, capabilities: {gpu_instance: 84, compute_instance: 85}"),
         mig(2, "MIG-3", ""),
@@ -425,7 +425,7 @@ fn mig_device_has_parent_node_and_capabilities() {
     let first = vec!["nvidia5", "nvidia-caps/nvidia-cap66", "nvidia-caps/nvidia-cap67"];
     let second = vec!["nvidia5", "nvidia-caps/nvidia-cap75", "nvidia-caps/nvidia-cap76"];
     let whole = vec!["nvidia5", "dri/card2", "dri/renderD128"];
-    // Graphics needs the GPU's DRM nodes, and a profile without it gets none.
+    // Only a profile with graphics gets the GPU's DRM nodes.
     let caps = ["nvidia-caps/nvidia-cap84", "nvidia-caps/nvidia-cap85"];
     let graphics: Vec<&str> = [&whole[..1], &caps, &whole[1..]].concat();
     let mut all: Vec<&str> = [&first[1..], &second[1..], &graphics].concat();
@@ -443,7 +443,7 @@ fn mig_device_has_parent_node_and_capabilities() {
     assert_eq!(devices, expected);
 }
 
-/// Specs whose texts differ in length by far.
+/// Specs whose texts differ much in length, so that a partial write would show.
 fn versions(count: u32) -> Vec<Spec> {
     let gpu = |minor: u32| DeviceEntry {
         names: vec![minor.to_string(), format!("GPU-{minor}")],
@@ -473,7 +473,7 @@ fn reader_never_sees_a_partial_spec() {
         let reader = scope.spawn(|| {
             let mut seen = BTreeSet::new();
             while !done.load(Ordering::Relaxed) {
-                let text = fs::read_to_string(&path).expect("it is always there");
+                let text = fs::read_to_string(&path).expect("the spec always exists");
                 assert!(texts.contains(&text), "a partial spec:\n{text}");
                 seen.insert(text);
             }
@@ -486,7 +486,7 @@ fn reader_never_sees_a_partial_spec() {
         reader.join().unwrap();
     });
     let names: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    assert_eq!(names, [path.file_name().unwrap()], "nothing is left over");
+    assert_eq!(names, [path.file_name().unwrap()], "no temporary file is left");
 }
 
 #[test]

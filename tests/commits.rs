@@ -1,4 +1,4 @@
-//! `.ci/commits`, which holds the form of commits, over repositories with one commit each.
+//! `.ci/commits`, which checks the form of commits, run on repositories with one commit since a release.
 
 use std::path::Path;
 use std::process::Command;
@@ -11,7 +11,7 @@ fn git(folder: &Path, words: &[&str]) {
     assert!(output.status.success(), "{words:?}: {output:?}");
 }
 
-/// The complaints about a commit with this message, after a release.
+/// The complaints about a commit with this message, the only one since a release.
 fn complaints(message: &str) -> Vec<String> {
     let folder = tempfile::tempdir().unwrap();
     git(folder.path(), &["init", "--quiet"]);

@@ -26,7 +26,7 @@ fn every_input_of_each_target_passes() {
         let files: Vec<_> = folders.into_iter().flatten().flatten().map(|file| file.unwrap().path()).collect();
         assert!(!files.is_empty(), "no corpus for {target}");
         for file in files {
-            // The last line before a failure names the input.
+            // The last line that is printed before a failure names the input.
             eprintln!("{}", file.display());
             check(&fs::read(&file).unwrap());
         }

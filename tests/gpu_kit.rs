@@ -1,4 +1,4 @@
-//! The kit for the first GPU (`lab/gpu-kit`): packed from what was built for tests, run against our own NVML library.
+//! The kit for a first run on a real GPU (`lab/gpu-kit`), packed from the test build and run on the fake NVML library.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, symlink};
@@ -12,13 +12,13 @@ use std::time::Duration;
 use fake_nvml::Control;
 use tempfile::TempDir;
 
-/// The kit, or the reason why it cannot be packed here.
+/// Packs the kit from the programs of the test build; returns its folder.
 fn packed(folder: &TempDir) -> PathBuf {
     let built = Path::new(env!("CARGO_BIN_EXE_linkwise")).parent().unwrap();
     assert!(built.join("linkwise-lab").exists(), "cargo build -p linkwise-lab first; make test does");
     let kit = folder.path().join("kit");
     let pack = Path::new(env!("CARGO_MANIFEST_DIR")).join("lab/gpu-kit/pack.sh");
-    // Programs that are not optimised are larger.
+    // The limit is raised because these programs are not optimised.
     let output = Command::new(pack).arg(built).arg(&kit).env("GPU_KIT_MOST_MIB", "500").output().unwrap();
     assert!(output.status.success(), "{output:?}");
     kit
@@ -33,11 +33,11 @@ fn run(kit: &Path, report: &Path, variables: &[(&str, &Path)]) -> (Output, Strin
     (output, summary)
 }
 
-/// A libcuda that faults through a GPU's device node: a file here, in which it writes the XID and reads that the driver
-/// has reported it. In a container it has a GPU if it sees the node of one, and of no other.
+/// A libcuda whose faults go through a GPU's device node, here a file: it writes the XID into the file and waits until
+/// [`report_xids`] has answered there. In a container it has the GPU whose node it sees, if it sees only one.
 const LIBCUDA: &str = include_str!("gpu_kit.c");
 
-/// Makes a driver's root with the fake NVML library and that libcuda; returns the path of its NVML library.
+/// Makes a driver root with the fake NVML library and [`LIBCUDA`]; returns the path of its NVML library.
 fn driver_root(root: &Path) -> PathBuf {
     let libraries = root.join("usr/lib/x86_64-linux-gnu");
     fs::create_dir_all(&libraries).unwrap();
@@ -49,7 +49,7 @@ fn driver_root(root: &Path) -> PathBuf {
     let mut compiler = Command::new("cc");
     compiler.args(["-shared", "-fPIC", "-Wall", "-Werror", "-Wl,-soname,libcuda.so.1", "-o"]);
     compiler.arg(libraries.join("libcuda.so.570.1")).arg(root.join("libcuda.c"));
-    // The driver's names these parts of the C library, which a container without an image does not have.
+    // NVIDIA's libcuda depends on these parts of the C library, which a container without an image lacks.
     compiler.args(["-Wl,--no-as-needed", "-l:libdl.so.2", "-l:libpthread.so.0", "-l:librt.so.1"]);
     assert!(compiler.status().unwrap().success());
     symlink("libcuda.so.570.1", libraries.join("libcuda.so.1")).unwrap();
@@ -102,7 +102,8 @@ fn kit_reports_calls_admission_claim_and_faults() {
     let labels = fs::read_to_string(at("report/labels.txt"));
     assert!(output.status.success(), "{summary}\n{output:?}\nlabels.txt: {labels:?}");
     let xids: Vec<&str> = reported.iter().map(|(_, xid)| xid.as_str()).collect();
-    // Between the two doors' faults are one after the release, those of the takeover, and one after it.
+    // First the device plugin's two faults, then one after the resume, those during the takeover, one after it, and
+    // DRA's two.
     let [first, second, resumed, takeover @ .., after, third, fourth] = &xids[..] else {
         panic!("{xids:?}: {summary}")
     };
@@ -130,7 +131,7 @@ fn kit_reports_calls_admission_claim_and_faults() {
     ] {
         assert!(summary.contains(line), "{line}: {summary}");
     }
-    // Root may make containers; another user may not on every machine, and the summary says so.
+    // Root can make containers. Another user cannot on some machines, and then the summary reports it.
     if is_root() || !summary.contains("LOOK: DRA: the faulting programs run without a container: ") {
         let gpu = reported[reported.len() - 2].0;
         let contained = format!(r#"run in a container with ["/dev/nvidia{gpu}""#);
@@ -168,7 +169,7 @@ fn is_root() -> bool {
 fn machine_without_a_driver_is_left_alone() {
     let folder = tempfile::tempdir().unwrap();
     let kit = Path::new(env!("CARGO_MANIFEST_DIR")).join("lab/gpu-kit");
-    // The machine of this test may have one.
+    // The machine that runs this test may have a driver, so the kit looks in an empty folder.
     let (output, summary) = run(&kit, &folder.path().join("report"), &[("LINKWISE_KIT_FOLDERS", folder.path())]);
     assert!(output.status.success());
     assert_eq!(summary, "no GPU: there is no libnvidia-ml.so.1, and nothing was done\n");

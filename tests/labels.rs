@@ -1,5 +1,5 @@
-//! The labels of machines: each built-in one under each kind of configuration, values that real nodes publish, and what
-//! holds for any machine.
+//! The labels of machines: golden files of each built-in machine under each kind of configuration, values that real
+//! nodes publish, and properties of any machine.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -20,7 +20,7 @@ use crate::random_node;
 
 type Map = BTreeMap<String, String>;
 
-/// The labels that are ours: on every GPU node or on none.
+/// The labels below `linkwise.dev/`.
 const OURS: [&str; 7] =
     ["gpu.island-size", "gpu.link", "gpu.models", "gpu.per-numa", "gpu.per-rail", "gpu.rails", "nvlink-fabric"];
 
@@ -38,7 +38,7 @@ fn shared(kind: SharingKind, resource: &str) -> Option<Sharing> {
     Some(Sharing::new(kind, vec![SharedResource::new(resource.parse().unwrap(), 4)]))
 }
 
-/// A MIG device with so many slices and eighths of its GPU's memory.
+/// A MIG device of a GPU with so many slices and so much memory.
 fn device(gpu: usize, index: u32, slices: u32, memory_mib: u64) -> MigDeviceObservation {
     MigDeviceObservation {
         uuid: format!("MIG-{gpu}-{index}").parse().unwrap(),
@@ -48,7 +48,7 @@ fn device(gpu: usize, index: u32, slices: u32, memory_mib: u64) -> MigDeviceObse
     }
 }
 
-/// Cuts the GPUs that have MIG into devices of these slices and eighths of memory, but for the first `whole` ones.
+/// Cuts the GPUs that have MIG, except the first `whole` ones, into devices of these slices and eighths of memory.
 fn cut(mut observed: NodeObservation, whole: usize, devices: &[(u32, u64)]) -> NodeObservation {
     for (at, gpu) in observed.gpus.iter_mut().enumerate().skip(whole).filter(|(_, gpu)| gpu.mig.is_some()) {
         let eighth = gpu.memory_mib.unwrap() / 8;
@@ -65,7 +65,7 @@ fn text(labels: &Map) -> String {
     })
 }
 
-/// What of a configuration's labels is not as without it.
+/// The labels that a configuration adds, changes (`+`) or removes (`-`).
 fn difference(before: &Map, after: &Map) -> String {
     let mut text = String::new();
     for (key, value) in after.iter().filter(|(key, value)| before.get(*key) != Some(value)) {
@@ -104,7 +104,7 @@ fn built_in_machines_keep_their_labels() {
 }
 
 #[test]
-fn command_prints_what_the_machine_would_get() {
+fn labels_command_prints_labels_of_machine() {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("config.yaml");
     std::fs::write(&config, "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}\n").unwrap();
@@ -115,17 +115,17 @@ fn command_prints_what_the_machine_would_get() {
     let observed = machines::load("dgx-h100").unwrap().observed;
     let plan = ResourcePlan { sharing: shared(SharingKind::TimeSlicing, "nvidia.com/gpu"), ..ResourcePlan::default() };
     let mut expected = labels_of(observed, plan, Some("dgx-h100")).0;
-    // A machine by its file has neither a time nor a host.
+    // A machine that is read from a file has no timestamp, and no facts of the host.
     expected.retain(|key, _| key != "nvidia.com/gfd.timestamp" && key != "nvidia.com/vgpu.present");
     expected.insert("nvidia.com/gpu.machine".to_owned(), "unknown".to_owned());
     assert_eq!(String::from_utf8(output.stdout).unwrap(), text(&expected));
 }
 
-/// What nodes in the field publish: <https://github.com/NVIDIA/k8s-device-plugin/issues/1501> (H100),
-/// <https://github.com/Mellanox/network-operator/issues/211> (A100 40 GB), and dumps of H100 and A100 80 GB in the
-/// strategy mixed.
+/// Labels of nodes in the field: <https://github.com/NVIDIA/k8s-device-plugin/issues/1501> (H100),
+/// <https://github.com/Mellanox/network-operator/issues/211> (A100 40 GB), and dumps of H100 and A100 80 GB with MIG
+/// strategy `mixed`.
 #[test]
-fn real_nodes_values_are_ours() {
+fn labels_equal_those_of_real_nodes() {
     let has = |labels: &Map, expected: &str| {
         for (key, value) in expected.split_whitespace().map(|label| label.split_once('=').unwrap()) {
             assert_eq!(labels.get(&format!("nvidia.com/{key}")).map(String::as_str), Some(value), "{key}");
@@ -167,9 +167,9 @@ fn real_nodes_values_are_ours() {
     has(&labels, "gpu.product=A100-PCIE-40GB gpu.memory=40536 mig-1g.5gb.memory=4864");
 }
 
-/// Whether NFD takes it, by a rule of this test's own: nothing, or 63 characters at most that begin and end with a
-/// letter or digit.
-fn nfd_takes(text: &str) -> bool {
+/// Returns true if NFD accepts a label's name or value: it is empty, or has at most 63 characters and begins and ends
+/// with a letter or digit.
+fn nfd_accepts(text: &str) -> bool {
     let bytes = text.as_bytes();
     bytes.len() <= 63
         && bytes.iter().enumerate().all(|(at, byte)| {
@@ -178,7 +178,7 @@ fn nfd_takes(text: &str) -> bool {
         })
 }
 
-/// The most GPUs of which every two fulfil `linked`, by looking at every set.
+/// The size of the largest set of GPUs of which every two are `linked`, found by looking at every set.
 fn largest(gpus: usize, linked: impl Fn(usize, usize) -> bool) -> usize {
     let is_island = |set: &u32| {
         let members: Vec<usize> = (0..gpus).filter(|gpu| set >> gpu & 1 == 1).collect();
@@ -202,7 +202,7 @@ fn plans() -> impl Strategy<Value = ResourcePlan> {
     })
 }
 
-/// For each GPU its model, and whether it is cut into MIG devices of these slices.
+/// A model for each GPU, and the slices of its MIG devices if it is in MIG mode.
 fn looks() -> impl Strategy<Value = Vec<(Option<String>, Option<Vec<u32>>)>> {
     let model = prop::option::of("(NVIDIA )?[A-Z][ -~]{0,70}");
     let mig = prop::option::of(prop::collection::vec(1..8_u32, 0..4));
@@ -226,14 +226,14 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_machine_has_labels_that_nfd_takes(
+    fn any_machine_has_labels_that_nfd_accepts(
         observed in random_node::odd_node(8), looks in looks(), plan in plans(), named in any::<bool>(),
     ) {
         let (labels, _) = labels_of(dressed(observed, &looks), plan, named.then_some("gpu-1"));
         for (key, value) in &labels {
             let (domain, name) = key.split_once('/').unwrap();
-            prop_assert!(["nvidia.com", "linkwise.dev"].contains(&domain) && !name.is_empty() && nfd_takes(name));
-            prop_assert!(nfd_takes(value), "{key}={value}");
+            prop_assert!(["nvidia.com", "linkwise.dev"].contains(&domain) && !name.is_empty() && nfd_accepts(name));
+            prop_assert!(nfd_accepts(value), "{key}={value}");
         }
         let ours: Vec<&str> = labels.keys().filter_map(|key| key.strip_prefix("linkwise.dev/")).collect();
         let all = named && labels.contains_key("nvidia.com/gpu.count");

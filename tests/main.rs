@@ -1,13 +1,13 @@
 //! The tests of the program and its neighbours, in one binary: each binary links the program anew.
 //!
-//! README.md says what each module holds. What needs programs built before is a target of its own: `image`.
+//! README.md lists the modules. The tests of the image are a target of their own, because they need other programs.
 
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
     clippy::panic,
     clippy::indexing_slicing,
-    reason = "what a helper cannot do fails the test"
+    reason = "a failure of a helper fails the test"
 )]
 
 mod allocation_oracle;

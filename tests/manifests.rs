@@ -1,5 +1,5 @@
-//! The manifests: they parse, what they name is there, and linkwise takes the settings in them. Where kubectl or kustomize is at
-//! hand (`make test` says so where neither is) each is rendered and looked at as the cluster would get it.
+//! The manifests parse, the files that they name exist, and linkwise accepts their settings. With kubectl or kustomize
+//! each folder is rendered and checked as the cluster would get it.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -74,21 +74,21 @@ fn overlays_change_what_the_base_has() {
         let kustomization = read(&folder.join("kustomization.yaml"));
         for patch in list(&kustomization, "/patches") {
             let text = read(&folder.join(patch["path"].as_str().unwrap()));
-            // A patch without a target of its own, or of another kind or name, would be refused or lost.
+            // kustomize would refuse or lose a patch without a target, or one whose target has another kind or name.
             let (kind, name) = (&base["kind"], &base["metadata"]["name"]);
             assert_eq!((&patch["target"]["kind"], &patch["target"]["name"]), (kind, name), "{}", folder.display());
             assert_eq!((&text["kind"], &text["metadata"]["name"]), (kind, name), "{}", folder.display());
-            // A container of another name would be a second one.
+            // A container with another name would be added as a second one.
             let containers = format!("{POD}/containers");
             assert!(names(&text, &containers).is_subset(&names(&base, &containers)), "{}", folder.display());
-            holds(&folder, &[&base, &text]);
+            check_references(&folder, &[&base, &text]);
         }
     }
-    holds(&manifests().join("base"), &[&base]);
+    check_references(&manifests().join("base"), &[&base]);
 }
 
-/// A new pod takes over from the old one beside it, which takes a port that two pods can have, and to know the one from
-/// the other.
+/// A new pod takes over from the old one while both run. So they cannot share a port of the host, and each must know
+/// its own UID.
 #[test]
 fn pods_are_replaced_without_a_gap() {
     let base = base();
@@ -103,8 +103,9 @@ fn pods_are_replaced_without_a_gap() {
     }
 }
 
-/// Every mount has its volume, every volume its mount, every port of a probe its name. Of parts that are merged, in all of them.
-fn holds(folder: &Path, parts: &[&Value]) {
+/// Checks that every mount has a volume, every volume a mount, and every probe a named port, over all `parts`, which a
+/// patch merges into one DaemonSet.
+fn check_references(folder: &Path, parts: &[&Value]) {
     let all = |pointer: &str| parts.iter().flat_map(|part| names(part, pointer)).collect::<BTreeSet<String>>();
     let containers = |kind: &str| {
         let count = parts.iter().map(|part| list(part, &format!("{POD}/{kind}")).len()).max().unwrap();
@@ -123,9 +124,9 @@ fn holds(folder: &Path, parts: &[&Value]) {
     }
 }
 
-/// Each pod has SELinux categories of its own unless somebody says otherwise, and files bear those of who made them.
+/// Each pod gets SELinux categories of its own by default, and a file has those of the pod that made it.
 #[test]
-fn under_selinux_the_next_pod_can_read_what_the_last_one_kept() {
+fn selinux_overlay_lets_next_pod_read_kept_files() {
     let patch = patch("selinux");
     let options = patch.pointer(&format!("{POD}/containers/0/securityContext/seLinuxOptions")).unwrap();
     assert_eq!(*options, serde_json::json!({"type": "container_device_plugin_t", "level": "s0"}));
@@ -153,7 +154,7 @@ fn openshift_constraints_are_what_the_daemonset_needs() {
         let is_needed = name == "allowHostDirVolumePlugin";
         assert!(value.as_bool() == Some(is_needed) || *value == serde_json::json!([]), "{name}: {value}");
     }
-    // The annotation, the role and the binding lead from the pod to the constraints.
+    // The pod gets these constraints through the annotation, the role and the binding.
     let name = &scc["metadata"]["name"];
     assert_eq!(patch["spec"]["template"]["metadata"]["annotations"]["openshift.io/required-scc"], *name);
     let rule = &role["rules"][0];
@@ -163,7 +164,8 @@ fn openshift_constraints_are_what_the_daemonset_needs() {
     assert_eq!(binding["subjects"][0]["namespace"], read(&folder.join("kustomization.yaml"))["namespace"]);
 }
 
-/// A runtime that ignores the variable of unprivileged containers gives linkwise itself no GPU without this right.
+/// A runtime that is configured for volume mounts ignores NVIDIA_VISIBLE_DEVICES of unprivileged containers. Without
+/// SYS_ADMIN linkwise itself would get no GPU from it.
 #[test]
 fn volume_mounts_come_with_the_right_to_see_gpus() {
     let patch = patch("volume-mounts");
@@ -173,9 +175,9 @@ fn volume_mounts_come_with_the_right_to_see_gpus() {
     assert_eq!(container["securityContext"]["capabilities"], capabilities);
 }
 
-/// What making MIG devices takes of the NVIDIA runtime, and no privilege beside it.
+/// linkwise needs these variables and SYS_ADMIN so that the NVIDIA runtime lets it make MIG devices, and nothing else.
 #[test]
-fn mig_on_demand_comes_with_its_rights_and_no_more() {
+fn mig_overlay_adds_exactly_the_rights_it_needs() {
     let patch = patch("dra-mig");
     let container = patch.pointer(&format!("{POD}/containers/0")).unwrap();
     let env = list(container, "/env").into_iter().map(|env| (env["name"].as_str().unwrap(), env["value"].as_str()));
@@ -195,7 +197,7 @@ fn mps_control_daemon_has_the_hosts_process_ids() {
     assert_eq!(daemon.pointer(&format!("{POD}/hostPID")), Some(&Value::Bool(true)));
 }
 
-/// linkwise writes its orders and nothing else under the MPS root, where the privileged process reads them.
+/// Under the MPS root linkwise writes only its orders, which the privileged process reads.
 #[test]
 fn mps_for_claims_lets_linkwise_write_its_orders_only() {
     let patch = patch("dra-mps");
@@ -215,7 +217,7 @@ fn mps_for_claims_lets_linkwise_write_its_orders_only() {
     assert_eq!(linkwise_host::mps::Layout::new("/mps").orders_folder(), Path::new("/mps/.dra"));
 }
 
-/// Checks that the account of the base has a role by this binding; returns its name.
+/// Checks that this binding gives the role to the base's ServiceAccount; returns the account's name.
 fn is_bound(binding: &Value, role: &Value) -> String {
     let account = &read(&manifests().join("base/serviceaccount.yaml"))["metadata"]["name"];
     let (subject, of_binding) = (&binding["subjects"][0]["name"], &binding["roleRef"]["name"]);
@@ -238,7 +240,7 @@ fn dra_has_the_least_rights_and_its_own_node() {
     assert_eq!(Value::from(rules), expected);
     let account = is_bound(&of("clusterrolebinding"), &role);
     let policy = of("admissionpolicy");
-    // Of any namespace: kustomize changes that of the account, and not this text.
+    // The expression accepts any namespace, because kustomize changes the account's and not this text.
     let user = format!("request.userInfo.username.matches('^system:serviceaccount:[^:]+:{account}$')");
     assert_eq!(policy["spec"]["matchConditions"][0]["expression"], user);
     let rule = &policy["spec"]["matchConstraints"]["resourceRules"][0];
@@ -246,7 +248,7 @@ fn dra_has_the_least_rights_and_its_own_node() {
         (&rule["resources"][0], &rule["operations"]),
         (&serde_json::json!("resourceslices"), &serde_json::json!(["CREATE", "UPDATE", "DELETE"]))
     );
-    // The chart names another account, and has the same rules.
+    // The chart has another account and the same rules.
     let rules = |path: &Path| {
         let text = std::fs::read_to_string(path).unwrap();
         let rules = text.split_once("\n  variables:\n").expect("variables of a policy").1.to_owned();
@@ -260,7 +262,7 @@ fn dra_has_the_least_rights_and_its_own_node() {
     assert_eq!(of("deviceclass-gpu")["spec"]["extendedResourceName"], "nvidia.com/gpu");
 }
 
-/// linkwise writes events, and nothing else.
+/// linkwise may create events and nothing else.
 #[test]
 fn events_have_the_least_rights() {
     let of = |name: &str| read(&manifests().join(format!("overlays/events/{name}.yaml")));
@@ -271,14 +273,14 @@ fn events_have_the_least_rights() {
     assert_eq!(of("daemonset").pointer(&format!("{POD}/automountServiceAccountToken")), Some(&Value::Bool(true)));
 }
 
-/// The base and the overlays give a pod what the tests of switching between them give a process.
+/// The tests that switch between overlays start linkwise as the base and the overlays would.
 #[test]
-fn plugin_gets_by_each_overlay_what_the_tests_give_it() {
+fn overlays_give_the_settings_that_tests_assume() {
     for setting in SETTINGS {
         let Some(folder) = setting.overlay else { continue };
         let overlay = folder.strip_prefix("overlays/").map(patch);
         let parts: Vec<Value> = [base()].into_iter().chain(overlay).collect();
-        // As a strategic merge puts them together: lists by their names.
+        // A strategic merge joins these lists, whose items have names.
         let all = |pointer: &str| parts.iter().flat_map(|part| list(part, pointer)).cloned().collect::<Vec<Value>>();
         let of = |key: &str| Value::from(all(&format!("{POD}/containers/0/{key}")));
         let container = serde_json::json!({"volumeMounts": of("volumeMounts"), "env": of("env")});
@@ -315,7 +317,7 @@ fn monitoring_finds_the_pods_and_brings_dashboards() {
 
 #[test]
 #[cfg_attr(not(has_kubectl), ignore = "no kubectl or kustomize here: make tools brings it")]
-fn what_the_cluster_would_get_is_whole() {
+fn rendered_manifests_are_complete() {
     let base = rendered(&manifests().join("base"));
     for folder in overlays().into_iter().chain([manifests().join("base")]) {
         let objects = rendered(&folder);
@@ -338,10 +340,10 @@ fn what_the_cluster_would_get_is_whole() {
         let linkwise = of_kind("DaemonSet").find(|object| object["metadata"]["name"] == "linkwise").unwrap();
         assert_eq!(list(linkwise, &format!("{POD}/containers")).len(), 1, "{}", folder.display());
         for set in of_kind("DaemonSet") {
-            holds(&folder, &[set]);
+            check_references(&folder, &[set]);
             for container in ["initContainers", "containers"].iter().flat_map(|of| list(set, &format!("{POD}/{of}"))) {
                 assert_eq!(container["image"], "linkwise:dev", "{}: {container}", folder.display());
-                // The API server refuses the pair.
+                // The API server refuses a container that is privileged but must not escalate privileges.
                 let security = &container["securityContext"];
                 let privileged = security["privileged"] == true || format!("{security}").contains("SYS_ADMIN");
                 let refused = privileged && security["allowPrivilegeEscalation"] == false;
@@ -356,7 +358,7 @@ fn what_the_cluster_would_get_is_whole() {
     }
 }
 
-/// The files of ConfigMaps in a folder, with their names.
+/// The files in the ConfigMaps of a folder: name and text.
 fn configurations(folder: &Path) -> Vec<(String, String)> {
     let resources = read(&folder.join("kustomization.yaml"));
     let files = list(&resources, "/resources").into_iter().map(|file| folder.join(file.as_str().unwrap()));
@@ -367,7 +369,7 @@ fn configurations(folder: &Path) -> Vec<(String, String)> {
 }
 
 #[test]
-fn linkwise_takes_the_settings_in_them() {
+fn linkwise_accepts_settings_of_manifests() {
     let mut files = 0;
     for folder in overlays().into_iter().chain([manifests().join("base")]) {
         let temporary = tempfile::tempdir().unwrap();
@@ -378,14 +380,14 @@ fn linkwise_takes_the_settings_in_them() {
             assert!(checked.is_ok(), "{}: {name}: {checked:?}", folder.display());
             files += 1;
         }
-        // The flags and variables of `run`, and the file that they name, come to settings.
+        // linkwise makes settings of the flags and variables of `run` and of the file that they name.
         let daemonset = read(&folder.join("daemonset.yaml"));
         let container = daemonset.pointer(&format!("{POD}/containers/0")).unwrap();
         // /config is where the ConfigMap is mounted.
         let here =
             |value: &Value| value.as_str().unwrap().replace("/config/", &format!("{}/", temporary.path().display()));
         let args = list(container, "/args").into_iter().filter(|arg| **arg != "run").map(here);
-        // What a pod takes from itself has no value here.
+        // A variable that is a field of the pod has no value here.
         let env = list(container, "/env").into_iter().filter(|env| env["value"].is_string());
         let env = env.map(|env| (env["name"].as_str().unwrap(), here(&env["value"])));
         let show = Command::new(env!("CARGO_BIN_EXE_linkwise")).args(["config", "show"]).args(args).envs(env).output();
@@ -397,14 +399,14 @@ fn linkwise_takes_the_settings_in_them() {
 
 #[test]
 fn variables_are_those_that_linkwise_reads() {
-    // Read by the NVIDIA container runtime, not by us.
+    // The NVIDIA container runtime reads these, not linkwise.
     const RUNTIMES: [&str; 4] = [
         "NVIDIA_VISIBLE_DEVICES",
         "NVIDIA_DRIVER_CAPABILITIES",
         "NVIDIA_MIG_CONFIG_DEVICES",
         "NVIDIA_MIG_MONITOR_DEVICES",
     ];
-    // Lines are broken to the width of a terminal.
+    // The help breaks lines at the width of a terminal.
     let help = linkwise(&["run", "--help"]).split_whitespace().collect::<Vec<_>>().join(" ");
     let mut seen = 0;
     for folder in overlays().into_iter().chain([manifests().join("base")]) {

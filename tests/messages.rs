@@ -10,7 +10,7 @@ use proc_macro2::{Delimiter, Group, Literal, TokenStream, TokenTree};
 
 use crate::architecture::sources;
 
-/// Macros whose arguments have a message.
+/// Macros that have a message among their arguments.
 const MACROS: [&str; 5] = ["anyhow", "bail", "ensure", "error", "warn"];
 
 /// Methods of `anyhow::Context`.
@@ -113,9 +113,9 @@ fn messages_are_those_of_the_golden_file() {
 
 #[test]
 fn messages_are_found_in_macros_attributes_and_contexts() {
-    let text = "fn f() {\n    tracing::warn!(gpu = \"x\", %cause, \"cannot read {gpu}: \\\n        too \\\"long\\\"\");\n    \
-                bail!(\"no\");\n}\n#[error(\"cannot {0}\")]\nstruct E;\nfn g() { h().with_context(|| format!(\"at {x}\"))?; }\n\
-                #[cfg(test)]\nmod tests { fn f() { warn!(\"hidden\"); } }\nfn i() { error!(\"seen\"); }\n";
+    let text = "fn f() {\n  tracing::warn!(gpu = \"x\", %cause, \"cannot read {gpu}: \\\n        too \\\"long\\\"\");\n\
+                bail!(\"no\");\n}\n#[error(\"cannot {0}\")]\nstruct E;\nfn g() { h().with_context(|| format!(\"at {x}\
+                \"))?; }\n#[cfg(test)]\nmod tests { fn f() { warn!(\"hidden\"); } }\nfn i() { error!(\"seen\"); }\n";
     let found: Vec<String> = messages(text).into_iter().map(|(kind, text)| format!("{kind} {text}")).collect();
     let expected = [
         "warn! cannot read {gpu}: too \"long\"",

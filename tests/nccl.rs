@@ -1,5 +1,5 @@
-//! `linkwise expect` and `linkwise verify` against published results of nccl-tests (`tests/nccl/`: address, sizes and
-//! bandwidths), and against faults made on built-in machines. The text of nccl-tests around the numbers is made here.
+//! `linkwise expect` and `linkwise verify`, with published results of nccl-tests (`tests/nccl/`: address, sizes and
+//! bandwidths) and with faults on built-in machines. The tests write the text of nccl-tests around the numbers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -22,11 +22,11 @@ struct Published {
     source: String,
     run: String,
     machine: String,
-    /// The GPUs of the run on that machine; all if left out.
+    /// The indices of the run's GPUs; all GPUs of the machine if missing.
     gpus: Option<String>,
     ranks: u64,
     verdict: String,
-    /// A part of the likeliest cause, where there is a fault.
+    /// A part of the likeliest cause, if there is a fault.
     cause: Option<String>,
     /// Bytes, and GB/s out of place and in place.
     rows: Vec<String>,
@@ -76,7 +76,7 @@ fn place(topology: &NodeTopology, index: u32) -> usize {
     topology.gpus().iter().position(|gpu| gpu.index == index).unwrap()
 }
 
-/// A table as nccl-tests print it: MB/s of bus bandwidth by size become the other columns.
+/// A table as nccl-tests print it, with all columns computed from sizes and bus bandwidths in MB/s.
 pub fn table(ranks: u64, rows: &[(u64, Vec<f64>)]) -> String {
     let mut text = "# Collective test starting: all_reduce_perf\n# nThread 1 nGpus 8\n".to_owned();
     for (bytes, bus) in rows {
@@ -91,18 +91,18 @@ pub fn table(ranks: u64, rows: &[(u64, Vec<f64>)]) -> String {
     text + "# Out of bounds values : 0 OK\n"
 }
 
-/// Runs the binary on a text; returns what it printed, and its code.
+/// Runs `linkwise verify` on a text; returns its output and its exit code.
 fn verify(text: &str, args: &[&str]) -> (String, i32) {
     let file = tempfile::NamedTempFile::new().unwrap();
     fs::write(file.path(), text).unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
     let output = command.env_clear().arg("verify").args(args).arg(file.path()).output().unwrap();
-    let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
-    (said, output.status.code().unwrap())
+    let printed = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+    (printed, output.status.code().unwrap())
 }
 
 #[test]
-fn published_results_are_told_apart() {
+fn published_results_get_their_verdict_and_cause() {
     let all = Published::all();
     let with = |verdict: &str| all.values().filter(|published| published.verdict == verdict).count();
     assert!(all.len() >= 10 && with("below") >= 3 && with("as-expected") >= 6, "{} results", all.len());
@@ -110,11 +110,10 @@ fn published_results_are_told_apart() {
         assert!(published.source.starts_with("https://") && !published.run.is_empty(), "{name}");
         let mut args = vec!["--node", &published.machine, "--format", "json"];
         args.extend(published.gpus.iter().flat_map(|gpus| ["--gpus", gpus]));
-        let (said, code) = verify(&table(published.ranks, &published.numbers()), &args);
-        let answer: Value = serde_json::from_str(&said).unwrap_or_else(|error| panic!("{name}: {error}: {said}"));
+        let (printed, code) = verify(&table(published.ranks, &published.numbers()), &args);
+        let answer: Value = serde_json::from_str(&printed).unwrap_or_else(|error| panic!("{name}: {error}: {printed}"));
         assert_eq!(answer["verdict"], published.verdict.as_str(), "{name}: {answer}");
         assert_eq!(code, i32::from(published.verdict == "below"), "{name}");
-        // A whole number of MB/s.
         assert_eq!(answer["measured"].to_string(), format!("{:.0}", published.measured()), "{name}");
         let cause = answer["causes"].as_array().unwrap().first().map(|cause| cause.as_str().unwrap());
         match &published.cause {
@@ -158,7 +157,7 @@ fn documented_errors_are_those_of_the_model() {
     assert!(section.contains(&sentence), "{sentence}");
 }
 
-/// GB/s with a decimal.
+/// GB/s with one decimal.
 fn gb(megabytes: f64) -> String {
     format!("{:.1}", megabytes / 1000.0)
 }
@@ -173,7 +172,7 @@ fn compare(machine: &NodeObservation, log: &str, bus: f64) -> Result<Comparison,
     Comparison::of(&NcclReport::read(&text).unwrap(), machine, None)
 }
 
-/// Takes links of a GPU behind NVSwitches down, with their far end known or not.
+/// Takes so many NVLinks of a GPU behind NVSwitches down, with this far end.
 fn links_down(machine: &mut NodeObservation, gpu: usize, number: usize, remote: NvLinkRemote) {
     let groups = machine.gpus[gpu].nvlinks.as_mut().unwrap();
     let kept = groups[0].links.len() - number;
@@ -189,7 +188,7 @@ fn links_that_are_down_are_named_before_other_causes() {
     let far = healthy.gpus[3].nvlinks.as_ref().unwrap()[0].remote;
     for remote in [far, NvLinkRemote::Unknown] {
         let mut sick = healthy.clone();
-        // All but the first group stay as they are.
+        // Only links of the first group go down.
         let links = sick.gpus[3].nvlinks.as_ref().unwrap()[0].links.len();
         links_down(&mut sick, 3, links.min(4), remote);
         let comparison = compare(&sick, "", 370_000.0).unwrap();
@@ -198,7 +197,7 @@ fn links_that_are_down_are_named_before_other_causes() {
         let down = Cause::LinksDown { pci: sick.gpus[3].pci, down: links.min(4), of: 18 };
         assert_eq!(comparison.causes.first(), Some(&down));
     }
-    // So are an odd GPU and NVLinks that are unknown.
+    // A GPU unlike the others and unknown NVLinks are named first too.
     let (mut odd, mut unknown) = (healthy.clone(), healthy);
     odd.gpus[3].pcie.as_mut().unwrap().width = 8;
     unknown.gpus[3].nvlinks = None;
@@ -226,13 +225,13 @@ fn log_of_nccl_makes_the_cause_certain() {
 }
 
 #[test]
-fn no_claim_is_made_beyond_the_published_results() {
+fn no_verdict_goes_beyond_the_published_results() {
     let mut pcie = machine("pcie-8x-pix-pairs");
     let capability = ComputeCapability { major: 8, minor: 6 };
     pcie.gpus.iter_mut().for_each(|gpu| gpu.compute_capability = Some(capability));
     let comparison = compare(&pcie, "", 3_000.0).unwrap();
     assert_eq!((comparison.verdict, &*comparison.causes), (Verdict::NotCalibrated, &[][..]));
-    // What the node knows is said all the same.
+    // A warning of the topology is named even so.
     pcie.gpus[0].p2p_refused.insert(1, P2pRefusal::Chipset);
     assert!(matches!(&compare(&pcie, "", 3_000.0).unwrap().causes[..], [Cause::Warning(_)]));
     let h100 = machine("dgx-h100");
@@ -300,21 +299,21 @@ fn broken_text_is_refused_in_one_line() {
         ),
         ("1048576 262144 float sum -1 100.0 10.", "no readable row"),
     ] {
-        let (said, code) = verify(text, &["--node", "dgx-h100"]);
-        assert!(code == 1 && said.contains(why) && said.lines().count() == 1, "{said}");
+        let (printed, code) = verify(text, &["--node", "dgx-h100"]);
+        assert!(code == 1 && printed.contains(why) && printed.lines().count() == 1, "{printed}");
     }
-    // A long line is read once.
+    // A long line is read only once, so that it costs no quadratic time.
     let long = format!("{}\n{}", "[".repeat(4 << 20), "[ ".repeat(1 << 20));
     assert!(NcclReport::read(&long).is_err());
-    let (said, code) = verify("", &["--node", "dgx-h100", "--gpus", "9"]);
-    assert!(code == 1 && !said.is_empty(), "{said}");
+    let (printed, code) = verify("", &["--node", "dgx-h100", "--gpus", "9"]);
+    assert!(code == 1 && !printed.is_empty(), "{printed}");
 }
 
 #[test]
-fn answers_are_worded_for_people() {
-    let (said, code) = verify(&table(8, &[(1 << 33, vec![367_200.0])]), &["--node", "dgx-h100"]);
+fn printed_answers_match_golden_files() {
+    let (printed, code) = verify(&table(8, &[(1 << 33, vec![367_200.0])]), &["--node", "dgx-h100"]);
     assert_eq!(code, 1);
-    insta::assert_snapshot!("verify-below", said);
+    insta::assert_snapshot!("verify-below", printed);
     let expect = |args: &[&str]| {
         let output =
             Command::new(env!("CARGO_BIN_EXE_linkwise")).env_clear().arg("expect").args(args).output().unwrap();

@@ -1,5 +1,5 @@
-//! `linkwise topology --format svg`, through the binary: golden files, well-formed for every built-in machine,
-//! and harmless whatever a machine's texts are.
+//! `linkwise topology --format svg`, through the binary: golden files, well-formed pictures of every built-in machine,
+//! and harmless ones of machines with hostile names.
 
 use std::fs;
 use std::process::{Command, Output};
@@ -8,7 +8,7 @@ use linkwise_core::topology::PciObservation;
 use linkwise_host::machines::{self, Machine};
 use roxmltree::Document;
 
-/// Names that mean something to XML or to a browser.
+/// Names with characters that XML or a browser interprets.
 const HOSTILE: [&str; 4] =
     ["\"<&>]]>", "back\\slash\\N \\\" \\", "</text><script>alert('1')</script>&lt;&#60;", "] } // /* -- <!-- <b>"];
 
@@ -33,7 +33,7 @@ fn nics(machine: &Machine) -> Vec<String> {
     names
 }
 
-/// The texts of an SVG file that is what we promise: one file, nothing fetched, nothing run.
+/// The texts of an SVG file. Checks that it loads no other file and runs no script.
 fn texts(svg: &str) -> Vec<String> {
     let document = Document::parse(svg).unwrap();
     for element in document.descendants().filter(|node| node.is_element()) {
@@ -98,7 +98,7 @@ fn markup_in_names_is_escaped() {
 }
 
 #[test]
-fn text_of_a_machine_has_no_escapes_and_any_width() {
+fn topology_text_has_no_control_characters() {
     let folder = tempfile::tempdir().unwrap();
     let hostile = "\u{1b}[2J\u{9b}31m\u{202e}x";
     let mut machine = machines::load("dgx1-v100").unwrap();

@@ -1,4 +1,4 @@
-//! Who holds what and how good it is, against a brute force of the collective over all sets.
+//! The holders of GPUs and the quality of their placements, compared with a brute force of the collective of all sets.
 
 use crate::oracle;
 
@@ -38,7 +38,7 @@ fn uuids(node: &NodeState, set: Set) -> Vec<GpuUuid> {
     places(set).map(|place| node.topology().gpus()[place].uuid.clone()).collect()
 }
 
-/// Containers with ids of `nvidia.com/gpu`.
+/// The kubelet's list of containers that hold these ids of `nvidia.com/gpu`.
 fn listed<I: Into<String>>(containers: impl IntoIterator<Item = (ContainerName, Vec<I>)>) -> Holdings {
     let mut holdings = Holdings::default();
     for (name, ids) in containers {
@@ -57,13 +57,13 @@ fn top(oracle: &Oracle<'_>, of: Set, size: u32) -> Option<u64> {
     subsets(of).filter(|set| set.count_ones() == size).map(|set| oracle.collective(set)).max()
 }
 
-/// The GPUs of this set of the machine are unhealthy.
+/// Makes the GPUs of this set unhealthy.
 fn sick(state: NodeState, set: Set) -> NodeState {
     let gpus = uuids(&state, set).into_iter();
     gpus.fold(state, |state, gpu| after(&state, Event::Xid { gpu, code: 79, instance: None }))
 }
 
-/// A DGX-1 whose GPUs go through DRA, and of which nobody holds anything.
+/// A DGX-1 whose GPUs go through DRA, without holders.
 fn through_dra() -> NodeState {
     let plan = ResourcePlan { door: Door::Dra, ..ResourcePlan::default() };
     let unheld = || Event::Holders(Some(Holdings::default()));
@@ -92,7 +92,7 @@ fn of(allocations: &[Allocation], pod: &str) -> Allocation {
 }
 
 #[test]
-fn placements_are_those_of_a_brute_force() {
+fn placements_match_brute_force() {
     for machine in ["dgx1-v100", "pcie-8x-pix-pairs", "nvlink-bridge-pairs", "azure-ndv2-v100", "power9-v100"] {
         let node = node(machine);
         let topology = node.topology().clone();
@@ -101,7 +101,7 @@ fn placements_are_those_of_a_brute_force() {
         let top = |of, size| top(&oracle, of, size);
         for first in subsets(all).filter(|set| *set != 0) {
             let rest = all & !first;
-            // One more of some size beside it, so that what is free takes many forms.
+            // A second pod with a set of some size makes the free GPUs take many forms.
             let second = subsets(rest).nth(first as usize % 7).unwrap_or(0);
             let state = after(&node, held(&node, &[first, second]));
             let shown = Placements::of(&state);
@@ -160,7 +160,7 @@ fn unknown_id_leaves_no_collective() {
     ids.push("GPU-gone".to_owned());
     let containers = [(name("lost", "main"), ids), (name("vendor", "main"), vec!["nic0".to_owned()])];
     let shown = Placements::of(&after(&node, Event::Holders(Some(listed(containers))))).allocations;
-    // What is no GPU of this node is no allocation.
+    // A container without a GPU of this node has no allocation.
     assert_eq!(shown.len(), 1);
     assert_eq!((shown[0].gpus.len(), shown[0].collective, shown[0].best), (2, None, None));
 }
@@ -177,7 +177,7 @@ fn device_held_twice_is_shown_twice_and_free_once() {
 #[test]
 fn claims_of_one_container_count_together() {
     let node = through_dra();
-    assert_eq!(Placements::of(&node).free.values().sum::<usize>(), 8, "GPUs of DRA can be had too");
+    assert_eq!(Placements::of(&node).free.values().sum::<usize>(), 8, "GPUs of DRA count as free too");
     let claims = [claimed("one", "gpu-0"), claimed("two", "gpu-1")];
     let mut holdings = Holdings { claims: claims.clone().into(), ..Holdings::default() };
     for pod in ["first", "second"] {
@@ -201,8 +201,8 @@ fn holders_are_forgotten_when_the_kubelet_stays_away() {
         [1, 1, 0]
     );
     let back = state.clone().apply(Event::Holders(None), NOW.saturating_sub(Duration::from_secs(86_400))).0;
-    assert_eq!(Placements::of(&back).allocations.len(), 1, "a clock that jumps back");
-    // The GPUs may still be held.
+    assert_eq!(Placements::of(&back).allocations.len(), 1, "a clock that jumps back forgets nothing");
+    // The GPUs stay held, although the names of the holders are forgotten.
     assert_eq!(Placements::of(&at(NAMES_KEPT)).free.values().sum::<usize>(), 6);
     let gone = after(&state, Event::Holders(Some(Holdings::default())));
     assert_eq!(Placements::of(&gone).allocations, []);
@@ -217,25 +217,25 @@ fn containers_beyond_the_bound_are_not_told_apart() {
     let more = ContainerHoldings { claims: [claimed("c", "gpu-1")].into(), ..Default::default() };
     holdings.add(name("pod-0", "main"), more);
     let first: BTreeMap<_, _> = holdings.by_container.into_iter().take(1).collect();
-    assert_eq!(first[&name("pod-0", "main")].claims.len(), 2, "listed again");
+    assert_eq!(first[&name("pod-0", "main")].claims.len(), 2, "a known container gets more devices");
 }
 
 fn ids(node: &NodeState, set: Set) -> BTreeSet<DeviceId> {
     uuids(node, set).iter().map(DeviceId::from).collect()
 }
 
-/// The kubelet let us choose from `offered`, and allocated `given`.
+/// The kubelet asked for a choice among `offered` and allocated `given`.
 fn allocated(node: &NodeState, given: Set, offered: Set) -> Event {
     let offered = ids(node, offered).into_iter().collect();
     Event::Allocated { resource: ResourceName::gpu(), devices: ids(node, given), offered }
 }
 
-/// A machine of which pods hold nothing, and one of a DGX-1.
+/// A machine whose GPUs no pod holds.
 fn unheld(machine: &str) -> NodeState {
     after(&node(machine), Event::Holders(Some(Holdings::default())))
 }
 
-/// A pod's allocation after it was given and listed, among others.
+/// The allocation of a pod that was given GPUs and is listed, before pods with the sets `others`.
 fn admitted(node: &NodeState, given: Set, offered: Set, others: &[Set]) -> Allocation {
     let given_now = after(node, allocated(node, given, offered));
     let listed = after(&given_now, held(node, &[&[given], others].concat()));
@@ -243,7 +243,7 @@ fn admitted(node: &NodeState, given: Set, offered: Set, others: &[Set]) -> Alloc
 }
 
 #[test]
-fn best_at_admission_is_that_of_a_brute_force() {
+fn best_at_admission_matches_brute_force() {
     for machine in ["dgx1-v100", "pcie-8x-pix-pairs", "azure-ndv2-v100"] {
         let free = unheld(machine);
         let topology = free.topology().clone();
@@ -254,7 +254,7 @@ fn best_at_admission_is_that_of_a_brute_force() {
             let state = after(&free, held(&free, &[before]));
             let rest: Vec<Set> = subsets(all & !before).filter(|set| set.count_ones() > 1).collect();
             let Some(given) = rest.get(number % rest.len().max(1)) else { continue };
-            // Half the time the kubelet did not ask.
+            // In every second case the kubelet asked for no choice.
             let offered = if number % 2 == 0 { all & !before } else { 0 };
             let shown = admitted(&state, *given, offered, &[before]);
             let size = given.count_ones();
@@ -272,7 +272,7 @@ fn unhealthy_gpus_are_a_reason() {
     let node = unheld("dgx1-v100");
     let shown = admitted(&sick(node.clone(), 0b1101_1110), 0b10_0001, 0b10_0001, &[]);
     assert_eq!((shown.best_at_admission, shown.why), (shown.collective, vec![Shortfall::Sick]));
-    // One that is held besides, with an NVLink to GPU 0.
+    // Another pod holds GPU 2, which has an NVLink to GPU 0.
     let state = sick(after(&node, held(&node, &[0b100])), 0b1101_1010);
     let shown = admitted(&state, 0b10_0001, 0b10_0001, &[0b100]);
     assert_eq!(shown.why, [Shortfall::Fragmented, Shortfall::Sick]);
@@ -282,7 +282,7 @@ fn unhealthy_gpus_are_a_reason() {
 fn ended_pods_devices_are_free_when_offered() {
     let node = unheld("dgx1-v100");
     let all: Set = 0xff;
-    // The list is older than the end of the pod.
+    // The list still has a pod that has ended since.
     let state = after(&node, held(&node, &[all & !0b10_0001]));
     let best = |offered: Set| admitted(&state, 0b10_0001, offered, &[]).best_at_admission.unwrap();
     assert!(best(all) > best(0), "{} {}", best(all), best(0));
@@ -295,7 +295,7 @@ fn given_device_is_not_free_before_it_is_listed() {
     let free = |state: &NodeState| Placements::of(state).free.values().sum::<usize>();
     assert_eq!((free(&node), free(&given)), (8, 6));
     assert!(given.ledger().awaits_listing());
-    // The first list may be older than the Allocate; that of a pod that was not admitted after all has it never.
+    // The first list may be older than the Allocate. If the second lacks the device too, the pod was not admitted.
     let once = after(&given, held(&node, &[]));
     let twice = after(&once, held(&node, &[]));
     assert_eq!((free(&once), free(&twice)), (6, 8));
@@ -304,7 +304,7 @@ fn given_device_is_not_free_before_it_is_listed() {
     assert!(!listed.ledger().awaits_listing());
 }
 
-/// What the next process reads of a record.
+/// The state of the next process, which reads this health record.
 fn restarted(machine: &str, record: &HealthRecord) -> NodeState {
     let text = serde_json::to_string(record).unwrap();
     let record: HealthRecord = serde_json::from_str(&text).unwrap();
@@ -336,7 +336,7 @@ fn admissions_are_no_more_than_devices() {
     for given in subsets(0xff).filter(|set| *set != 0) {
         state = after(&state, allocated(&node, given, 0xff));
     }
-    assert_eq!(state.record().admissions.len(), 1, "each has ended that shares a GPU with a later one");
+    assert_eq!(state.record().admissions.len(), 1, "an admission ends when a later one has a GPU of it");
 }
 
 #[test]
@@ -366,10 +366,10 @@ fn claim_is_compared_with_what_was_free_when_prepared() {
     let shown = Placements::of(&state).allocations;
     let far = of(&shown, "far");
     assert_eq!((far.best_at_admission, far.why.as_slice()), (far.best, [Shortfall::Scheduler].as_slice()));
-    // The claim before it had its GPUs already.
+    // The claim `far` already had its GPUs when `near` was prepared.
     let near = of(&shown, "near");
     assert!(near.best_at_admission.is_some() && near.best_at_admission <= far.best_at_admission);
-    // One that a pod has before we prepare it was prepared by our last process.
+    // A claim that the kubelet lists before it is prepared here was prepared by the previous process.
     let earlier = list(&node, &[("far", &[0, 5])]);
     let earlier = list(&after(&earlier, Event::Prepared(vec![claim("far", &[0, 5])])), &[("far", &[0, 5])]);
     assert_eq!(of(&Placements::of(&earlier).allocations, "far").best_at_admission, None);
@@ -380,7 +380,7 @@ fn claim_is_compared_with_what_was_free_when_prepared() {
 }
 
 #[test]
-fn nvlink_sharp_is_there_behind_nvswitches_since_hopper() {
+fn nvlink_sharp_needs_nvswitches_and_hopper() {
     for (machine, all) in [
         ("dgx-h100", Some(490_280)),
         ("hgx-h200", Some(490_280)),

@@ -1,4 +1,4 @@
-//! The rails of GPUs against a definition of their own, and on machines whose rails their makers' drawings show.
+//! The rails of GPUs, compared with a second implementation of their definition and with vendors' drawings of machines.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use linkwise_core::topology::{Guid, Nic, NicKind, NodeObservation, NodeTopology,
 use linkwise_host::machines;
 use proptest::prelude::*;
 
-/// The rails by definition: nothing is sorted, everything is compared with everything.
+/// The rails by definition: nothing is sorted, and each NIC is compared with every other.
 fn expected(topology: &NodeTopology) -> Vec<Option<u32>> {
     let nics: Vec<&Nic> = topology.nics().iter().filter(|nic| nic.kind == NicKind::Rdma).collect();
     let all = || 0..nics.len();
@@ -22,7 +22,7 @@ fn expected(topology: &NodeTopology) -> Vec<Option<u32>> {
                 || a.level[gpu] == b.level[gpu] && !a.port_guids.is_empty() && b.port_guids.is_empty()
         };
         let nearest = || all().filter(|nic| !all().any(|other| closer(nics[other], nics[*nic])));
-        // At one distance a slower NIC does not count; one of unknown rate does.
+        // Of NICs at one distance a slower one does not count; one of unknown rate does.
         let slower = |nic: usize| nics[nic].mbps.is_some_and(|own| nearest().any(|other| nics[other].mbps > Some(own)));
         let nearest = nearest().filter(|nic| !slower(*nic));
         nearest.filter(|nic| ["PIX", "PXB", "PHB"].contains(&nics[*nic].level[gpu].symbol())).map(first_of).collect()
@@ -52,7 +52,7 @@ fn one_card(a: &Nic, b: &Nic) -> bool {
     }
 }
 
-/// Returns true if a NIC is before another: by address, by name with numbers as numbers, by its place.
+/// Returns true if NIC `a` is before `b`: by address, else by the number in its name, else by its place.
 fn before(nics: &[&Nic], a: usize, b: usize) -> bool {
     let number = |name: &str| name.rsplit(|c: char| !c.is_ascii_digit()).next().unwrap().to_owned();
     let name = |nic: usize| nics[nic].names[0].clone();
@@ -61,12 +61,13 @@ fn before(nics: &[&Nic], a: usize, b: usize) -> bool {
         (Some(_), None) => true,
         (None, Some(_)) => false,
         _ if name(a) == name(b) => a < b,
-        // All names here are letters with a number behind them.
+        // The names in these tests are letters and a number.
         _ => number(&name(a)).parse::<u32>().unwrap() < number(&name(b)).parse().unwrap(),
     }
 }
 
-/// The order in which GPUs take turns at NICs: halves, then halves of halves.
+/// The order in which GPUs take turns at equally near NICs: the bits of the turn mirrored, if the NICs are a power of
+/// two.
 fn turns(nics: usize) -> Vec<usize> {
     let mut turns = vec![0];
     while turns.len() < nics {
@@ -83,7 +84,7 @@ fn load(name: &str) -> NodeObservation {
     machines::load(name).unwrap().observed
 }
 
-/// Changes every device below the host bridges, the upper ones first.
+/// Changes every device below the host bridges, each before the devices below it.
 fn each_device(observed: &mut NodeObservation, change: &mut impl FnMut(&mut PciObservation)) {
     fn below(device: &mut PciObservation, change: &mut impl FnMut(&mut PciObservation)) {
         change(device);
@@ -103,7 +104,7 @@ proptest! {
     ) {
         let mut observed = observed;
         if addresses {
-            // Functions 0 and 1 of a device, one device after the other.
+            // NICs get functions 0 and 1 of one device after the other.
             let mut cards = 0_u8;
             each_device(&mut observed, &mut |device| {
                 if device.kind == PciKind::Nic && device.pci.is_none() && cards < 60 {
@@ -127,11 +128,11 @@ fn built_in_machines_have_the_rails_of_the_definition() {
 }
 
 #[test]
-fn rails_are_those_of_the_makers_drawings() {
+fn rails_match_vendors_drawings() {
     let pairs = |rails: u32| (0..rails).flat_map(|rail| [Some(rail); 2]).collect::<Vec<_>>();
     let own = |gpus: u32| (0..gpus).map(Some).collect::<Vec<_>>();
     for (machine, expected) in [
-        // Storage NICs stand between those of the GPUs (mlx5_1, 2, 7, 8 and mlx5_4, 5, 10, 11).
+        // The storage NICs (mlx5_1, 2, 7, 8) are numbered among those of the GPUs.
         ("dgx-h100", own(8)),
         ("dgx-a100", own(8)),
         ("hgx-h200", own(8)),
@@ -145,18 +146,18 @@ fn rails_are_those_of_the_makers_drawings() {
 }
 
 #[test]
-fn nics_of_no_gpu_and_links_that_are_down_move_no_rail() {
+fn unused_nics_and_down_links_change_no_rail() {
     let mut observed = load("dgx-h100");
     let before = rails(&observed);
     each_device(&mut observed, &mut |device| {
         device.nics.iter_mut().for_each(|nic| nic.mbps = None);
-        // Storage is gone.
+        // The storage NICs are removed.
         device.nics.retain(|nic| !["mlx5_1", "mlx5_2", "mlx5_7", "mlx5_8"].contains(&nic.name.as_str()));
     });
     assert_eq!(rails(&observed), before);
     let topology = NodeTopology::assemble(&observed).0;
     assert_eq!((topology.rails().len(), topology.gpus_per_rail()), (8, 1));
-    // GPU 7 has no NIC any more: the others keep theirs, and rails are not equal.
+    // GPU 7 loses its NIC: the other GPUs keep their rails, and the rails no longer have equally many GPUs.
     each_device(&mut observed, &mut |device| device.nics.retain(|nic| nic.name != "mlx5_11"));
     let topology = NodeTopology::assemble(&observed).0;
     assert_eq!(rails(&observed), [&before[..7], &[None]].concat());
@@ -170,7 +171,7 @@ fn functions_of_a_card_are_one_rail() {
     let mut number = 0;
     each_device(&mut observed, &mut |device| {
         for nic in &mut device.nics {
-            // GPU 0 and GPU 1 are near one card each half, as with Socket Direct.
+            // GPUs 0 and 1 are each near one half of the same card, as with Socket Direct.
             let first = nic.name == "mlx5_0" || nic.name == "mlx5_3";
             number += 1;
             nic.system_guid = guid(if first { 99 } else { number });
@@ -181,7 +182,7 @@ fn functions_of_a_card_are_one_rail() {
 
 #[test]
 fn gpus_take_turns_at_equally_near_nics() {
-    // As in a VM: everything is below one host bridge. NCCL mirrors the bits of the turn: 0, 4, 2, 6 ...
+    // As in a VM, everything is below one host bridge. NCCL mirrors the bits of the turn: 0, 4, 2, 6 ...
     let mut observed = load("dgx-h100");
     let mut flat = Vec::new();
     each_device(&mut observed, &mut |device| {
@@ -194,7 +195,7 @@ fn gpus_take_turns_at_equally_near_nics() {
     observed.host.host_bridges[0].devices = flat;
     assert_eq!(rails(&observed), [0, 4, 2, 6, 1, 5, 3, 7].map(Some));
     assert_eq!(rails(&observed), expected(&NodeTopology::assemble(&observed).0));
-    // Six NICs are no power of two: the turns are not mirrored, and two GPUs come to a second round.
+    // Six is not a power of two, so the turns are not mirrored, and two GPUs take a second round.
     let nics = observed.host.host_bridges[0].devices.iter().filter(|device| device.kind == PciKind::Nic);
     let gone: Vec<_> = nics.skip(6).map(|device| device.pci).collect();
     observed.host.host_bridges[0].devices.retain(|device| !gone.contains(&device.pci));

@@ -1,9 +1,8 @@
-//! Recorded originals of machines in the field against what is known of those machines.
+//! Recorded files (hwloc's and NCCL's) of machines in the field, compared with the fact sheets of those machines.
 //!
-//! Beside this repository there may be a folder `shared/topologies`: one sheet of facts for each machine, and under
-//! `raw` the files they were taken from, which are not ours to copy. Where it is missing, nothing is compared and a
-//! line reports that; dumps of our own test the same readers in `src/`. Each original has a row below; each difference
-//! has its reason there.
+//! The folder `shared/topologies` beside this repository has a fact sheet for each machine, and in `raw` the recorded
+//! files, which we may not copy. Without it these tests are ignored; our own dumps test the same readers in
+//! `crates/host`. Each recorded file has a row in [`TABLE`], with the reason for each difference.
 
 use std::path::{Path, PathBuf};
 
@@ -12,19 +11,19 @@ use linkwise_host::machines;
 
 use crate::sheets::sheet::{Gpu, Sheet};
 
-/// What an original is compared with.
+/// The expectation that a recorded file is compared with.
 enum Expect {
     /// The sheet's matrix, NVLinks included.
     Matrix(&'static str),
-    /// The sheet's matrix of PCIe alone; why there are no NVLinks.
+    /// The sheet's matrix of PCIe alone, and the reason why the file has no NVLinks.
     Pcie(&'static str, &'static str),
-    /// The sheet's matrix of PCIe alone, of a sibling whose addresses differ; why.
+    /// The PCIe matrix of a similar machine's sheet, whose addresses differ, and the reason.
     Sibling(&'static str, &'static str),
-    /// No sheet; the matrix of PCIe by hand.
+    /// The matrix of PCIe, written by hand because there is no sheet.
     Rows(&'static [&'static str]),
-    /// No GPU; a part of the warning.
+    /// No GPU is found; a part of the warning.
     NoGpu(&'static str),
-    /// Refused; a part of the message.
+    /// The file is refused; a part of the message.
     Refused(&'static str),
 }
 use Expect::{Matrix, NoGpu, Pcie, Refused, Rows, Sibling};
@@ -84,7 +83,7 @@ fn of_sheet(sheet: &Sheet, nvlinks: bool) -> Vec<Vec<String>> {
     sheet.gpus.iter().map(row).collect()
 }
 
-/// Our rows of GPUs against GPUs, by index.
+/// Our rows of GPUs against GPUs, in NVML's order.
 fn ours(topology: &NodeTopology) -> Vec<Vec<String>> {
     let gpus = by_index(topology);
     gpus.iter().map(|&a| gpus.iter().map(|&b| topology.symbol(a, b)).collect()).collect()
@@ -132,7 +131,7 @@ fn recorded_files_match_fact_sheets() {
         }
         let machine = machine.unwrap_or_else(|error| panic!("{error}"));
         let (topology, warnings) = NodeTopology::assemble(&machine.observed);
-        // hwloc records no NVLinks: each of its files has that warning.
+        // hwloc records no NVLinks, so each of its files yields this warning.
         let warnings = warnings.iter().filter(|warning| !matches!(warning, TopologyWarning::NvLinksUnknown(_)));
         let warnings: Vec<String> = warnings.map(ToString::to_string).collect();
         let addresses = |sheet: &Sheet| {

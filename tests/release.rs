@@ -1,5 +1,5 @@
-//! The scripts that make a release (`release/`), with a program of this build in the place of one built for release; and what
-//! `docker build` is given of the repository.
+//! The scripts that make a release (`release/`), run with programs of the test build; and the files of the repository
+//! that `docker build` gets.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read as _};
@@ -21,7 +21,7 @@ fn run(command: &mut Command) -> Result<String, String> {
     if status.success() { Ok(text(stdout)) } else { Err(text(stderr) + &text(stdout)) }
 }
 
-/// A clone with what a release's version depends on, and one commit.
+/// A repository with one commit of the files on which a release's version depends.
 struct Tree {
     folder: TempDir,
     at: PathBuf,
@@ -115,7 +115,7 @@ fn untagged_tree_is_a_snapshot_and_is_not_published() {
     tree.git(&["tag", &format!("v{VERSION}")]);
     assert_eq!(tree.script("version.sh", &[]).unwrap(), VERSION);
     assert_eq!(tree.script("publish.sh", &["image"]).unwrap(), format!("ghcr.io/somebody/linkwise:v{VERSION}"));
-    // bash takes functions from its environment, these in the place of programs.
+    // bash imports these functions from its environment; they replace the programs.
     let mut push = Command::new(tree.at.join("release/publish.sh"));
     push.env("BASH_FUNC_docker%%", "() { echo \"$@\"; }").env("BASH_FUNC_jq%%", "() { :; }");
     let docker = run(push.args(["push-image", "linux/amd64"])).unwrap();
@@ -141,7 +141,7 @@ fn chart_package_depends_on_the_commit_alone() {
 struct Registry {
     process: Child,
     address: String,
-    // Closed, it would end a registry that logs.
+    // If this were closed, the registry would end when it logs.
     _log: BufReader<ChildStderr>,
 }
 
@@ -194,14 +194,14 @@ fn pushed_chart_is_pulled_as_it_was_packed() {
     let mut pull = Command::new(helm);
     pull.args(["pull", &chart, "--version", VERSION, "--plain-http", "--destination"]).arg(pulled);
     let Output { status, stderr, .. } = pull.output().unwrap();
-    let said = String::from_utf8_lossy(&stderr);
-    assert!(status.success(), "{said}");
+    let printed = String::from_utf8_lossy(&stderr);
+    assert!(status.success(), "{printed}");
     let files = tree.at.join("target/release-files");
     let packed = fs::read(files.join(format!("linkwise-chart-{VERSION}.tgz"))).unwrap();
     assert!(fs::read(pulled.join(format!("linkwise-{VERSION}.tgz"))).unwrap() == packed);
     let named = fs::read_to_string(files.join("chart.digest")).unwrap();
     let digest = named.trim().strip_prefix(&format!("{}/charts/linkwise@", registry.address)).unwrap();
-    assert!(digest.starts_with("sha256:") && said.contains(digest), "{named}: {said}");
+    assert!(digest.starts_with("sha256:") && printed.contains(digest), "{named}: {printed}");
 }
 
 #[test]
@@ -209,12 +209,12 @@ fn pushed_chart_is_pulled_as_it_was_packed() {
     not(all(has_git, has_clone, has_helm, has_jq)),
     ignore = "no git, clone, helm, jq here: make tools brings them"
 )]
-fn packed_release_is_reproducible_and_its_checksums_verify() {
+fn packed_release_is_reproducible_with_valid_sums() {
     let helm = tool("helm");
     let folder = tempfile::tempdir().unwrap();
     let built = folder.path().join("built");
     fs::create_dir(&built).unwrap();
-    // Not the programs of this build themselves, which have all their symbols and take long to compress.
+    // Scripts stand for the programs of this build, which have all their symbols and take long to compress.
     let program = format!("#!/bin/sh\nexec '{}' \"$@\"\n", env!("CARGO_BIN_EXE_linkwise"));
     for name in ["linkwise", "linkwise-lab"] {
         fs::write(built.join(name), &program).unwrap();
@@ -254,7 +254,7 @@ fn workflows_and_scripts_of_a_release_are_sound() {
     run(Command::new(&shellcheck).arg("-x").args(&scripts).current_dir(repository(""))).unwrap();
     let workflows = fs::read_dir(repository(".github/workflows")).unwrap().map(|entry| entry.unwrap().path());
     let workflows: Vec<PathBuf> = workflows.collect();
-    // An action is named by its commit, since a tag can be moved. Programs and image are built by the same Rust.
+    // Actions are named by commit, because a tag can be moved. The same Rust builds programs and image.
     let dockerfile = dockerfile::text();
     let rust = toolchain(&dockerfile).next().expect("the Dockerfile names a Rust");
     assert_eq!(rust.split('.').count(), 3, "a tag that moves: {rust}");
@@ -275,14 +275,14 @@ fn toolchain(text: &str) -> impl Iterator<Item = &str> {
     text.split("docker.io/library/rust:").skip(1).filter_map(|rest| rest.split('-').next())
 }
 
-/// Sources and place of a COPY out of the repository.
+/// The sources and the target of a COPY from the repository; `None` for a COPY with options.
 fn copied(rest: &str) -> Option<(Vec<&str>, &str)> {
     let mut words: Vec<&str> = rest.split_whitespace().collect();
     let place = words.pop()?;
     (!words.iter().any(|word| word.starts_with("--"))).then_some((words, place))
 }
 
-/// All files at a path of the repository, that are no build's own.
+/// All files at a path of the repository.
 fn files(path: &Path) -> Vec<PathBuf> {
     if !path.is_dir() {
         return vec![path.to_owned()];
@@ -290,7 +290,8 @@ fn files(path: &Path) -> Vec<PathBuf> {
     fs::read_dir(path).unwrap().flat_map(|entry| files(&entry.unwrap().path())).collect()
 }
 
-/// As docker reads .dockerignore: the last pattern counts that is a path or a folder above it.
+/// Returns true if docker sends this path. As docker reads .dockerignore, the last pattern counts that matches the path
+/// or a folder above it.
 fn is_let_through(patterns: &str, path: &str) -> bool {
     let parts: Vec<&str> = path.split('/').collect();
     let is_at = |pattern: &str| {
@@ -303,7 +304,7 @@ fn is_let_through(patterns: &str, path: &str) -> bool {
 }
 
 #[test]
-fn whatever_the_dockerfile_copies_is_sent_to_its_builder() {
+fn dockerignore_keeps_nothing_from_the_dockerfile() {
     let ignored = fs::read_to_string(repository(".dockerignore")).unwrap();
     let text = dockerfile::text();
     let mut sent = 0;
@@ -324,7 +325,7 @@ fn whatever_the_dockerfile_copies_is_sent_to_its_builder() {
 }
 
 #[test]
-fn layer_of_the_dependencies_is_a_workspace_that_cargo_reads() {
+fn dockerfile_layer_of_dependencies_is_a_workspace() {
     let (folder, text) = (tempfile::tempdir().unwrap(), dockerfile::text());
     let at = |place: &str| folder.path().join(place);
     let mut built = String::new();
@@ -355,7 +356,7 @@ fn layer_of_the_dependencies_is_a_workspace_that_cargo_reads() {
     for target in linkwise["targets"].as_array().unwrap().iter().filter(|target| target["kind"][0] != "test") {
         assert!(Path::new(target["src_path"].as_str().unwrap()).exists(), "{target}");
     }
-    // The versions are those of Cargo.lock, or each build of the layer would stop at --locked.
+    // If the versions were not those of Cargo.lock, a build of the layer would fail because of --locked.
     let mut tree = Command::new(env!("CARGO"));
     tree.args(["tree", "--workspace", "--offline", "--locked", "--quiet"]).current_dir(folder.path());
     run(&mut tree).unwrap();

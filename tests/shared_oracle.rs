@@ -1,5 +1,6 @@
-//! Units on GPUs (slots, MIG devices) against a naive reading of the definition: all ways to spread a request over
-//! the GPUs, those struck out that a rule forbids, and the brute force of whole GPUs for what is left.
+//! The choice among units on GPUs (slots, MIG devices), compared with a naive reading of its definition: all ways to
+//! spread a request over the GPUs are listed, those that a rule forbids are removed, and the brute force of whole GPUs
+//! decides among the rest.
 
 #![allow(clippy::cast_possible_truncation, reason = "a few GPUs are counted")]
 
@@ -20,7 +21,8 @@ use proptest::prelude::*;
 const POLICIES: [AllocationPolicy; 3] =
     [AllocationPolicy::BestEffort, AllocationPolicy::Distributed, AllocationPolicy::Packed];
 
-/// What is on one GPU: `busy` units are held, `must` are demanded, `free` are offered, `others` belong to others.
+/// The units of one GPU: `busy` are held, `must` have to be included, `free` are available, `others` are held ones of
+/// other resources.
 #[derive(Clone, Copy, Debug)]
 struct Shelf {
     busy: usize,
@@ -29,7 +31,7 @@ struct Shelf {
     others: usize,
 }
 
-/// How many units each GPU gives, `must` among them.
+/// The number of units that each GPU gives, including `must`.
 type Counts = Vec<usize>;
 
 fn all_spreads(shelves: &[Shelf], size: usize) -> Vec<Counts> {
@@ -49,7 +51,7 @@ fn gpus_with(counts: &Counts, least: usize) -> Set {
     counts.iter().enumerate().filter(|(_, count)| **count >= least).fold(0, |set, (gpu, _)| set | 1 << gpu)
 }
 
-/// Keeps the spreads whose GPUs with `least` units are what the choice of whole GPUs takes among all such.
+/// Keeps the spreads whose set of GPUs with at least `least` units is the one that the choice of whole GPUs takes.
 fn keep_best(oracle: &Oracle<'_>, spreads: &mut Vec<Counts>, least: usize) {
     let sets: BTreeSet<Set> = spreads.iter().map(|counts| gpus_with(counts, least)).collect();
     if sets.len() > 1 {
@@ -62,7 +64,7 @@ fn keep_best(oracle: &Oracle<'_>, spreads: &mut Vec<Counts>, least: usize) {
 
 fn distributed(oracle: &Oracle<'_>, shelves: &[Shelf], size: usize, by_use: bool) -> Option<Counts> {
     let mut spreads = all_spreads(shelves, size);
-    // Never one more of a GPU that has given more than another that has a free one still.
+    // No GPU gives a unit more than another one that still has a free unit.
     spreads.retain(|counts| {
         let pairs = (0..counts.len()).flat_map(|a| (0..counts.len()).map(move |b| (a, b)));
         pairs.into_iter().all(|(a, b)| {
@@ -96,7 +98,7 @@ fn packed(oracle: &Oracle<'_>, shelves: &[Shelf], size: usize) -> Option<Counts>
         let mut next = BTreeSet::new();
         for counts in &spreads {
             let left = |gpu: usize| shelves[gpu].must + shelves[gpu].free - counts[gpu];
-            // Equally used: one that carries a unit; of those that carry none, one with more to give.
+            // Of equally used GPUs one that already gives a unit comes first, then the one with more free units.
             let key = |gpu: usize| {
                 let used = shelves[gpu].busy + shelves[gpu].others + counts[gpu];
                 (used, counts[gpu] > 0, left(gpu))
@@ -116,7 +118,8 @@ fn packed(oracle: &Oracle<'_>, shelves: &[Shelf], size: usize) -> Option<Counts>
     spreads.into_iter().max()
 }
 
-/// The ids on a shelf in their order: held, demanded and offered ones mixed by `turn`.
+/// The units of all GPUs, and for each GPU the ids that are available and those that must be included; `turn` decides
+/// which ids are which.
 fn stock(tables: &AllocationTables, shelves: &[Shelf], turn: usize) -> (Units, [Vec<Vec<DeviceId>>; 2]) {
     let mut units = Vec::new();
     let mut lists = [vec![Vec::new(); shelves.len()], vec![Vec::new(); shelves.len()]];
@@ -167,7 +170,7 @@ fn compare(tables: &AllocationTables, shelves: &[Shelf], turn: usize, size: usiz
             assert_eq!(report.fallback, Some(FallbackReason::Size), "{question}");
             continue;
         };
-        // Of each GPU what is demanded and then the lowest numbers; the lists are in that order.
+        // Each GPU gives the ids that must be included, then those with the lowest numbers, as the lists are ordered.
         let mut chosen: BTreeSet<DeviceId> = lists[1].concat().into_iter().collect();
         for (place, count) in counts.iter().enumerate() {
             chosen.extend(lists[0][place].iter().take(count - shelves[place].must).cloned());
@@ -199,7 +202,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_units_on_any_machine_are_spread_as_the_definition_says(
+    fn random_units_match_brute_force(
         observed in random_node::node(6),
         shelves in vec(shelf(), 6),
         turn in 0..7_usize,
@@ -212,7 +215,7 @@ proptest! {
         }
     }
 
-    /// Machines on which nearly everything ties: what decides is the choice of whole GPUs.
+    /// Nearly all spreads over equally used GPUs tie, so the choice of whole GPUs decides.
     #[test]
     fn equally_used_gpus_are_chosen_as_whole_ones(
         observed in random_node::node(6),
@@ -228,7 +231,7 @@ proptest! {
     }
 }
 
-/// GPU places of the answer with the slot numbers, on a machine whose GPUs all have `replicas` slots.
+/// The answer as places of GPUs with slot numbers, on a machine whose GPUs all have `replicas` slots.
 fn slots_of(
     tables: &AllocationTables,
     replicas: usize,
@@ -249,34 +252,34 @@ fn slots_of(
 }
 
 #[test]
-fn the_named_cases_are_chosen() {
+fn dgx1_slots_get_expected_choices() {
     use AllocationPolicy::{BestEffort, Distributed, Packed};
     let v100 = built_in("dgx1-v100");
     let case = |held: &[_], must: &[_], size, policy| slots_of(&v100, 4, held, must, size, policy);
-    // What best-effort takes of eight idle GPUs: the best-joined pair that spares the others most.
+    // Of eight idle GPUs the same pair as for best-effort: the best linked one that leaves the best rest.
     let best: Vec<usize> = case(&[], &[], 2, Distributed).iter().map(|slot| slot.0).collect();
     let whole = ids_of_best(&v100, 2);
     assert_eq!(best, whole);
-    // GPUs 1, 2, 3, 5, 6, 7 have a slot in use each: the unused ones are 0 and 4, joined by two NVLinks.
+    // Six GPUs have a held slot each: the unused ones are 0 and 4, linked by two NVLinks.
     let held = [(1, 0), (2, 0), (3, 1), (5, 0), (6, 3), (7, 0)];
     assert_eq!(case(&held, &[], 2, Distributed), [(0, 0), (4, 0)]);
-    // However used they are, the best pair stays the best; the lowest free slots of it.
+    // For best-effort use does not count: the best pair stays the best.
     assert_eq!(case(&held, &[], 2, BestEffort).iter().map(|slot| slot.0).collect::<Vec<_>>(), whole);
-    // More slots than GPUs: one of each, then a second of two.
+    // A request for ten slots of eight GPUs gets one of each, and a second one of the best pair.
     let ten = case(&[], &[], 10, Distributed);
     let firsts: Vec<usize> = ten.iter().filter(|slot| slot.1 == 0).map(|slot| slot.0).collect();
     let seconds: Vec<usize> = ten.iter().filter(|slot| slot.1 == 1).map(|slot| slot.0).collect();
     assert_eq!((firsts, seconds), ((0..8).collect(), whole));
-    // Slots of one GPU that must be in: the others come from other GPUs; packed, from this one.
+    // Two slots of GPU 5 must be included: a third comes from another GPU, or from GPU 5 when packed.
     let must = [(5, 1), (5, 2)];
     let spread = case(&[], &must, 3, Distributed);
     assert_eq!(spread.iter().filter(|slot| slot.0 == 5).count(), 2, "{spread:?}");
     assert_eq!(case(&[], &must, 3, Packed), [(5, 0), (5, 1), (5, 2)]);
-    // Packed: the GPU with a slot in use first, its lowest free ones, then its best neighbour.
+    // Packed takes the lowest free slots of the GPU with a held slot, then one of its best neighbour.
     let packed = case(&[(0, 0)], &[], 4, Packed);
     assert_eq!(packed[..3], [(0, 1), (0, 2), (0, 3)]);
     assert!(v100.topology().symbol(0, packed[3].0).starts_with("NV2"), "{packed:?}");
-    // Slot 2 comes before slot 10.
+    // Slots are ordered by number: 2 before 10.
     assert_eq!(slots_of(&v100, 12, &[(3, 0)], &[], 4, Packed), [(3, 1), (3, 2), (3, 3), (3, 4)]);
 }
 
@@ -287,7 +290,8 @@ fn ids_of_best(tables: &AllocationTables, size: usize) -> Vec<usize> {
     report.devices.iter().map(|gpu| tables.topology().position(&gpu.uuid).unwrap()).collect()
 }
 
-/// What slots of the MIG devices of one GPU are taken, step by step as the definition says; slots are (device, slot).
+/// The slots (device, number) that are taken of the MIG devices of one GPU, step by step as the definition says. The
+/// state of a slot is `u` (held), `f` (free) or `m` (must be included).
 fn stepwise(policy: AllocationPolicy, slots: &BTreeMap<(usize, usize), char>, size: usize) -> BTreeSet<(usize, usize)> {
     let all = |what: char| slots.iter().filter(move |(_, is)| **is == what).map(|(slot, _)| *slot);
     let mut taken: BTreeSet<(usize, usize)> = all('m').collect();
@@ -311,7 +315,6 @@ fn stepwise(policy: AllocationPolicy, slots: &BTreeMap<(usize, usize), char>, si
 }
 
 proptest! {
-    /// Used, free, demanded slots of up to four devices on one GPU; any number of them.
     #[test]
     fn slots_of_mig_devices_are_taken_device_by_device(
         what in vec(prop_oneof![Just('u'), Just('f'), Just('f'), Just('m')], 16),
@@ -350,7 +353,7 @@ fn mig_devices_count_the_other_profiles_on_their_parent() {
 }
 
 #[test]
-fn what_cannot_be_met_is_answered_in_sorted_order() {
+fn unmeetable_request_for_units_is_answered_sorted() {
     let tables = built_in("dgx1-v100");
     let units = Units::slots(tables.topology(), 2);
     let id = |name: &str| DeviceId::from(name.to_owned());
@@ -364,7 +367,7 @@ fn what_cannot_be_met_is_answered_in_sorted_order() {
             let (answer, report) = ask(&tables, &units, [known.clone(), Vec::new()], size, policy);
             assert_eq!((answer.devices.len(), report.fallback), (size.min(3), Some(FallbackReason::Size)));
         }
-        // A whole GPU is no unit here, and a unit of a GPU that is not there none either.
+        // The id of a whole GPU is not a unit, and neither is a unit of a GPU that does not exist.
         let bare = vec![DeviceId::from(&tables.topology().gpus()[0].uuid)];
         assert!(ask(&tables, &units, [bare, Vec::new()], 1, policy).1.fallback.is_some());
         let odd = Units::new([(id("a"), 99), (id("a"), 0), (id("b"), 0)], BTreeMap::from([(0, usize::MAX), (70, 1)]));

@@ -1,8 +1,8 @@
-//! Every machine of the collection of fact sheets can be expressed as a node file, and its matrix comes out.
+//! Every machine of the collection of fact sheets can be expressed as a node file that yields the sheet's matrix.
 //!
-//! The sheets are not part of this repository: the test reads them from `../shared/topologies` and passes
-//! with a note where they are not. Each is converted to observations and assembled, and the levels of its
-//! GPUs and NICs are compared with its matrix, cell by cell. What differs is in [`DIFFERENCES`], with the reason.
+//! The sheets are not part of this repository: the tests read them from `../shared/topologies`, and without that folder
+//! they compare nothing. Each sheet is converted to observations and assembled, and the levels of its GPUs and NICs are
+//! compared with its matrix, cell by cell. [`DIFFERENCES`] lists the cells that differ, with the reason.
 
 #![allow(clippy::print_stderr, reason = "reports why it checked nothing")]
 
@@ -20,7 +20,7 @@ use linkwise_core::topology::{Nic, NodeObservation, NodeTopology};
 use linkwise_host::machines::{Machine, of_bytes};
 use sheet::Sheet;
 
-/// A number of cells of one matrix of one sheet in which our symbol is another one.
+/// A number of cells of one matrix of one sheet in which our symbol differs.
 struct Difference {
     sheet: &'static str,
     part: Part,
@@ -30,7 +30,7 @@ struct Difference {
     reason: &'static str,
 }
 
-/// Which of a sheet's matrices.
+/// A matrix of a sheet, or the part of it that has GPUs or NICs as columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Part {
     /// GPUs and GPUs, NVLinks included.
@@ -41,7 +41,7 @@ enum Part {
     Pcie,
 }
 
-/// What differs, and why that is right. A symbol of the PCIe part has its rank behind it.
+/// The known differences, and why ours is right. A symbol of the PCIe part is followed by its rank.
 const DIFFERENCES: [Difference; 4] = [
     Difference {
         sheet: "azure-nd40rs-v2-v100",
@@ -49,8 +49,8 @@ const DIFFERENCES: [Difference; 4] = [
         theirs: "NODE",
         ours: "SYS",
         cells: 24,
-        reason: "the sheet has two sources: the matrix is the guest's, which has every GPU on NUMA node 0, the NUMA \
-                 nodes are the vendor's, two of them (the built-in machine is the guest's)",
+        reason: "the sheet has two sources: its matrix is the guest's, where every GPU is on NUMA node 0; its two NUMA \
+                 nodes are the vendor's (the built-in machine is the guest's)",
     },
     Difference {
         sheet: "rtx4090-8x-all-sys",
@@ -58,7 +58,7 @@ const DIFFERENCES: [Difference; 4] = [
         theirs: "SYS",
         ours: "NODE",
         cells: 24,
-        reason: "nvidia-smi printed SYS between GPUs to which it gave one NUMA node; on one node is NODE here",
+        reason: "nvidia-smi printed SYS between GPUs to which it gave one NUMA node, which is NODE here",
     },
     Difference {
         sheet: "rtx4090-8x-all-sys",
@@ -66,7 +66,7 @@ const DIFFERENCES: [Difference; 4] = [
         theirs: "SYS",
         ours: "NODE",
         cells: 6,
-        reason: "as between its GPUs",
+        reason: "nvidia-smi printed SYS within one NUMA node, as between the GPUs",
     },
     Difference {
         sheet: "workstation-2x-a6000-nvlink-numa-minus1",
@@ -74,12 +74,12 @@ const DIFFERENCES: [Difference; 4] = [
         theirs: "NODE/3",
         ours: "SYS/4",
         cells: 2,
-        reason: "the sheet's rule takes two GPUs on NUMA node -1 for neighbours; unknown is not equal to unknown here, \
-                 and what is left is the socket",
+        reason: "by the sheet's rule two GPUs on NUMA node -1 are on one node; here two unknown nodes are not equal, \
+                 so the socket decides",
     },
 ];
 
-/// The sheets, by name; none where the collection is not there.
+/// The sheets, by name; none without the collection.
 fn sheets() -> Vec<(String, Sheet)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/topologies");
     let Ok(entries) = fs::read_dir(&folder) else { return Vec::new() };
@@ -95,7 +95,7 @@ fn sheets() -> Vec<(String, Sheet)> {
     paths.iter().map(read).collect()
 }
 
-/// Each cell of a sheet's matrices that has a symbol, with ours.
+/// The symbols of the cells of a sheet's matrices, each with ours.
 fn cells(sheet: &Sheet, topology: &NodeTopology) -> Vec<(Part, String, String)> {
     let gpus: Vec<(String, usize)> =
         topology.gpus().iter().enumerate().map(|(place, gpu)| (format!("GPU{}", gpu.index), place)).collect();
@@ -130,7 +130,7 @@ fn cells(sheet: &Sheet, topology: &NodeTopology) -> Vec<(Part, String, String)> 
     cells
 }
 
-/// A symbol with its rank; SYS is 4 where the sheet has both GPUs in one socket.
+/// A symbol with its rank; that of SYS is 4 if both GPUs are in one socket, by the sheet.
 fn ranked(sheet: &Sheet, symbol: &str, row: &str, column: usize) -> String {
     let socket = |name: &str| {
         let gpu = sheet.gpus.iter().find(|gpu| format!("GPU{}", gpu.index) == name)?;
@@ -189,7 +189,7 @@ fn choices(topology: &NodeTopology) -> Vec<Vec<u32>> {
     (1..=all.len()).map(choose).collect()
 }
 
-/// A machine of which nothing is known.
+/// A machine without any facts.
 fn empty() -> Machine {
     let (name, title, source, reconstructed) = Default::default();
     let version = linkwise_host::machines::VERSION;
@@ -200,7 +200,7 @@ fn empty() -> Machine {
 fn each_fact_sheet_yields_its_matrix() {
     let sheets = sheets();
     if sheets.is_empty() {
-        eprintln!("no fact sheets beside this repository: nothing compared");
+        eprintln!("no fact sheets in ../shared/topologies: nothing compared");
         return;
     }
     let mut found: BTreeMap<(String, Part, String, String), usize> = BTreeMap::new();
@@ -225,12 +225,12 @@ fn each_fact_sheet_yields_its_matrix() {
             (key, known.cells)
         })
         .collect();
-    assert_eq!(found, listed, "found, and listed: the sheet, what of it, its symbol, ours, how many cells");
+    assert_eq!(found, listed, "differences found and listed: (sheet, part, its symbol, ours), number of cells");
 }
 
-/// The text has levels and links; the rates that the sheets have beside them change no choice.
+/// The printed text has levels and links, but not the sheet's link rates, which change no choice.
 #[test]
-fn printed_matrix_gives_levels_and_choices_of_its_sheet() {
+fn printed_matrix_keeps_levels_and_choices() {
     for (name, sheet) in &sheets() {
         let machine =
             of_bytes("printed", printed(sheet).into_bytes()).unwrap_or_else(|error| panic!("{name}: {error}"));

@@ -1,7 +1,7 @@
-//! The levels of the built-in machines against what nvidia-smi was recorded to print on such machines.
+//! The levels of the built-in machines, compared with the recorded output of nvidia-smi on such machines.
 //!
-//! `tests/golden/topology/<name>.txt` is written from the records, not from our output; comment
-//! lines have its source and what differs. A section `PCIe` holds the levels under the NVLinks.
+//! `tests/golden/topology/<name>.txt` is written from the records, not from our output; comment lines name its source
+//! and the differences. A section `PCIe` has the levels without NVLinks.
 
 use std::fs;
 use std::path::Path;
@@ -9,13 +9,13 @@ use std::path::Path;
 use linkwise_core::topology::NodeTopology;
 use linkwise_host::machines;
 
-/// The fields of each line that is no comment.
+/// The fields of each line that is not a comment.
 fn facts(text: &str) -> Vec<Vec<String>> {
     let lines = text.lines().filter(|line| !line.starts_with('#') && !line.trim().is_empty());
     lines.map(|line| line.split_whitespace().map(str::to_owned).collect()).collect()
 }
 
-/// The matrix of GPUs and NICs, GPUs in NVML's order and NICs in that of the record.
+/// The matrix of GPUs and NICs: the GPUs in NVML's order, the NICs in that of the record.
 fn matrix(topology: &NodeTopology, columns: &[String]) -> Vec<Vec<String>> {
     let gpus = order(topology);
     let mut nics: Vec<_> = topology.nics().iter().collect();

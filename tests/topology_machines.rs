@@ -1,9 +1,9 @@
-//! What a built-in machine shows that simpler ones do not: NUMA nodes without CPUs.
+//! A machine whose GPUs have NUMA nodes of their own, without CPUs.
 
 use linkwise_core::topology::{NodeObservation, NodeTopology, NumaNodeId, PackageId};
 use linkwise_host::machines;
 
-/// GPUs whose memory is a NUMA node of its own, without CPUs: they are beside the node of their package.
+/// The memory of a GPU may be a NUMA node without CPUs. Then the GPU is beside the node of its package that has CPUs.
 #[test]
 fn gpu_on_memory_only_node_uses_its_package_cpus() {
     let mut node = machines::load("gb200-nvl72-node").unwrap().observed;
@@ -22,18 +22,18 @@ fn gpu_on_memory_only_node_uses_its_package_cpus() {
     for gpu in 0..4 {
         own(&mut node, gpu, [2, 10, 18, 26][gpu]);
     }
-    assert_eq!(seen(&node), plain, "the package is the host bridge's");
+    assert_eq!(seen(&node), plain, "the host bridge has the package");
     node.gpus[1].numa = Some(NumaNodeId(0));
     assert_eq!(seen(&node), plain, "the GPU's memory and the CPUs beside it are no contradiction");
     own(&mut node, 1, 10);
     let (topology, _) = NodeTopology::assemble(&node);
     assert_eq!(topology.gpus()[1].numa, Some(NumaNodeId(10)), "the kernel's value is kept");
 
-    // Two nodes with CPUs in the package: which of them is beside the GPU is unknown.
+    // If the package has two nodes with CPUs, it is unknown which one is beside the GPU.
     node.host.numa_nodes[5].cpus = "200".to_owned();
     node.host.numa_nodes[5].package = Some(PackageId(0));
     assert_eq!(seen(&node), (vec![None, None, Some(1), Some(1)], [4, 5]));
-    // A node of which nothing was seen is no node without CPUs.
+    // A node that the host does not list is not a node without CPUs.
     own(&mut node, 3, 99);
     assert_eq!(seen(&node).0, [None, None, Some(1), None]);
 }

@@ -1,5 +1,5 @@
-//! The graph of random machines against the rules that define it, each worked out a second time by
-//! walking the observed tree; and every warning with the one line that people see.
+//! The graph of random machines, compared with a second implementation of its rules that walks the observed tree; and
+//! every warning, with its text.
 
 #![allow(clippy::cast_possible_truncation, reason = "a few GPUs are counted")]
 
@@ -8,14 +8,14 @@ use crate::random_node;
 use std::collections::BTreeSet;
 
 use linkwise_core::topology::{
-    CpuObservation, FabricObservation, GpuObservation, HostBridgeObservation, HostObservation, MigObservation,
+    CpuObservation, FabricObservation, GpuObservation, HostBridgeObservation, HostObservation, MigObservation, Nic,
     NodeObservation, NodeTopology, NumaNodeId, NumaNodeObservation, NvLinkObservation, NvLinkRemote, P2pRefusal,
     PackageId, PciAddress, PciKind, PciObservation, PcieLink, ProbeFailure, TopologyLevel, TopologyWarning,
 };
 use linkwise_host::machines;
 use proptest::prelude::*;
 
-/// The way from a host bridge down to a function, that one last.
+/// The way from a host bridge down to a PCI function, which comes last.
 #[derive(Clone)]
 struct Way<'a> {
     number: usize,
@@ -24,7 +24,7 @@ struct Way<'a> {
 }
 
 impl<'a> Way<'a> {
-    /// To the first function that fits; a way for each host bridge is tried in turn.
+    /// Finds the way to the first function that fits, in the order of the host bridges.
     fn to(host: &'a HostObservation, fits: &dyn Fn(&PciObservation) -> bool) -> Option<Self> {
         fn down<'a>(
             list: &'a [PciObservation],
@@ -58,7 +58,7 @@ impl<'a> Way<'a> {
         all.filter_map(|numa| package_of(host, numa)).next().or(self.bridge.package)
     }
 
-    /// How many functions two ways have in common, from the host bridge down.
+    /// The number of functions that two ways have in common, from the host bridge down.
     fn common(&self, other: &Self) -> usize {
         if self.number != other.number {
             return 0;
@@ -82,10 +82,10 @@ fn rank_in_tree(host: &HostObservation, a: &Way<'_>, b: &Way<'_>) -> u8 {
     if common == 0 {
         return 2;
     }
-    // The switches on the way: those above one of the two, from where they meet down.
+    // The switches on the way: those below the meeting point and above either function.
     let switch = |function: &&&PciObservation| matches!(function.kind, PciKind::Switch | PciKind::UpstreamPort);
     let above = |way: &Way<'_>| way.functions[common..].iter().rev().skip(1).filter(switch).count();
-    // They meet in a switch or, at a port that faces down, on one board below it.
+    // The functions meet in a switch or, below a downstream port, on one board.
     let meeting = a.functions[..common]
         .iter()
         .rev()
@@ -94,7 +94,7 @@ fn rank_in_tree(host: &HostObservation, a: &Way<'_>, b: &Way<'_>) -> u8 {
     if above(a) + above(b) + meeting.count() <= 1 { 0 } else { 1 }
 }
 
-/// The rank of two places of the host that no tree joins: 3 on or beside one NUMA node, 4 in one package, 5 beyond.
+/// The rank of two places of the host that no tree connects: 3 on or beside one NUMA node, 4 in one package, 5 beyond.
 fn rank_apart(
     host: &HostObservation,
     a: (Option<NumaNodeId>, Option<PackageId>),
@@ -109,7 +109,7 @@ fn rank_apart(
     if a.1.is_some() && a.1 == b.1 { 4 } else { 5 }
 }
 
-/// The NUMA node itself if it has CPUs; for one without, the only one with CPUs of the package.
+/// The NUMA node itself if it has CPUs, else the only node with CPUs in the package.
 fn beside(host: &HostObservation, numa: NumaNodeId, package: Option<PackageId>) -> Option<NumaNodeId> {
     let with_cpus: BTreeSet<NumaNodeId> =
         host.numa_nodes.iter().filter(|node| !node.cpus.is_empty()).map(|node| node.id).collect();
@@ -125,7 +125,7 @@ fn beside(host: &HostObservation, numa: NumaNodeId, package: Option<PackageId>) 
     }
 }
 
-/// MB/s of a link of Gen1 to Gen6: lanes times the rate of a lane, in which Gen3 x16 is 12000.
+/// MB/s of a link of Gen1 to Gen6: lanes times the rate of a lane. Gen3 x16 has 12000.
 fn carries(link: Option<PcieLink>) -> Option<u32> {
     let link = link?;
     if link.mts == 0 || link.width == 0 || (link.mts == 2_500 && link.width == 1) {
@@ -143,7 +143,7 @@ fn carries(link: Option<PcieLink>) -> Option<u32> {
     Some(sixteen_lanes * link.width / 16)
 }
 
-/// What the PCIe path between two GPUs carries.
+/// The bandwidth of the PCIe path between two GPUs, MB/s.
 fn pcie(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation, rank: u8) -> u32 {
     let ways = [a, b].map(|gpu| Way::to_address(&node.host, gpu.pci));
     let mut hops = Vec::new();
@@ -155,7 +155,7 @@ fn pcie(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation, rank: u8
                 if matches!(function.kind, PciKind::RootPort | PciKind::DownstreamPort) {
                     continue;
                 }
-                // A switch of one lane is virtual.
+                // A switch whose link has one lane is virtual, so its link does not count.
                 let is_switch = matches!(function.kind, PciKind::Switch | PciKind::UpstreamPort);
                 let carries = |link: Option<PcieLink>| carries(link.filter(|link| !is_switch || link.width > 1));
                 let below = if function.kind == PciKind::Gpu {
@@ -175,7 +175,7 @@ fn pcie(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation, rank: u8
             }
         }
     } else {
-        // Of a path that is not in the host's tree, NVML reports the two ends.
+        // If the path is not in the host's tree, NVML reports the links at its two ends.
         hops.extend([a, b].map(|gpu| carries(gpu.pcie).unwrap_or(12_000)));
     }
     let narrowest = hops.into_iter().min().unwrap_or(12_000);
@@ -185,7 +185,7 @@ fn pcie(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation, rank: u8
     if rank == 5 { through.min(crossing(cpu)) } else { through }
 }
 
-/// What a path between packages carries at most, by the processors the random machines have.
+/// The most that a path between packages carries, by the processors of the random machines.
 fn crossing(cpu: Option<&CpuObservation>) -> u32 {
     let Some(cpu) = cpu else { return 10_000 };
     match (cpu.arch.as_str(), cpu.vendor.as_deref(), cpu.model) {
@@ -211,7 +211,7 @@ fn per_link(gpu: &GpuObservation) -> u32 {
     }
 }
 
-/// The links of a GPU that are up and lead to what fits; `None` when NVML did not answer.
+/// The number of a GPU's links that are up and lead to an end that fits; `None` if NVML did not answer.
 fn links_to(gpu: &GpuObservation, fits: impl Fn(NvLinkRemote) -> bool) -> Option<u32> {
     let groups = gpu.nvlinks.as_ref()?.iter().filter(|group| group.active && fits(group.remote));
     Some(groups.map(|group| group.links.len() as u32).sum())
@@ -221,7 +221,8 @@ fn port(gpu: &GpuObservation) -> u32 {
     links_to(gpu, |remote| matches!(remote, NvLinkRemote::Switch(_))).unwrap_or(0)
 }
 
-/// Whether two GPUs have ports on one plane: one clique, and where one reports none, the only one there is.
+/// Returns true if two GPUs have ports on one plane, that is one clique. A GPU that reports no clique has the machine's
+/// only one.
 fn share_plane(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -> bool {
     let switched = node.gpus.iter().filter(|gpu| port(gpu) > 0);
     let cliques: BTreeSet<&FabricObservation> = switched.filter_map(|gpu| gpu.fabric.as_ref()).collect();
@@ -233,7 +234,7 @@ fn share_plane(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -
     port(a) > 0 && port(b) > 0 && same
 }
 
-/// Number of NVLinks between two GPUs and what they carry.
+/// The number of NVLinks between two GPUs, and their bandwidth in MB/s.
 fn nvlink(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -> (u32, u32) {
     let to = |from: &GpuObservation, to: &GpuObservation| links_to(from, |remote| remote == NvLinkRemote::Gpu(to.pci));
     let direct = match (to(a, b), to(b, a)) {
@@ -254,7 +255,7 @@ fn rank(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -> u8 {
     if let (Some(from), Some(to)) = (Way::to_address(&node.host, a.pci), Way::to_address(&node.host, b.pci)) {
         return rank_in_tree(&node.host, &from, &to);
     }
-    // NVML reports the same for both; should it not, the GPU with the smaller address counts.
+    // NVML reports the same for both GPUs. If not, the GPU with the smaller address counts.
     let (first, second) = if a.pci < b.pci { (a, b) } else { (b, a) };
     let ancestor = first.common_ancestors.get(&second.index).or_else(|| second.common_ancestors.get(&first.index));
     match ancestor {
@@ -269,7 +270,7 @@ fn rank(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -> u8 {
     }
 }
 
-/// The NUMA node and the package of a GPU: the kernel's where the host sees it, else NVML's.
+/// The NUMA node and the package of a GPU: the kernel's if the host's tree has the GPU, else NVML's.
 fn near(node: &NodeObservation, gpu: &GpuObservation) -> (Option<NumaNodeId>, Option<PackageId>) {
     match Way::to_address(&node.host, gpu.pci) {
         Some(way) => (way.numa(), way.package(&node.host)),
@@ -280,7 +281,6 @@ fn near(node: &NodeObservation, gpu: &GpuObservation) -> (Option<NumaNodeId>, Op
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Places, ranks, NVLink and PCIe of every pair follow the rules.
     #[test]
     fn random_machines_follow_the_rules(node in random_node::node(8)) {
         let (topology, _) = NodeTopology::assemble(&node);
@@ -318,7 +318,7 @@ proptest! {
         }
     }
 
-    /// A card is a PCI function with its interfaces; its levels follow the same rules as the GPUs'.
+    /// A card is a PCI function with its interfaces. Its levels follow the same rules as those of GPUs.
     #[test]
     fn random_nics_follow_the_rules(node in random_node::node(4)) {
         fn cards<'a>(list: &'a [PciObservation], found: &mut Vec<&'a PciObservation>) {
@@ -351,15 +351,15 @@ proptest! {
             let own = topology.nics().iter().position(|other| other == nic).unwrap();
             for gpu in 0..topology.gpus().len() {
                 let least = topology.nics().iter().map(|nic| nic.level[gpu]).min();
-                let is_near = |nic: &linkwise_core::topology::Nic| nic.level[gpu].number() <= 2 && Some(nic.level[gpu]) == least;
-                let faster = |other: &&linkwise_core::topology::Nic| is_near(other) && other.mbps > nic.mbps;
+                let is_near = |nic: &Nic| nic.level[gpu].number() <= 2 && Some(nic.level[gpu]) == least;
+                let faster = |other: &&Nic| is_near(other) && other.mbps > nic.mbps;
                 let near = is_near(nic) && (nic.mbps.is_none() || !topology.nics().iter().any(|other| faster(&other)));
                 prop_assert_eq!(topology.nearest_nics(gpu).contains(&own), near);
             }
         }
     }
 
-    /// What makes no sense makes a graph all the same, a symmetric one, and warnings of one line.
+    /// Contradictory observations also make a symmetric graph, and warnings of one line.
     #[test]
     fn odd_machines_make_a_graph(node in random_node::odd_node(12)) {
         check_graph(&node)?;
@@ -389,7 +389,7 @@ fn check_graph(node: &NodeObservation) -> Result<(), TestCaseError> {
             };
             prop_assert_eq!(cells(a, b), cells(b, a));
             let apart = a != b && a < count && b < count;
-            prop_assert_eq!(topology.bandwidth(a, b) > 0, apart, "every pair can talk somehow");
+            prop_assert_eq!(topology.bandwidth(a, b) > 0, apart, "every pair has some path");
             prop_assert_eq!(topology.nvlink_count(a, b) > 0, topology.nvlink(a, b) > 0);
         }
     }
@@ -398,7 +398,7 @@ fn check_graph(node: &NodeObservation) -> Result<(), TestCaseError> {
     let indices: BTreeSet<u32> = node.gpus.iter().map(|gpu| gpu.index).collect();
     let whole = uuids.len() == node.gpus.len() && indices.len() == node.gpus.len();
     if whole && node.gpus.len() <= NodeTopology::MAX_GPUS {
-        prop_assert_eq!(NodeTopology::assemble(&turned), (topology, warnings), "NVML's order means nothing");
+        prop_assert_eq!(NodeTopology::assemble(&turned), (topology, warnings), "NVML's order does not count");
     }
     Ok(())
 }
@@ -410,17 +410,17 @@ fn empty_observation_makes_empty_graph() {
     assert_eq!((topology.rank(0, 1).number(), topology.bandwidth(0, 1)), (0, 0));
 }
 
-/// A DGX-1 to be spoilt.
+/// A DGX-1, for a test to spoil.
 fn dgx1() -> NodeObservation {
     machines::load("dgx1-v100").unwrap().observed
 }
 
-/// A DGX H100 to be spoilt.
+/// A DGX H100, for a test to spoil.
 fn h100() -> NodeObservation {
     machines::load("dgx-h100").unwrap().observed
 }
 
-/// The graph, and what people read of it, each warning once.
+/// The graph, and the texts of its warnings.
 fn assembled(node: &NodeObservation) -> (NodeTopology, Vec<String>) {
     let (topology, warnings) = NodeTopology::assemble(node);
     (topology, warnings.iter().map(TopologyWarning::to_string).collect())
@@ -481,9 +481,8 @@ fn second_gpu_with_same_uuid_is_dropped() {
     assert_eq!(topology.gpus().len(), 7);
     assert_eq!(
         found,
-        [
-            "GPU 0000:df:00.0: its UUID GPU-00000002-0000-4000-8000-000000000002 is also that of GPU 0000:52:00.0; it is left out"
-        ],
+        ["GPU 0000:df:00.0: its UUID GPU-00000002-0000-4000-8000-000000000002 is also that of GPU 0000:52:00.0; it \
+             is left out"],
     );
 }
 
@@ -502,9 +501,8 @@ fn gpus_at_one_address_are_kept_without_links() {
     assert_eq!(topology.rank(0, 1).number(), 0);
     assert_eq!(
         warnings(&node),
-        [
-            "GPUs GPU-00000001-0000-4000-8000-000000000000 and GPU-00000001-0000-4000-8000-000000000001 both claim PCI address 0000:06:00.0; both are kept, links to it count for neither"
-        ],
+        ["GPUs GPU-00000001-0000-4000-8000-000000000000 and GPU-00000001-0000-4000-8000-000000000001 both claim PCI \
+             address 0000:06:00.0; both are kept, links to it count for neither"],
     );
 }
 
@@ -538,16 +536,15 @@ fn gpu_missing_from_host_tree_warns() {
     let found = warnings(&node);
     assert_eq!(
         found[1..],
-        [
-            "GPUs 0000:89:00.0 and 0000:8a:00.0: neither the host's PCI tree nor NVML says how far apart they are; taken as SYS"
-        ],
+        ["GPUs 0000:89:00.0 and 0000:8a:00.0: neither the host's PCI tree nor NVML says how far apart they are; \
+             taken as SYS"],
     );
 }
 
 #[test]
-fn refused_p2p_is_said_where_nccl_would_use_it() {
+fn refused_p2p_warns_only_where_nccl_would_use_it() {
     let mut node = dgx1();
-    // GPUs 0 and 3 have NVLinks, 0 and 5 are on two processors, and 4 and 1 have neither NVLinks nor one switch.
+    // GPUs 0 and 3 have NVLinks; 0 and 5 are on two processors without NVLinks.
     node.gpus[0].p2p_refused = [(3, P2pRefusal::Setting), (5, P2pRefusal::Chipset)].into();
     let found = warnings(&node);
     let [found] = &found[..] else { panic!("{found:?}") };
@@ -558,7 +555,7 @@ fn refused_p2p_is_said_where_nccl_would_use_it() {
         ),
         "{found}"
     );
-    // Without NVLinks only the pairs below one switch count. All pairs are refused, as by a driver without P2P.
+    // Without NVLinks only pairs below one switch would use P2P. All pairs are refused, as by a driver without P2P.
     node.gpus.iter_mut().for_each(|gpu| gpu.nvlinks = Some(Vec::new()));
     node.gpus[0].p2p_refused.clear();
     for gpu in 0..8 {
@@ -569,7 +566,7 @@ fn refused_p2p_is_said_where_nccl_would_use_it() {
     let [found] = &found[..] else { panic!("{found:?}") };
     assert!(found.ends_with(": no P2P, it is not supported: NCCL goes through the host's memory"), "{found}");
     assert_eq!(found.matches(" and 0000:").count(), 4, "a pair for each switch: {found}");
-    // The choice is the same.
+    // The graph does not depend on the refusals.
     let without = |node: &NodeObservation| {
         let mut node = node.clone();
         node.gpus.iter_mut().for_each(|gpu| gpu.p2p_refused.clear());
@@ -587,7 +584,7 @@ fn refused_p2p_is_said_where_nccl_would_use_it() {
 fn numa_disagreement_names_both_values() {
     let mut node = dgx1();
     node.gpus[0].numa = Some(NumaNodeId(1));
-    assert_eq!(warnings(&node), ["GPU 0000:06:00.0: the kernel says NUMA node 0, NVML says 1; the kernel is believed"],);
+    assert_eq!(warnings(&node), ["GPU 0000:06:00.0: the kernel says NUMA node 0, NVML says 1; the kernel is believed"]);
     node.host.host_bridges[0].numa = None;
     assert_eq!(
         warnings(&node),
@@ -631,13 +628,13 @@ fn one_sided_nvlinks_warn_with_both_counts() {
         warnings(&node),
         [
             "GPUs 0000:06:00.0 and 0000:0b:00.0: 1 NVLink(s) seen from one end, 2 from the other; 1 counted",
-            "GPU 0000:06:00.0 is the odd one of 8 GPUs of its model: 5 of its NVLinks are up, 6 on each other GPU; sets \
-             without it have full bandwidth",
+            "GPU 0000:06:00.0 is the odd one of 8 GPUs of its model: 5 of its NVLinks are up, 6 on each other GPU; \
+             sets without it have full bandwidth",
         ],
     );
     let (topology, _) = NodeTopology::assemble(&node);
     assert_eq!((topology.nvlink(0, 3), topology.nvlink(3, 0)), (20_000, 20_000));
-    // Where one end could not be asked, the other is believed.
+    // If NVML does not answer for one end, the other end counts.
     node.gpus[0].nvlinks = None;
     let (topology, found) = NodeTopology::assemble(&node);
     assert_eq!((topology.nvlink(0, 3), topology.symbol(0, 3)), (40_000, "NV2".to_owned()));
@@ -674,7 +671,7 @@ fn pci_function_listed_twice_warns() {
     assert_eq!(NodeTopology::assemble(&node).0, NodeTopology::assemble(&dgx1()).0);
 }
 
-/// SYS is split by the package, which decides the cap of the crossing too.
+/// SYS has two ranks, inside and across packages. The package also decides the bandwidth of the path.
 #[test]
 fn sys_rank_depends_on_package() {
     let mut node = dgx1();

@@ -84,7 +84,7 @@ proptest! {
 
     /// With few free GPUs any machine is exact, unless more stay free than sizes for which the machine's best is known.
     #[test]
-    fn random_machines_answer_as_the_brute_force(
+    fn random_machines_match_brute_force(
         observed in random_node::node_between(17, 20),
         requests in proptest::collection::vec((1..u64::MAX, 2..9_usize, 2..4_usize, any::<bool>()), 1..8),
     ) {
