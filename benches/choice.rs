@@ -1,17 +1,17 @@
-//! The choice: every availability and size of a machine, the worst of them named, beside a brute force.
+//! The time of a choice among whole GPUs, compared with a brute force.
 //!
-//! Prints a table: machine and size; our time over all availabilities of a machine of up to 8 GPUs (for more: a
-//! sample); the most sets compared; how many answers were proven best; and what the definition costs when worked out
-//! plainly on the idle machine, where that ends (`-` where it would not). Below each machine what its tables took to
-//! build. It judges nothing: the README has the budgets. Run it with `cargo bench --bench choice`; a
-//! figure is quoted with the machine it was measured on.
+//! Prints a row for each machine and size of request: median and worst time over all sets of free GPUs (a sample for
+//! more than 8 GPUs), the most sets that a request compared, the share of answers proven best, and the time of the
+//! brute force on the idle machine (`-` if it would take minutes). The time to build the tables follows each machine.
+//! It judges nothing: README.md has the budgets. Run it with `cargo bench --bench choice`, and quote a figure with the
+//! machine on which it was measured.
 
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
     clippy::cast_possible_truncation,
     clippy::print_stdout,
-    reason = "a benchmark prints, and ends where it cannot go on"
+    reason = "a benchmark prints, and ends at its first error"
 )]
 
 #[path = "../tests/large_node/mod.rs"]
@@ -32,12 +32,14 @@ use linkwise_host::machines;
 use oracle::Oracle;
 use support::percentile;
 
-/// Each request is asked this often and its median counts: the machine is not ours alone.
+/// The repetitions of each request, whose median counts because the machine has other work too.
 const ROUNDS: usize = 9;
-/// Requests of one size beyond which a machine's availabilities are sampled.
+/// The number of requests of one size from which on the sets of free GPUs are sampled.
 const MAX_REQUESTS: usize = 300;
-/// Rounds of the brute force, on machines of up to so many GPUs: from 16 on it takes minutes and more.
-const BRUTE: (usize, usize) = (3, 8);
+/// The repetitions of the brute force.
+const BRUTE_FORCE_ROUNDS: usize = 3;
+/// The largest machine for the brute force, which takes minutes from 16 GPUs on.
+const MAX_BRUTE_FORCE_GPUS: usize = 8;
 
 fn main() {
     println!(
@@ -96,7 +98,7 @@ fn row(machine: &str, size: usize, tables: &AllocationTables) {
     );
 }
 
-/// All availabilities, or a sample of them; the whole machine is always one. Beyond 16 GPUs half of the sample is dense.
+/// All sets of free GPUs, or a sample with the whole machine in it. Beyond 16 GPUs half of the sample has many GPUs.
 fn availabilities(gpus: usize) -> Box<dyn Iterator<Item = GpuSet>> {
     if gpus <= 16 {
         let sets = 1_u64 << gpus;
@@ -116,14 +118,14 @@ fn availabilities(gpus: usize) -> Box<dyn Iterator<Item = GpuSet>> {
     Box::new(std::iter::once(all).chain(sample.map(move |set| set.intersection(all))))
 }
 
-/// The definition worked out plainly, from nothing, for the idle machine.
+/// The time of the brute force for the idle machine, without anything computed before.
 fn brute_force(tables: &AllocationTables, size: usize) -> Option<Duration> {
     let gpus = tables.topology().gpus().len();
-    if gpus > BRUTE.1 {
+    if gpus > MAX_BRUTE_FORCE_GPUS {
         return None;
     }
     let mut rounds: Vec<Duration> = Vec::new();
-    for _ in 0..BRUTE.0 {
+    for _ in 0..BRUTE_FORCE_ROUNDS {
         let start = Instant::now();
         black_box(Oracle::new(tables.topology()).choose((1 << gpus) - 1, 0, size as u32));
         rounds.push(start.elapsed());

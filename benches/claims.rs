@@ -1,14 +1,14 @@
-//! NodePrepareResources and NodeUnprepareResources over the socket, with a cluster that answers for a claim at once: what
-//! linkwise takes beside the claim's GET, with checkpoints in memory and on the disk.
+//! The time of NodePrepareResources and NodeUnprepareResources over the socket, with checkpoints in memory and on a
+//! disk. The GET of the claim is not counted: a function answers it at once.
 //!
-//! The kubelet is that in the box. A repeated Prepare is answered from the checkpoint. Run with `cargo bench --bench
-//! claims`; LINKWISE_BENCH_DISK names a folder on the disk that counts (here: the build folder's).
+//! The calls come from the kubelet in the box. A repeated Prepare is answered from the checkpoint. Run it with `cargo
+//! bench --bench claims`; LINKWISE_BENCH_DISK names a folder on the disk (default: the build folder).
 
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,
     clippy::disallowed_methods,
-    reason = "a benchmark prints, is told by its environment, and ends where it cannot go on"
+    reason = "a benchmark prints, reads its environment, and ends at its first error"
 )]
 
 mod support;
@@ -99,7 +99,7 @@ async fn measure(folder: &Path) -> [Vec<Duration>; 3] {
         let start = Instant::now();
         kubelet.start_pod(&pod).await.unwrap();
         let prepared = start.elapsed();
-        // A kubelet that restarts asks again.
+        // A restarted kubelet asks to prepare the claim again.
         kubelet.forget_prepared();
         let start = Instant::now();
         kubelet.start_pod(&pod).await.unwrap();
@@ -116,7 +116,7 @@ async fn measure(folder: &Path) -> [Vec<Duration>; 3] {
     times
 }
 
-/// The CDI devices of the node, with as many mounts as a driver has files.
+/// The CDI devices of the node, with a mount for each of a driver's many files.
 fn cdi_devices(state: &NodeState) -> CdiDevices {
     let mount = |number: usize| {
         let path = format!("/usr/lib/x86_64-linux-gnu/libnvidia-{number}.so.580.95.05");
@@ -139,7 +139,7 @@ fn state() -> NodeState {
     events.into_iter().fold(NodeState::new(NumaHints::default()), |state, event| state.apply(event, Duration::ZERO).0)
 }
 
-/// The cluster's claim of this name: the first four GPUs.
+/// A claim to which the first four GPUs are allocated.
 fn claim(metadata: ClaimName) -> Claim {
     let result = |minor: u32| AllocatedDevice {
         request: "gpus".to_owned(),

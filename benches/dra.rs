@@ -1,15 +1,16 @@
-//! `linkwise run` with DRA as it runs on a node: start to slices stored, claims prepared over the socket, resident memory of
-//! both processes, and the writes to the API server while nothing happens and in a storm of health changes.
+//! `linkwise run` with DRA as on a node: the time from start to stored slices, the time to prepare claims over the
+//! socket, the resident memory of both processes, and the writes to the API server on an idle node and in a storm of
+//! health changes.
 //!
-//! The release program with a libnvidia-ml of our own (8 GPUs), an API server and a kubelet in boxes. Run with `cargo bench
-//! --bench dra`; it takes two minutes. LINKWISE_BENCH_PROGRAM names another program to measure,
-//! such as the image's; LINKWISE_BENCH_IDLE is how many seconds the idle node is watched.
+//! The release program runs with the fake NVML library (8 GPUs), the API server in the box and the kubelet in the box.
+//! Run it with `cargo bench --bench dra`; it takes two minutes. LINKWISE_BENCH_PROGRAM names another program, such as
+//! the image's; LINKWISE_BENCH_IDLE is the number of seconds for which the idle node is observed.
 
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,
     clippy::disallowed_methods,
-    reason = "a benchmark prints, is told by its environment, and ends where it cannot go on"
+    reason = "a benchmark prints, reads its environment, and ends at its first error"
 )]
 
 mod support;
@@ -29,21 +30,21 @@ use serde_json::{Value, json};
 use support::{child_of, memory, program, spread};
 
 const DRIVER: &str = "gpu.nvidia.com";
-/// Starts of the program; the median counts.
+/// The starts of the program, whose median counts.
 const STARTS: usize = 5;
 /// Claims after the first.
 const CLAIMS: usize = 100;
-/// MIG devices of each GPU where there are many, and claims that are prepared at once.
+/// The MIG devices of each GPU of the node with many devices, and the claims that it holds at once.
 const MIG_DEVICES: u32 = 7;
 const CONCURRENT_CLAIMS: usize = 32;
 /// Health changes of the storm.
 const CHANGES: u32 = 1000;
-/// Threads of the start are gone after this long.
-const SETTLE: Duration = Duration::from_secs(12);
-/// How long the idle node is watched, where the environment says nothing else.
+/// The time after which the threads of the start have ended.
+const SETTLE_DELAY: Duration = Duration::from_secs(12);
+/// The time for which the idle node is observed, unless the environment names another.
 const IDLE: Duration = Duration::from_secs(30);
-/// What is not published after this long will not be.
-const LIMIT: Duration = Duration::from_secs(60);
+/// The longest wait for the devices to be published.
+const PUBLISH_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]
 async fn main() {
@@ -75,8 +76,7 @@ async fn main() {
     );
     println!("unprepared: {}", spread(&mut unprepared));
 
-    // Time is what is measured here: nothing is waited for.
-    tokio::time::sleep(SETTLE).await;
+    tokio::time::sleep(SETTLE_DELAY).await;
     let pids = [node.process.id(), child_of(node.process.id())];
     let rss = pids.map(|pid| memory(pid, "Rss:") as f64 / 1024.0);
     let pss: f64 = pids.map(|pid| memory(pid, "Pss:") as f64 / 1024.0).iter().sum();
@@ -107,7 +107,7 @@ async fn main() {
     many_devices().await;
 }
 
-/// Resident memory with many devices, and many claims at once.
+/// Prints the resident memory with many devices and many claims at once.
 async fn many_devices() {
     let folder = tempfile::tempdir().unwrap();
     let mut machine = machines::load("dgx2-v100").unwrap();
@@ -141,7 +141,7 @@ async fn many_devices() {
         let claim = node.claim_of(&name, std::slice::from_ref(device));
         node.dra.start_pod(&PodClaims::single(&name, claim, DRIVER)).await.unwrap();
     }
-    tokio::time::sleep(SETTLE).await;
+    tokio::time::sleep(SETTLE_DELAY).await;
     let rss = [node.process.id(), child_of(node.process.id())].map(|pid| memory(pid, "Rss:") as f64 / 1024.0);
     println!(
         "{count} MIG devices of {} GPUs, {CONCURRENT_CLAIMS} claims: resident {:.1} MiB ({:.1} + {:.1})",
@@ -167,7 +167,7 @@ impl Node {
         Self::on(&Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/host/src/machines/dgx-h100.yaml"), "").await
     }
 
-    /// A node with the GPUs of a node file, and with these nodes of MIG devices.
+    /// Starts a node with the GPUs of a node file, and with these device nodes of MIG devices.
     async fn on(machine: &Path, minors: &str) -> Self {
         let (server, folder) = (ApiServerBox::start(&ResourceType::ALL).await, tempfile::tempdir().unwrap());
         server.accept_tokens(&["token"]);
@@ -209,12 +209,16 @@ impl Node {
 
     async fn publishes(&self, count: usize) {
         while self.devices().len() < count {
-            assert!(self.begin.elapsed() < LIMIT, "{} devices of {count} are published", self.devices().len());
+            assert!(
+                self.begin.elapsed() < PUBLISH_TIMEOUT,
+                "{} devices of {count} are published",
+                self.devices().len()
+            );
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     }
 
-    /// The names of the devices that the API server has.
+    /// The names of the devices in the ResourceSlices of the API server.
     fn devices(&self) -> Vec<String> {
         let slices = self.server.objects(&ResourceType::RESOURCE_SLICES);
         let devices = slices.iter().flat_map(|slice| slice["spec"]["devices"].as_array().cloned().unwrap_or_default());
@@ -225,12 +229,12 @@ impl Node {
         self.dra.wait(|state| state.drivers.get(DRIVER).is_some_and(|driver| driver.connected == 1)).await.unwrap();
     }
 
-    /// A claim that the scheduler has allocated four GPUs to.
+    /// A claim to which the scheduler has allocated four GPUs.
     fn claim(&self, name: &str) -> ClaimRef {
         self.claim_of(name, &[0, 1, 2, 3].map(|gpu| format!("gpu-{gpu}")))
     }
 
-    /// A claim that the scheduler has allocated these devices to.
+    /// A claim to which the scheduler has allocated these devices.
     fn claim_of(&self, name: &str, devices: &[String]) -> ClaimRef {
         let result = |device| json!({"request": "gpus", "driver": DRIVER, "pool": "n/gpu", "device": device});
         let results: Vec<Value> = devices.iter().map(result).collect();

@@ -1,11 +1,12 @@
-//! The whole plugin as it runs on a node: start to registered, kubelet restart to registered, event to stream, memory with whole
-//! and with shared GPUs, idle CPU and wake-ups; and on a node without GPUs: memory, idle CPU and wake-ups.
+//! The device plugin as on a node: the time from a start, and from a restart of the kubelet, to the registration; the
+//! time from an event to the kubelet's stream; memory with whole and with shared GPUs; CPU and wake-ups while idle.
+//! Memory, CPU and wake-ups on a node without GPUs too.
 //!
-//! The release binary with a libnvidia-ml of our own (8 GPUs), against a kubelet in a box. Memory is that of
-//! both processes, without the driver's library. Run with `cargo bench --bench footprint`; it takes two minutes.
-//! LINKWISE_BENCH_PROGRAM names another program to measure, such as the image's.
+//! The release program runs with the fake NVML library (8 GPUs) and the kubelet in the box. Memory is that of both
+//! processes, without NVIDIA's library. Run it with `cargo bench --bench footprint`; it takes two minutes.
+//! LINKWISE_BENCH_PROGRAM names another program, such as the image's.
 
-#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends where it cannot go on")]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends at its first error")]
 
 mod support;
 
@@ -20,17 +21,16 @@ use linkwise_kubelet_box::{KubeletBox, Options, Restart};
 use support::{child_of, memory, program, spread};
 
 const RESOURCE: &str = "nvidia.com/gpu";
-/// Starts of the plugin; medians count.
+/// The starts of the plugin, whose median counts.
 const STARTS: usize = 11;
-/// Events measured.
 const EVENTS: usize = 7;
 /// Restarts of the kubelet.
 const RESTARTS: usize = 11;
-/// Slots of each GPU where they are shared.
+/// Slots of each shared GPU.
 const REPLICAS: usize = 16;
-/// After this long nothing is left of the start.
-const SETTLE: Duration = Duration::from_secs(12);
-/// How long the idle plugin is watched.
+/// The time after which the threads of the start have ended.
+const SETTLE_DELAY: Duration = Duration::from_secs(12);
+/// The time for which the idle plugin is observed.
 const IDLE: Duration = Duration::from_secs(30);
 
 #[tokio::main(flavor = "current_thread")]
@@ -48,7 +48,7 @@ async fn main() {
     let mut registered = Vec::new();
     for _ in 0..RESTARTS {
         node.kubelet.stop().await.unwrap();
-        // A kubelet takes seconds to come back, and a plugin has noticed by then: what counts is from there on.
+        // A real kubelet takes seconds to come back. The plugin has noticed its end by then, so that is not measured.
         tokio::time::sleep(Duration::from_millis(500)).await;
         let begin = Instant::now();
         node.kubelet.start_again(Restart::Kubelet).unwrap();
@@ -56,25 +56,24 @@ async fn main() {
         registered.push(begin.elapsed());
     }
     println!("kubelet.sock new to registered, 8 GPUs listed: {} of {RESTARTS} restarts", spread(&mut registered));
-    let mut told = Vec::new();
+    let mut delays = Vec::new();
     for gpu in 0..EVENTS {
         let begin = Instant::now();
         node.control.send(&format!("xid {gpu} 79")).unwrap();
         node.kubelet.wait(|state| state.resources[RESOURCE].unhealthy.len() == gpu + 1).await.unwrap();
-        told.push(begin.elapsed());
+        delays.push(begin.elapsed());
     }
-    println!("XID in the library to the kubelet's stream: {} of {EVENTS} events", spread(&mut told));
+    println!("XID in the library to the kubelet's stream: {} of {EVENTS} events", spread(&mut delays));
     drop(node);
 
-    // A node as it is in service: nothing was restarted, nothing has failed.
+    // A new node, on which nothing was restarted and nothing has failed.
     let node = Node::start("");
     node.lists(8).await;
-    tokio::time::sleep(SETTLE).await;
+    tokio::time::sleep(SETTLE_DELAY).await;
     node.memory("8 GPUs");
     let pids = [node.process.id(), child_of(node.process.id())];
     let both = |of: fn(u32) -> u64| pids.map(of).iter().sum::<u64>();
     let (ticks, wakes) = (both(cpu), pids.map(wake_ups));
-    // Time is what is measured here: nothing is waited for.
     tokio::time::sleep(IDLE).await;
     let (ticks, after) = (both(cpu) - ticks, pids.map(wake_ups));
     let wakes = [after[0] - wakes[0], after[1] - wakes[1]];
@@ -90,13 +89,13 @@ async fn main() {
     let sharing = format!("resources: [{{name: nvidia.com/gpu, replicas: {REPLICAS}}}]");
     let node = Node::start(&format!("version: v1\nsharing:\n  timeSlicing:\n    {sharing}\n"));
     node.lists(8 * REPLICAS).await;
-    tokio::time::sleep(SETTLE).await;
+    tokio::time::sleep(SETTLE_DELAY).await;
     node.memory(&format!("8 GPUs in {} slots", 8 * REPLICAS));
     drop(node);
     without_gpus().await;
 }
 
-/// A node with no NVIDIA device on its PCI bus and no library.
+/// Measures a node with no NVIDIA device on its PCI bus and no NVML library.
 async fn without_gpus() {
     let folder = tempfile::tempdir().unwrap();
     fs::create_dir_all(folder.path().join("sys/bus/pci/devices")).unwrap();
@@ -110,8 +109,7 @@ async fn without_gpus() {
         .stdout(Stdio::null())
         .spawn()
         .unwrap();
-    // Threads of the start are gone after 10 s.
-    tokio::time::sleep(SETTLE).await;
+    tokio::time::sleep(SETTLE_DELAY).await;
     let pid = process.id();
     let (rss, pss) = (memory(pid, "Rss:"), memory(pid, "Pss:"));
     println!("no GPU      resident {:.1} MiB, proportional share {:.1} MiB", mib(rss), mib(pss));
@@ -123,7 +121,7 @@ async fn without_gpus() {
     let _ = process.wait();
 }
 
-/// How often the threads of a process have gone to sleep of themselves.
+/// The voluntary context switches of a process: the times that its threads waited for something.
 fn wake_ups(pid: u32) -> u64 {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let counts = tasks.filter_map(|task| {
@@ -147,7 +145,7 @@ impl Node {
     fn start(config: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let kubelet = KubeletBox::start(Options::new(folder.path())).unwrap();
-        // Not beside the kubelet's sockets: a kubelet that starts removes every socket there.
+        // The control socket has a folder of its own, because a starting kubelet removes every socket in its folder.
         let library = folder.path().join("nvml");
         fs::create_dir(&library).unwrap();
         let control = library.join("control");
@@ -184,7 +182,7 @@ impl Node {
         let (total, share) = (mib(rss + child), mib(pss[0] + pss[1]));
         let (rss, child) = (mib(rss), mib(child));
         println!(
-            "{what}: resident {total:.1} MiB (plugin {rss:.1}, NVML child {child:.1}), proportional share {share:.1} MiB"
+            "{what}: resident {total:.1} MiB (plugin {rss:.1}, agent {child:.1}), proportional share {share:.1} MiB"
         );
     }
 }

@@ -1,16 +1,16 @@
-//! What a node publishes through DRA: how long the groups and the devices take to compute, and how many bytes the API
-//! server gets.
+//! The time to compute the devices that a node publishes through DRA, and the bytes that the API server gets.
 //!
-//! Prints a table: machine; the order and the groups, computed once for a topology; the devices, made for each change of
-//! health; and the slices as JSON. It judges nothing. Run it with `cargo bench --bench publish`; a figure is quoted with
-//! the machine it was measured on.
+//! Prints a row for each machine: the time for the order of GPUs and the groups, which are computed once for a
+//! topology; the time for the devices, which are made at each change of health; and the size of the slices as JSON. It
+//! judges nothing. Run it with `cargo bench --bench publish`, and quote a figure with the machine on which it was
+//! measured.
 
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
     clippy::cast_precision_loss,
     clippy::print_stdout,
-    reason = "a benchmark prints, and ends where it cannot go on"
+    reason = "a benchmark prints, and ends at its first error"
 )]
 
 #[path = "../tests/large_node/mod.rs"]
@@ -25,7 +25,7 @@ use linkwise_core::state::{Door, NodeState, ResourcePlan};
 use linkwise_core::topology::NodeObservation;
 use linkwise_host::machines;
 
-/// Each figure is the median of so many: the machine is not ours alone.
+/// The repetitions of each figure, whose median counts because the machine has other work too.
 const ROUNDS: usize = 9;
 
 fn main() {
@@ -47,7 +47,7 @@ fn table(machine: &str, observed: &NodeObservation) {
     println!("{machine:<28}{:>5}{grouped:>12.0?}{made:>12.0?}{:>9.1}", gpus.len(), bytes(published));
 }
 
-/// The slices as JSON, kB.
+/// The size of the slices as JSON, in kB.
 fn bytes(devices: Vec<SliceDevice>) -> f64 {
     let pool = Pool::new("node", devices);
     let texts = pool.slices(1).iter().map(|slice| serde_json::to_string(slice).unwrap().len()).sum::<usize>();

@@ -1,11 +1,12 @@
-//! GetPreferredAllocation over the socket beside an empty RPC on the same socket, and a whole admission while NVML hangs beside
-//! one while it does not.
+//! The time of GetPreferredAllocation compared with that of an empty RPC, and the time of an admission while NVML hangs
+//! compared with that while NVML answers.
 //!
-//! The first: the whole node serves a simulated dgx-h100 as in `linkwise run`; the empty RPC is
-//! GetDevicePluginOptions. The second: the binary, with a libnvidia-ml of our own whose lock is held by a call that does not
-//! return. What is compared is asked in turn, so that noise meets both. Run with `cargo bench --bench rpc`.
+//! For the first a node in this process serves a simulated dgx-h100 as `linkwise run` would; the empty RPC is
+//! GetDevicePluginOptions on the same socket. For the second the program runs with the fake NVML library, whose lock a
+//! call holds that does not return. The compared calls alternate, so that noise hits both. Run it with `cargo bench
+//! --bench rpc`.
 
-#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends where it cannot go on")]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends at its first error")]
 
 mod support;
 
@@ -29,11 +30,10 @@ use support::percentile;
 
 /// Pairs of calls after the warm-up.
 const ROUNDS: usize = 5_000;
-/// Admissions in a row, while NVML hangs and while it does not.
+/// Admissions in a block, during which NVML either hangs or answers.
 const BLOCK: usize = 500;
-/// How often the one follows the other.
+/// Blocks of each kind.
 const BLOCKS: usize = 10;
-/// The resource.
 const RESOURCE: &str = "nvidia.com/gpu";
 
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]
@@ -76,7 +76,7 @@ async fn main() {
     while_nvml_hangs().await;
 }
 
-/// A connection to the plugin whose socket is in this folder.
+/// Connects to the plugin whose socket is in this folder.
 async fn client(folder: &Path) -> DevicePluginClient<Channel> {
     let names = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let socket = names.into_iter().find(|path| path.to_str().unwrap().contains("linkwise-")).unwrap();
@@ -97,10 +97,11 @@ fn question(ids: &[String], size: i32) -> wire::PreferredAllocationRequest {
     wire::PreferredAllocationRequest { container_requests: vec![question] }
 }
 
-/// GetPreferredAllocation and Allocate of 4 of 8 GPUs, in blocks while a call to the driver holds its library and does not return.
+/// Measures GetPreferredAllocation and Allocate of 4 of 8 GPUs, in blocks. In every second block a call of NVML holds
+/// the library's lock and does not return.
 async fn while_nvml_hangs() {
     let folder = tempfile::tempdir().unwrap();
-    // A folder of its own: nothing else in it has our sockets' name.
+    // `client` finds the plugin's socket by its name, so no other file here may have that name.
     let sockets = folder.path().join("kubelet");
     let kubelet = KubeletBox::start(Options::new(&sockets)).unwrap();
     let control = Control::new(folder.path().join("control"));
@@ -121,13 +122,13 @@ async fn while_nvml_hangs() {
     let listed = kubelet.wait(|state| state.resources[RESOURCE].healthy.len() == 8).await.unwrap();
     let ids: Vec<String> = listed.resources[RESOURCE].healthy.iter().cloned().collect();
     let mut client = client(&sockets).await;
-    // By whether NVML hangs.
+    // The times while NVML answers, and those while it hangs.
     let mut times = [Vec::new(), Vec::new()];
     for block in 0..BLOCKS * 2 {
         let hangs = block % 2 == 1;
         let word = if hangs { "hold" } else { "unhold" };
         control.send(&format!("{word} 0 nvmlDeviceGetTemperature")).unwrap();
-        // Some rounds later the call has been made, or rounds go on.
+        // After some polls the call has been made and hangs, or polls go on.
         tokio::time::sleep(Duration::from_millis(200)).await;
         for round in 0..BLOCK + BLOCK / 10 {
             let start = Instant::now();

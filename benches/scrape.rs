@@ -1,9 +1,9 @@
-//! A scrape of the metrics with 8 GPUs and 64 pods, two slots each: over the port, and the text alone, as it is and when
-//! the pods have just changed.
+//! The time of a scrape with 8 GPUs and 64 pods of two slots: over the port, and of the text alone, with unchanged pods
+//! and right after they changed.
 //!
-//! Prints a table beside its budget (2 ms a scrape); it judges nothing. `cargo bench --bench scrape`.
+//! Prints a table and judges nothing; the budget is 2 ms a scrape. Run it with `cargo bench --bench scrape`.
 
-#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends where it cannot go on")]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends at its first error")]
 
 use std::hint::black_box;
 use std::net::SocketAddr;
@@ -93,7 +93,7 @@ fn holdings(gpus: &[String], pods: usize, name: &str) -> Holdings {
             let mut slots = gpus.iter().flat_map(|gpu| (0..REPLICAS).map(move |slot| format!("{gpu}::{slot}")));
             DeviceId::from(slots.nth(at).unwrap())
         };
-        // Slots of one pod are half of all apart, so on two GPUs.
+        // The two slots of a pod are as many places apart as there are pods, so on two GPUs.
         let ids = [slot(pod), slot(pod + pods)];
         holdings.containers.extend(ids.iter().map(|id| (ResourceName::gpu(), id.clone())));
         let devices = [(ResourceName::gpu(), ids.into())].into();

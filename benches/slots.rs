@@ -1,9 +1,10 @@
-//! Slots: 64 on each GPU, and as many as a resource can have, any size, all policies; the worst named. Asked as
-//! GetPreferredAllocation asks, of a snapshot.
+//! The time of a choice among slots, as GetPreferredAllocation asks a snapshot: with 64 slots on each GPU and with as
+//! many as a resource can have, for requests of any size and both policies.
 //!
-//! Prints a table beside its budget (1 ms for 1024 slots on 16 GPUs); it judges nothing. `cargo bench --bench slots`.
+//! Prints a table with the median and the worst size, and judges nothing; the budget is 1 ms for 1024 slots on 16 GPUs.
+//! Run it with `cargo bench --bench slots`.
 
-#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends where it cannot go on")]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends at its first error")]
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -14,11 +15,11 @@ use linkwise_core::state::{
 };
 use linkwise_host::machines;
 
-/// Slots on each GPU, within the budget.
+/// The slots on each GPU to which the budget applies.
 const REPLICAS: u32 = 64;
 /// The most slots of a resource.
 const MAX_SLOTS: u32 = 16_384;
-/// Each request is asked this often and its median counts.
+/// The repetitions of each request, whose median counts.
 const ROUNDS: usize = 9;
 
 fn main() {
@@ -48,7 +49,7 @@ fn main() {
 
 fn row(machine: &str, snapshot: &NodeState, policy: AllocationPolicy) {
     let resource = ResourceName::gpu();
-    // The whole GPUs of before stay on the list; no kubelet offers them any more.
+    // The whole GPUs of the plan before stay on the list as unhealthy devices, which no kubelet offers.
     let all: Vec<DeviceId> =
         snapshot.offers().of(&resource).filter(|(_, device)| device.slot.is_some()).map(|(id, _)| id.clone()).collect();
     let request = |size: usize| AllocationRequest { available: all.clone(), must_include: Vec::new(), size };

@@ -58,7 +58,7 @@ fn pictures_match_golden_files() {
 fn picture_in_docs_matches_command_output() {
     let drawn = picture(&["--node", "dgx1-v100", "--format", "svg"]);
     let kept = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/images/dgx1-v100.svg")).unwrap();
-    assert!(drawn == kept, "docs/images/dgx1-v100.svg is not what docs/pictures.md says it is; make it again");
+    assert!(drawn == kept, "docs/images/dgx1-v100.svg is outdated: run the command of docs/pictures.md again");
 }
 
 #[test]

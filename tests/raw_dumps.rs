@@ -118,7 +118,7 @@ fn compare_nics(raw: &str, topology: &NodeTopology, sheet: &Sheet) -> usize {
 }
 
 #[test]
-#[cfg_attr(not(has_recorded), ignore = "no recorded originals beside the repository: ../shared/topologies/raw")]
+#[cfg_attr(not(has_recorded), ignore = "no recorded files in ../shared/topologies/raw")]
 fn recorded_files_match_fact_sheets() {
     let folder = folder();
     let mut nics = 0;
@@ -178,7 +178,7 @@ fn recorded_files_match_fact_sheets() {
 }
 
 #[test]
-#[cfg_attr(not(has_recorded), ignore = "no recorded originals beside the repository: ../shared/topologies/raw")]
+#[cfg_attr(not(has_recorded), ignore = "no recorded files in ../shared/topologies/raw")]
 fn each_recorded_file_has_a_row() {
     let folder = folder();
     for file in std::fs::read_dir(folder.join("raw")).unwrap() {

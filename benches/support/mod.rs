@@ -1,4 +1,4 @@
-//! What the benchmarks share: figures of times, and of processes by the kernel's files.
+//! Helpers of the benchmarks: figures of times, and of processes from the kernel's files.
 
 #![allow(dead_code, reason = "each benchmark needs a part")]
 
@@ -18,7 +18,7 @@ pub fn spread(times: &mut [Duration]) -> String {
 }
 
 /// The program to measure.
-#[allow(clippy::disallowed_methods, reason = "the environment says what to measure")]
+#[allow(clippy::disallowed_methods, reason = "the environment names the program to measure")]
 pub fn program() -> PathBuf {
     let named = std::env::var_os("LINKWISE_BENCH_PROGRAM").map(PathBuf::from);
     named.unwrap_or_else(|| env!("CARGO_BIN_EXE_linkwise").into())
@@ -31,7 +31,7 @@ pub fn child_of(pid: u32) -> u32 {
     children.collect::<String>().split_whitespace().next().unwrap().parse().unwrap()
 }
 
-/// A line of smaps_rollup, in KiB.
+/// The value of a line of smaps_rollup, in KiB.
 pub fn memory(pid: u32, name: &str) -> u64 {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix(name)).unwrap();

@@ -1,4 +1,4 @@
-//! A claim as the API server answers with it, or one made of numbers.
+//! Any bytes as a claim from the API server, or as numbers of which a claim is made.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| linkwise_fuzz::claim(bytes));
