@@ -29,7 +29,7 @@ fn ask(tables: &AllocationTables, available: GpuSet, must: GpuSet, size: usize) 
         size,
     };
     let again = preferred_allocation(tables, &turned, AllocationPolicy::BestEffort);
-    assert_eq!(again, (answer.clone(), report.clone()), "another order, another answer");
+    assert_eq!(again, (answer.clone(), report.clone()), "the order of the lists does not count");
     let possible = (must.len().max(1)..=must.union(available).len()).contains(&size);
     assert_eq!(report.fallback.is_none(), possible, "{report}");
     if possible {
@@ -50,7 +50,7 @@ fn chosen(tables: &AllocationTables, gpus: &[ChosenGpu]) -> GpuSet {
     gpus.iter().map(|gpu| tables.topology().position(&gpu.uuid).unwrap()).collect()
 }
 
-/// Checks that an answer which claims to be exact is the brute force's.
+/// Compares an answer with the brute force's if it claims to be exact, and returns that claim.
 fn compare(tables: &AllocationTables, oracle: &Oracle<'_>, available: GpuSet, must: GpuSet, size: usize) -> bool {
     let report = ask(tables, available, must, size);
     if !report.exact {
@@ -67,7 +67,7 @@ fn compare(tables: &AllocationTables, oracle: &Oracle<'_>, available: GpuSet, mu
     true
 }
 
-/// Chooses `size` GPUs out of `gpus`, by a number.
+/// Picks `count` GPUs out of `gpus`, by a random number.
 fn pick(gpus: usize, count: usize, mut number: u64) -> GpuSet {
     let mut set = GpuSet::default();
     while set.len() < count.min(gpus) {
@@ -82,7 +82,7 @@ fn pick(gpus: usize, count: usize, mut number: u64) -> GpuSet {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// With few free GPUs any machine is exact, unless more stay free than sizes for which the machine's best is known.
+    /// Any machine has exact answers if few GPUs are free, unless more stay free than sizes whose best set is known.
     #[test]
     fn random_machines_match_brute_force(
         observed in random_node::node_between(17, 20),
@@ -100,9 +100,9 @@ proptest! {
         }
     }
 
-    /// The made-up machines are trees, which are exact even if more GPUs stay free.
+    /// The generated machine is a tree, whose answers are exact even if more GPUs stay free.
     #[test]
-    fn twenty_gpus_answer_as_the_brute_force(
+    fn twenty_gpus_match_brute_force(
         requests in proptest::collection::vec((1..u64::MAX, 2..10_usize, 1..6_usize, 0..2_usize), 8),
     ) {
         let tables = tables(&large_node::twenty());
@@ -119,7 +119,9 @@ proptest! {
 
     /// Every request to 20, 32 and 64 GPUs has an answer, which is the same for any order of the lists.
     #[test]
-    fn every_request_has_an_answer(number in 1..u64::MAX, count in 0..65_usize, forced in 0..4_usize, size in 0..66_usize) {
+    fn every_request_has_an_answer(
+        number in 1..u64::MAX, count in 0..65_usize, forced in 0..4_usize, size in 0..66_usize,
+    ) {
         for (_, observed) in large_node::all() {
             let tables = tables(&observed);
             let gpus = tables.topology().gpus().len();
@@ -133,9 +135,8 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 8, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Meshes of any kind answer requests of all sizes without panic.
     #[test]
-    fn a_mesh_has_an_answer_for_every_size(observed in random_node::node_between(17, 20), number in 1..u64::MAX) {
+    fn mesh_has_an_answer_for_every_size(observed in random_node::node_between(17, 20), number in 1..u64::MAX) {
         let tables = tables(&observed);
         let gpus = tables.topology().gpus().len();
         for size in [1, 2, 5, 8, 13, gpus] {
@@ -145,7 +146,7 @@ proptest! {
     }
 }
 
-/// More than eight GPUs stay free: the brute force finds the machine's best eight too.
+/// More than eight GPUs stay free, so the brute force also has to find the machine's best eight.
 #[test]
 fn seventeen_gpus_match_brute_force() {
     let mut observed = large_node::twenty();
@@ -163,25 +164,25 @@ fn choice(tables: &AllocationTables, available: impl IntoIterator<Item = usize>,
 }
 
 #[test]
-fn single_comes_from_what_is_used_and_eight_fill_what_is_whole() {
-    // Switches 0 and 2 of the first package are unused, as are those of the second; switch 1 is partly used.
+fn single_gpu_breaks_no_group_and_eight_fill_one() {
+    // All switches are whole but switch 1 of the first package, of which one GPU is used.
     let twenty = tables(&large_node::twenty());
     assert_eq!(choice(&twenty, (0..20).filter(|gpu| *gpu != 5), 1), (vec![4], true));
-    // Any whole switch would do. One of the second package leaves the most pairs within a package.
+    // Any whole switch has four GPUs. One of the second package leaves the most pairs within a package.
     assert_eq!(choice(&twenty, 2..20, 4), (vec![12, 13, 14, 15], true));
-    // Eight GPUs of the first package leave a switch and a package, as many as the second's own eight would. These leave
-    // one package whole, with more pairs in it.
+    // Eight GPUs of the first package leave one switch of it and the second package. The eight of the second leave the
+    // first package whole, with more pairs in it.
     assert_eq!(choice(&twenty, 0..20, 8), ((12..20).collect(), true));
-    // A single one uses a broken pair, and eight fill a package.
+    // A single GPU comes from a broken pair, and eight fill a package.
     let thirty_two = tables(&large_node::thirty_two());
     assert_eq!(choice(&thirty_two, (0..32).filter(|gpu| *gpu != 21), 1), (vec![20], true));
     assert_eq!(choice(&thirty_two, 4..32, 8), ((8..16).collect(), true));
-    // A single one uses a broken plane, and eight fill a plane.
+    // A single GPU comes from a broken plane, and eight fill a plane.
     let sixty_four = tables(&large_node::sixty_four());
     assert_eq!(choice(&sixty_four, (0..64).filter(|gpu| *gpu != 17), 1), (vec![16], true));
     assert_eq!(choice(&sixty_four, 3..64, 8), ((8..16).collect(), true));
     assert_eq!(choice(&sixty_four, 0..64, 64).0.len(), 64);
-    // Two whole planes of one package. There are too many other sets of sixteen to compare them all.
+    // Sixteen fill two planes of one package, although there are too many sets of sixteen to compare them all.
     let (sixteen, _) = choice(&sixty_four, 0..64, 16);
     assert!(sixteen == (0..16).collect::<Vec<_>>(), "{sixteen:?}");
 }

@@ -27,7 +27,7 @@ fn id(gpu: usize) -> DeviceId {
 }
 
 /// A scan that finds these GPUs.
-pub fn look(gpus: impl IntoIterator<Item = usize>) -> Event {
+pub fn scan(gpus: impl IntoIterator<Item = usize>) -> Event {
     let gpu = |index: usize| -> GpuObservation {
         // Links 0 to 2 are active, link 3 never was.
         let active = json!({"links": [0, 1, 2], "remote": {"switch": null}});
@@ -71,7 +71,7 @@ impl World {
     fn of(snapshot: NodeState) -> Self {
         let now = Duration::from_secs(1_700_000_000);
         let mut world = Self { snapshot, now, effects: Vec::new() };
-        world.tell(look([0, 1]));
+        world.apply(scan([0, 1]));
         world
     }
 
@@ -79,7 +79,7 @@ impl World {
         Self::of(NodeState::default())
     }
 
-    fn tell(&mut self, event: Event) -> &mut Self {
+    fn apply(&mut self, event: Event) -> &mut Self {
         let before = std::mem::take(&mut self.snapshot);
         let (snapshot, effects) = before.apply(event, self.now);
         self.snapshot = snapshot;
@@ -87,14 +87,14 @@ impl World {
         self
     }
 
-    /// Ten seconds later: GPU 0 has this poll, GPU 1 a healthy one.
+    /// Ten seconds later GPU 0 has this poll, and GPU 1 a healthy one.
     fn poll(&mut self, poll: &HealthPoll) -> &mut Self {
         self.poll_both(poll, &well())
     }
 
     fn poll_both(&mut self, first: &HealthPoll, second: &HealthPoll) -> &mut Self {
         self.now += Duration::from_secs(10);
-        self.tell(Event::Polled(BTreeMap::from([(uuid(0), first.clone()), (uuid(1), second.clone())])))
+        self.apply(Event::Polled(BTreeMap::from([(uuid(0), first.clone()), (uuid(1), second.clone())])))
     }
 
     fn polls(&mut self, times: usize, poll: &HealthPoll) -> &mut Self {
@@ -130,7 +130,7 @@ impl World {
         let record = Box::new(self.snapshot.hardware().record());
         let now = self.now;
         let mut world = Self { snapshot: NodeState::default(), now, effects: Vec::new() };
-        world.tell(Event::Restored(record)).tell(Event::Identified(identity)).tell(look([0, 1]));
+        world.apply(Event::Restored(record)).apply(Event::Identified(identity)).apply(scan([0, 1]));
         world
     }
 }
@@ -142,9 +142,9 @@ fn identity(boot: &str, driver: &str) -> NodeIdentity {
 #[test]
 fn configured_hold_doubles_to_its_sixtyfold() {
     let mut world = World::of(NodeState::default().with_hold(Duration::from_secs(20)));
-    // The poll that may be older, the one that begins the hold time, and the hold time: 20 s, 40, 80 ... at most 1200.
+    // One poll that may be older than the XID, one that begins the hold time, and the hold time: 20 s, 40, 80 ... 1200.
     for expected in [4, 6, 10, 18, 34, 66, 122, 122] {
-        world.poll(&well()).tell(xid(79));
+        world.poll(&well()).apply(xid(79));
         assert_eq!(world.heals_after(&well(), 200), Some(expected));
     }
 }
@@ -153,7 +153,7 @@ fn configured_hold_doubles_to_its_sixtyfold() {
 fn recovery_action_keeps_gpu_unhealthy_until_none() {
     let mut world = World::new();
     // The XID comes before the driver reports a recovery action.
-    world.tell(xid(95)).polls(3, &well()).polls(100, &acts(RecoveryAction::GpuReset));
+    world.apply(xid(95)).polls(3, &well()).polls(100, &acts(RecoveryAction::GpuReset));
     assert_eq!(world.reason(), "XID 95");
     let standing: Vec<String> =
         world.snapshot.hardware().reasons(&uuid(0)).map(|(reason, _)| reason.to_string()).collect();
@@ -172,18 +172,18 @@ fn recovery_action_keeps_gpu_unhealthy_until_none() {
 fn recovery_action_decides_about_unclear_xids() {
     for code in [149, 155, 159] {
         let mut world = World::new();
-        world.poll(&well()).tell(xid(code));
+        world.poll(&well()).apply(xid(code));
         assert!(world.healthy() && world.effects.contains(&Effect::XidIgnored { gpu: uuid(0), code }), "XID {code}");
         assert_eq!(world.poll(&acts(RecoveryAction::GpuReset)).reason(), "the driver asks for: GPU reset");
         let mut world = World::new();
-        assert_eq!(world.poll(&old()).tell(xid(code)).reason(), format!("XID {code}"), "no recovery action");
+        assert_eq!(world.poll(&old()).apply(xid(code)).reason(), format!("XID {code}"), "no recovery action");
     }
 }
 
 #[test]
 fn xid_without_recovery_action_stands_until_reset() {
     let mut world = World::new();
-    world.poll(&old()).tell(xid(79)).polls(1000, &old());
+    world.poll(&old()).apply(xid(79)).polls(1000, &old());
     assert_eq!(world.reason(), "XID 79");
     // A counter that goes back, a remapping that is done, and a GPU that may be used again each show a reset.
     let counted = HealthPoll { uncorrectable_ecc: Some(2), ..old() };
@@ -195,25 +195,25 @@ fn xid_without_recovery_action_stands_until_reset() {
     let lost = HealthPoll { reach: Reach::Lost { call: "nvmlDeviceGetTemperature".into() }, ..old() };
     for (before, after) in [(&counted, &old()), (&pending, &done), (&refused, &old()), (&lost, &old()), (&off, &on)] {
         let mut world = World::new();
-        world.poll(&old()).tell(xid(79)).polls(2, before).polls(3, after);
-        assert_eq!(world.reason(), "XID 79", "the hold runs");
+        world.poll(&old()).apply(xid(79)).polls(2, before).polls(3, after);
+        assert_eq!(world.reason(), "XID 79", "during the hold time");
         assert!(world.heals_after(after, 10).is_some(), "{before:?}");
     }
 }
 
-/// The way of a GPU from an operator's cordon back to work, over a sickness, a `clear`, another boot and a restart.
+/// A cordon outlasts a fault, a `clear`, another boot and a restart, until the operator ends it.
 #[test]
-fn cordon_keeps_new_work_away_and_is_no_sickness() {
+fn cordoned_gpu_is_healthy_and_gets_no_new_work() {
     let mut world = World::new();
     let cordon = Cordon { by: "ada".to_owned(), why: "a hot cable".to_owned(), evict: false };
-    world.tell(Event::Cordoned(uuid(0), Some(cordon.clone()))).poll(&well());
+    world.apply(Event::Cordoned(uuid(0), Some(cordon.clone()))).poll(&well());
     assert_eq!(world.snapshot.gpus()[0].availability, Availability::Unknown, "a pod may have it");
-    world.tell(Event::Holders(Some([].into_iter().collect())));
+    world.apply(Event::Holders(Some([].into_iter().collect())));
     let is_cordoned = |world: &World| {
         let [gpu, other] = world.snapshot.gpus().try_into().unwrap();
         assert_eq!((other.availability, other.reasons.len()), (Availability::Free, 0));
         let reasons: Vec<String> = gpu.reasons.iter().map(|(reason, _)| reason.to_string()).collect();
-        assert_eq!(world.snapshot.hardware().health(&uuid(0), None), Some(Health::Healthy), "for its claims");
+        assert_eq!(world.snapshot.hardware().health(&uuid(0), None), Some(Health::Healthy), "its claims stay healthy");
         (gpu.is_healthy, gpu.availability) == (true, Availability::Cordoned)
             && reasons == ["cordoned by ada: a hot cable"]
             && world.reason() == reasons[0]
@@ -223,30 +223,30 @@ fn cordon_keeps_new_work_away_and_is_no_sickness() {
     assert_eq!(world.effects.iter().filter(|effect| matches!(effect, Effect::HealthChanged { .. })).count(), 0);
     assert!(world.effects.contains(&Effect::Keep));
 
-    // A sickness has its own word and its own end, and neither it nor a `clear` is the end of the cordon.
-    world.tell(xid(79));
+    // A fault has a reason of its own. Neither its end nor a `clear` ends the cordon.
+    world.apply(xid(79));
     assert_eq!(world.reason(), "XID 79");
     let gpu = &world.snapshot.gpus()[0];
     assert_eq!((gpu.is_healthy, gpu.availability, gpu.reasons.len()), (false, Availability::Unhealthy, 2));
-    world.tell(Event::Cleared(uuid(0)));
+    world.apply(Event::Cleared(uuid(0)));
     assert!(is_cordoned(&world));
 
-    // Nor is another boot, or another process.
-    world.tell(Event::Identified(identity("a", "1"))).tell(Event::Identified(identity("b", "1"))).poll(&well());
+    // Another boot or another process does not end it either.
+    world.apply(Event::Identified(identity("a", "1"))).apply(Event::Identified(identity("b", "1"))).poll(&well());
     assert!(is_cordoned(&world));
     let mut world = world.restart(identity("c", "2"));
-    world.tell(Event::Holders(Some([].into_iter().collect()))).poll(&well());
+    world.apply(Event::Holders(Some([].into_iter().collect()))).poll(&well());
     assert!(is_cordoned(&world));
 
-    world.tell(Event::Cordoned(uuid(0), None));
+    world.apply(Event::Cordoned(uuid(0), None));
     assert!(world.healthy() && world.snapshot.hardware().record().gpus[&uuid(0)].cordon.is_none());
-    // A GPU that was never here has no cordon.
-    world.tell(Event::Cordoned(uuid(7), Some(cordon)));
+    // An unknown GPU gets no cordon.
+    world.apply(Event::Cordoned(uuid(7), Some(cordon)));
     assert!(!world.snapshot.hardware().record().gpus.contains_key(&uuid(7)));
 }
 
 #[test]
-fn a_lost_gpu_has_to_answer() {
+fn lost_gpu_is_unhealthy_until_it_answers() {
     let mut world = World::new();
     let silent = HealthPoll { reach: Reach::Unknown, ..well() };
     let lost = HealthPoll { reach: Reach::Lost { call: "nvmlDeviceGetTemperature".into() }, ..old() };
@@ -256,7 +256,7 @@ fn a_lost_gpu_has_to_answer() {
 }
 
 #[test]
-fn an_operators_word_is_heard_at_once_and_lasts() {
+fn clear_heals_at_once_and_accepts_lasting_faults() {
     for bad in [
         acts(RecoveryAction::NodeReboot),
         HealthPoll { row_remapping: Some(RowRemapping { pending: false, failed: true }), ..well() },
@@ -265,22 +265,22 @@ fn an_operators_word_is_heard_at_once_and_lasts() {
         HealthPoll { fabric: Some(FabricHealth::Failed { status: 9 }), ..well() },
     ] {
         let mut world = World::new();
-        world.tell(xid(79)).polls(2, &bad);
+        world.apply(xid(79)).polls(2, &bad);
         assert!(!world.healthy());
-        world.tell(Event::Cleared(uuid(0)));
+        world.apply(Event::Cleared(uuid(0)));
         assert!(world.healthy());
         assert!(world.polls(5, &bad).healthy(), "{bad:?} was accepted");
-        // It stays accepted until it changes: here it gets well and bad again.
+        // It stays accepted until it ends. Then it counts when it begins again.
         let good = if bad.recovery_action.is_some() { well() } else { old() };
         let good = HealthPoll { fabric: bad.fabric.map(|_| FabricHealth::Joined), ..good };
-        world.polls(2, &good).tell(look([0, 1]));
+        world.polls(2, &good).apply(scan([0, 1]));
         assert!(!world.polls(2, &bad).healthy(), "{bad:?} is new");
     }
     let mut world = World::new();
     for polls in [1, 2] {
-        world.polls(polls, &HealthPoll { reach: failed(), ..well() }).tell(Event::Cleared(uuid(0)));
+        world.polls(polls, &HealthPoll { reach: failed(), ..well() }).apply(Event::Cleared(uuid(0)));
         assert!(world.healthy());
-        assert!(!world.poll(&HealthPoll { reach: failed(), ..well() }).healthy(), "a word cannot make it answer");
+        assert!(!world.poll(&HealthPoll { reach: failed(), ..well() }).healthy(), "the GPU still does not answer");
     }
 }
 
@@ -294,13 +294,13 @@ fn flapping_doubles_the_hold_and_decays() {
     };
     let holds: Vec<usize> = (0..9).map(|_| fail() * 10).collect();
     assert_eq!(holds, [60, 120, 240, 480, 960, 1920, 3600, 3600, 3600]);
-    // Two healthy hours take back two of six doublings.
+    // Each healthy hour takes back a doubling: two of six.
     world.polls(721, &well()).polls(2, &bad);
     assert_eq!(world.heals_after(&well(), 1000), Some(1 + 96));
 }
 
 #[test]
-fn one_bad_answer_is_no_failure() {
+fn single_bad_poll_is_not_a_failure() {
     let fabric = |fabric| HealthPoll { fabric: Some(fabric), ..well() };
     let well = fabric(FabricHealth::Joined);
     for bad in [
@@ -314,8 +314,8 @@ fn one_bad_answer_is_no_failure() {
             assert!(world.poll(&bad).healthy() && world.polls(2, &well).healthy(), "{bad:?}");
         }
         assert!(!world.polls(2, &bad).healthy());
-        assert_eq!(world.heals_after(&well, 20), Some(7), "nothing doubled the hold");
-        // One bad answer during a hold costs its own time and no more.
+        assert_eq!(world.heals_after(&well, 20), Some(7), "no single bad poll doubled the hold time");
+        // A bad poll during the hold time only does not count towards it.
         world.polls(2, &bad).polls(3, &well).poll(&bad);
         assert_eq!(world.heals_after(&well, 20), Some(10), "120 s, of which 20 s had passed");
     }
@@ -325,20 +325,20 @@ fn one_bad_answer_is_no_failure() {
 }
 
 #[test]
-fn first_poll_takes_a_gpu_out_until_the_second() {
+fn bad_first_poll_counts_until_the_second() {
     let bad = HealthPoll { reach: failed(), ..well() };
     let mut world = World::new();
-    assert!(!world.poll(&bad).healthy(), "nothing else is known of it");
-    assert!(world.poll(&well()).healthy(), "without a hold");
-    assert!(!World::new().polls(2, &bad).poll(&well()).healthy(), "two in a row begin one");
-    // A driver that is loaded again is known no better.
-    world.tell(Event::Identified(identity("boot", "load 1"))).polls(2, &bad);
-    world.tell(Event::Identified(identity("boot", "load 2")));
+    assert!(!world.poll(&bad).healthy(), "no earlier poll was good");
+    assert!(world.poll(&well()).healthy(), "without a hold time");
+    assert!(!World::new().polls(2, &bad).poll(&well()).healthy(), "two bad polls in a row begin a hold time");
+    // The same is true of the first poll after the driver was loaded again.
+    world.apply(Event::Identified(identity("boot", "load 1"))).polls(2, &bad);
+    world.apply(Event::Identified(identity("boot", "load 2")));
     assert!(!world.poll(&bad).healthy() && world.poll(&well()).healthy());
 }
 
 #[test]
-fn what_hits_every_gpu_is_no_flap() {
+fn failure_of_all_gpus_is_not_a_flap() {
     let mut world = World::new();
     let bad = HealthPoll { reach: failed(), ..well() };
     for _ in 0..4 {
@@ -350,28 +350,28 @@ fn what_hits_every_gpu_is_no_flap() {
 }
 
 #[test]
-fn time_counts_as_polls_cover_it() {
+fn hold_time_counts_only_time_between_polls() {
     let mut world = World::new();
-    world.tell(xid(79)).polls(2, &well());
-    // The clock leaps forth and back. Each poll still covers at most 20 s, and never less than 0.
+    world.apply(xid(79)).polls(2, &well());
+    // The clock jumps forwards and back. Each poll still covers from 0 to 20 s.
     world.now += Duration::from_secs(1_000_000);
     world.poll(&well());
     world.now -= Duration::from_secs(2_000_000);
     world.poll(&well());
     assert_eq!(world.heals_after(&well(), 20), Some(4), "20 s and four times 10 s");
     // Time without polls does not count.
-    world.tell(xid(79));
+    world.apply(xid(79));
     world.now += Duration::from_secs(1_000_000);
-    assert!(!world.tell(Event::Tick).healthy());
+    assert!(!world.apply(Event::Tick).healthy());
 }
 
 #[test]
-fn silence_is_neither_failure_nor_proof() {
+fn missing_values_neither_fail_nor_heal_a_gpu() {
     let mut world = World::new();
     assert!(world.polls(5, &HealthPoll::default()).healthy());
     world.polls(2, &HealthPoll { reach: failed(), ..well() }).polls(4, &well()).polls(500, &HealthPoll::default());
     assert!(!world.healthy());
-    assert_eq!(world.heals_after(&well(), 10), Some(3), "30 s were passed before");
+    assert_eq!(world.heals_after(&well(), 10), Some(3), "30 s passed before");
 }
 
 #[test]
@@ -382,7 +382,7 @@ fn ecc_errors_count_without_containment() {
     assert_eq!(world.heals_after(&old(), 20), Some(7));
     let remaps = HealthPoll { row_remapping: Some(RowRemapping { pending: true, failed: false }), ..old() };
     assert!(World::new().poll(&counted(remaps.clone())).healthy(), "contained, and replaced at the next reset");
-    assert!(World::new().poll(&counted(well())).healthy(), "the driver has a word for it");
+    assert!(World::new().poll(&counted(well())).healthy(), "the driver reports a recovery action");
     // A poll that does not repeat that the GPU can remap rows changes nothing.
     assert!(World::new().poll(&remaps).poll(&counted(old())).healthy());
     let failed = HealthPoll { row_remapping: Some(RowRemapping { pending: false, failed: true }), ..well() };
@@ -407,38 +407,38 @@ fn late_fabric_join_is_no_failure() {
     assert!(world.poll(&fabric(FabricHealth::Joined)).healthy());
     world.polls(2, &fabric(FabricHealth::Failed { status: 999 }));
     assert_eq!(world.heals_after(&fabric(FabricHealth::Joined), 20), Some(7));
-    // From joining to failed and back: the first reason is gone.
+    // A failure ends the reason that the GPU is joining.
     world.poll(&fabric(FabricHealth::Joining)).polls(2, &fabric(FabricHealth::Failed { status: 999 }));
     assert_eq!(world.heals_after(&fabric(FabricHealth::Joined), 20), Some(13), "120 s");
 }
 
 #[test]
-fn gpu_that_joins_no_fabric_has_none_to_fail() {
+fn fabric_reason_ends_when_unused_or_cleared() {
     let fabric = |fabric| HealthPoll { fabric: Some(fabric), ..well() };
     let mut world = World::new();
     assert!(!world.poll(&fabric(FabricHealth::Joining)).healthy());
     assert!(world.poll(&fabric(FabricHealth::Unused)).healthy(), "MIG was turned on");
     world.polls(2, &fabric(FabricHealth::Failed { status: 3 }));
     assert_eq!(world.heals_after(&fabric(FabricHealth::Unused), 20), Some(7));
-    // A GPU that the driver calls degraded answers so for ever, and one without a partition goes on joining.
+    // A degraded GPU reports a failure for ever, and one without a partition joins for ever.
     for lasting in [FabricHealth::Failed { status: 3 }, FabricHealth::Joining] {
         let mut world = World::new();
         assert!(!world.polls(100, &fabric(lasting)).healthy());
-        world.tell(Event::Cleared(uuid(0)));
-        assert!(world.polls(100, &fabric(lasting)).healthy(), "an operator knows better: {lasting:?}");
+        world.apply(Event::Cleared(uuid(0)));
+        assert!(world.polls(100, &fabric(lasting)).healthy(), "accepted by the operator: {lasting:?}");
         assert!(world.restart(NodeIdentity::default()).poll(&fabric(lasting)).healthy());
         world.poll(&fabric(FabricHealth::Joined));
-        assert!(!world.polls(2, &fabric(lasting)).healthy(), "it is new");
+        assert!(!world.polls(2, &fabric(lasting)).healthy(), "it began again");
     }
 }
 
 #[test]
 fn quarantined_gpu_is_unhealthy_until_released() {
     let mut world = World::new();
-    world.tell(Event::Quarantined(uuid(0), "SIGSEGV in nvmlDeviceGetTemperature".into()));
-    world.tell(Event::Cleared(uuid(0))).polls(100, &well());
+    world.apply(Event::Quarantined(uuid(0), "SIGSEGV in nvmlDeviceGetTemperature".into()));
+    world.apply(Event::Cleared(uuid(0))).polls(100, &well());
     assert_eq!(world.reason(), "quarantined: SIGSEGV in nvmlDeviceGetTemperature");
-    world.tell(Event::ReleasedFromQuarantine(uuid(0)));
+    world.apply(Event::ReleasedFromQuarantine(uuid(0)));
     assert_eq!(world.heals_after(&well(), 20), Some(7));
 }
 
@@ -446,9 +446,9 @@ fn quarantined_gpu_is_unhealthy_until_released() {
 fn driver_back_waits_for_the_next_poll() {
     let mut world = World::new();
     let all = |world: &World| [0, 1].map(|gpu| world.snapshot.offers().is_healthy(&ResourceName::gpu(), &id(gpu)));
-    world.tell(Event::DriverAway("no answer".into()));
+    world.apply(Event::DriverAway("no answer".into()));
     assert_eq!(all(&world), [false; 2]);
-    world.tell(Event::Cleared(uuid(0))).tell(Event::DriverBack);
+    world.apply(Event::Cleared(uuid(0))).apply(Event::DriverBack);
     assert_eq!(all(&world), [false; 2]);
     world.polls(2, &HealthPoll { reach: failed(), ..well() });
     assert_eq!(all(&world), [false, true]);
@@ -459,25 +459,25 @@ fn driver_back_waits_for_the_next_poll() {
 #[test]
 fn reset_reasons_survive_restart_not_boot_or_driver() {
     let mut world = World::new();
-    world.tell(Event::Identified(identity("boot", "580, load 7"))).tell(xid(79)).poll(&old());
+    world.apply(Event::Identified(identity("boot", "580, load 7"))).apply(xid(79)).poll(&old());
     assert_eq!(world.restart(identity("boot", "580, load 7")).reason(), "XID 79");
     assert_eq!(world.restart(NodeIdentity::default()).reason(), "XID 79", "unknown is no change");
     assert!(world.restart(identity("another", "580, load 7")).healthy());
     assert!(world.restart(identity("boot", "580, load 8")).healthy());
     // The driver is loaded again during a scan: its first poll decides.
-    world.tell(Event::Identified(identity("boot", "580, load 8")));
+    world.apply(Event::Identified(identity("boot", "580, load 8")));
     assert!(!world.healthy());
     assert!(world.poll(&old()).healthy());
-    // A reason that a poll found is found again by the next poll.
+    // A restart forgets a reason that polls find, because the next poll finds it again.
     world.poll(&HealthPoll { reach: failed(), ..old() });
     assert!(world.restart(identity("boot", "580, load 8")).healthy());
 }
 
 #[test]
-fn a_reset_while_we_were_down_shows() {
+fn reset_while_linkwise_was_down_is_noticed() {
     let mut world = World::new();
     let counted = HealthPoll { uncorrectable_ecc: Some(4), ..old() };
-    world.tell(Event::Identified(identity("boot", "load"))).tell(xid(48)).polls(2, &counted);
+    world.apply(Event::Identified(identity("boot", "load"))).apply(xid(48)).polls(2, &counted);
     let mut next = world.restart(identity("boot", "load"));
     assert!(next.heals_after(&old(), 20).is_some());
     let mut next = world.restart(identity("boot", "load"));
@@ -487,7 +487,7 @@ fn a_reset_while_we_were_down_shows() {
 #[test]
 fn record_of_other_version_is_reported_and_ignored() {
     let mut world = World::new();
-    world.tell(xid(79));
+    world.apply(xid(79));
     let record = HealthRecord { version: 2, ..world.snapshot.hardware().record() };
     let (snapshot, effects) = NodeState::default().apply(Event::Restored(Box::new(record)), world.now);
     assert_eq!(effects, [Effect::RecordIgnored(2)]);
@@ -495,7 +495,7 @@ fn record_of_other_version_is_reported_and_ignored() {
 }
 
 #[test]
-fn the_first_list_waits_for_the_first_poll() {
+fn first_list_waits_for_first_poll() {
     let waiting = || NodeState::default().awaiting(|first| (first.scan, first.poll) = (true, true));
     let mut world = World::of(waiting());
     assert!(!world.effects.contains(&Effect::Publish));
@@ -504,15 +504,15 @@ fn the_first_list_waits_for_the_first_poll() {
     assert!(world.effects.contains(&Effect::Publish));
     assert!(!world.healthy());
     assert_eq!(world.snapshot.next_deadline(), None);
-    // Without polls the list is published after the wait. A configuration that changes meanwhile does not open it.
+    // Without polls the list is published at the deadline, and not when a setting changes meanwhile.
     let mut world = World::of(waiting());
-    world.tell(Event::NumaHints(NumaHints::Package));
+    world.apply(Event::NumaHints(NumaHints::Package));
     assert!(!world.effects.contains(&Effect::Publish), "no GPU was polled yet");
     world.now = deadline;
-    world.tell(Event::Tick);
+    world.apply(Event::Tick);
     assert!(world.effects.contains(&Effect::Publish) && world.healthy());
-    // There is no GPU to poll.
-    let (_, effects) = waiting().apply(look([]), deadline);
+    // Without a GPU there is no poll to wait for.
+    let (_, effects) = waiting().apply(scan([]), deadline);
     assert_eq!(effects, [Effect::Publish]);
 }
 
@@ -522,43 +522,46 @@ fn xid_storm_is_one_transition_and_few_log_lines() {
     world.effects.clear();
     for storm in 0..100_000_u64 {
         let (code, instance) = (if storm % 2 == 0 { 79 } else { 13 }, None);
-        world.tell(Event::Xid { gpu: uuid(0), code, instance });
+        world.apply(Event::Xid { gpu: uuid(0), code, instance });
     }
     let changes = world.effects.iter().filter(|effect| matches!(effect, Effect::HealthChanged { .. })).count();
     assert_eq!((changes, world.effects.len()), (1, 4), "{:?}", world.effects);
-    // A minute later the next one of its kind is logged again.
+    // A minute later an XID with the same code is logged again.
     world.now += Duration::from_secs(60);
     world.effects.clear();
     for _ in 0..2 {
-        world.tell(Event::Xid { gpu: uuid(0), code: 13, instance: None });
+        world.apply(Event::Xid { gpu: uuid(0), code: 13, instance: None });
     }
     assert_eq!(world.effects, [Effect::XidIgnored { gpu: uuid(0), code: 13 }]);
-    assert_eq!(world.snapshot.next_deadline(), None, "nothing waits, nobody is woken");
-    // 100,000 different XIDs: memory has a bound, and the GPU stays out until the last one is proved over.
+    assert_eq!(world.snapshot.next_deadline(), None, "nothing waits for a deadline");
+    // 100,000 different XIDs take bounded memory, and the GPU is unhealthy until the last one has ended.
     let mut world = World::new();
     for code in 1_000..101_000 {
-        world.tell(xid(code));
+        world.apply(xid(code));
     }
     assert!(world.snapshot.hardware().reasons(&uuid(0)).count() <= 32);
     assert!(world.snapshot.hardware().record().gpus[&uuid(0)].reasons.len() <= 32);
-    world.polls(5, &well()).tell(xid(200_000));
+    world.polls(5, &well()).apply(xid(200_000));
     assert!(!world.polls(4, &well()).healthy());
 }
 
-/// A node of which no XID counts but these.
+/// A node on which only these XIDs count.
 fn silenced(enabled: XidSet) -> World {
     let policy = XidPolicy { disabled: XidSet::All, enabled, ..XidPolicy::default() };
     World::of(NodeState::default().with_xids(policy))
 }
 
 #[test]
-fn an_operator_may_silence_xids() {
+fn silenced_xids_do_not_count() {
     let mut world = silenced(XidSet::default());
-    assert!(world.tell(xid(79)).tell(Event::DoubleBitEcc(uuid(0))).healthy());
-    assert!(!world.tell(xid(200_000)).poll(&HealthPoll { on_bus: Some(false), ..well() }).healthy(), "it is not there");
+    assert!(world.apply(xid(79)).apply(Event::DoubleBitEcc(uuid(0))).healthy());
+    assert!(
+        !world.apply(xid(200_000)).poll(&HealthPoll { on_bus: Some(false), ..well() }).healthy(),
+        "it is off the bus"
+    );
     // An XID that is enabled by number counts nevertheless.
     let mut world = silenced(XidSet::parse("79").0);
-    assert!(!world.tell(xid(79)).healthy());
+    assert!(!world.apply(xid(79)).healthy());
 }
 
 #[test]
@@ -572,7 +575,7 @@ fn disabled_health_checks_leave_every_gpu_healthy() {
         HealthPoll { nvlinks_down: Some(vec![1, 3]), ..well() },
         HealthPoll { fabric: Some(FabricHealth::Failed { status: 999 }), ..well() },
     ] {
-        assert!(!World::new().poll(&poll).healthy(), "the control: {poll:?}");
+        assert!(!World::new().poll(&poll).healthy(), "unhealthy with health checks: {poll:?}");
         let mut world = silenced(XidSet::default());
         world.effects.clear();
         assert!(world.polls(3, &poll).healthy(), "{poll:?}");
@@ -583,16 +586,16 @@ fn disabled_health_checks_leave_every_gpu_healthy() {
     }
     // A reason from before the checks were disabled.
     let mut before = World::new();
-    before.tell(xid(79));
+    before.apply(xid(79));
     let mut world = silenced(XidSet::default());
-    world.tell(Event::Restored(Box::new(before.snapshot.hardware().record()))).poll(&well());
+    world.apply(Event::Restored(Box::new(before.snapshot.hardware().record()))).poll(&well());
     assert!(world.healthy());
-    // An order for times without NVML is no health check.
-    assert!(!world.tell(Event::DriverAway("why".into())).snapshot.offers().is_healthy(&ResourceName::gpu(), &id(0)));
+    // Unavailable NVML is not a health check, so it still counts.
+    assert!(!world.apply(Event::DriverAway("why".into())).snapshot.offers().is_healthy(&ResourceName::gpu(), &id(0)));
 }
 
 #[test]
-fn what_is_gone_leaves_once_nobody_holds_it() {
+fn gone_gpu_leaves_the_list_once_unheld() {
     let mut world = World::new();
     let resource = ResourceName::gpu();
     let listed = |world: &World| world.snapshot.offers().of(&resource).count();
@@ -600,25 +603,25 @@ fn what_is_gone_leaves_once_nobody_holds_it() {
         let held: BTreeSet<_> = gpus.iter().map(|gpu| (resource.clone(), id(*gpu))).collect();
         Event::Holders(Some(held.into_iter().collect()))
     };
-    world.tell(look([1])).tell(Event::Holders(None)).tell(Event::Holders(None));
+    world.apply(scan([1])).apply(Event::Holders(None)).apply(Event::Holders(None));
     assert_eq!((listed(&world), world.reason().as_str()), (2, "the device is gone from the node"));
-    // The first answer may be older than the last pod, and an answer after a silence may be from another kubelet.
-    world.tell(held(&[])).tell(held(&[0])).tell(held(&[1])).tell(Event::Holders(None)).tell(held(&[1]));
+    // The first list may be older than the last pod, and a list after a failure may be another kubelet's.
+    world.apply(held(&[])).apply(held(&[0])).apply(held(&[1])).apply(Event::Holders(None)).apply(held(&[1]));
     assert_eq!(listed(&world), 2);
     world.effects.clear();
-    world.tell(held(&[1]));
+    world.apply(held(&[1]));
     assert_eq!((listed(&world), &world.effects[..]), (1, &[Effect::Publish][..]));
-    // A GPU that is there stays, held or not; a GPU that comes back is new.
-    world.tell(held(&[])).tell(held(&[])).tell(look([0, 1]));
+    // A GPU that exists stays listed without a holder. A GPU that comes back is listed and healthy.
+    world.apply(held(&[])).apply(held(&[])).apply(scan([0, 1]));
     assert_eq!((listed(&world), world.healthy()), (2, true));
-    world.tell(look([])).tell(held(&[])).tell(held(&[]));
-    assert!(world.snapshot.offers().resources().is_empty(), "a resource with no devices is no resource");
+    world.apply(scan([])).apply(held(&[])).apply(held(&[]));
+    assert!(world.snapshot.offers().resources().is_empty(), "a resource without devices is not offered");
 }
 
 #[test]
 fn gpu_back_on_the_bus_counts_as_reset() {
     let on_bus = |gpus: &[usize], listed: &[usize]| {
-        let Event::Observed(mut observed) = look(listed.iter().copied()) else { unreachable!() };
+        let Event::Observed(mut observed) = scan(listed.iter().copied()) else { unreachable!() };
         let device = |gpu: &usize| json!({"pci": format!("0000:0{gpu}:00.0"), "kind": "gpu"});
         let devices: Vec<Value> = gpus.iter().map(device).collect();
         observed.host.host_bridges = serde_json::from_value(json!([{"numa": 0, "devices": devices}])).unwrap();
@@ -628,19 +631,19 @@ fn gpu_back_on_the_bus_counts_as_reset() {
     let mut world = World::new();
     let gone = HealthPoll { on_bus: Some(false), ..old() };
     world
-        .tell(on_bus(&[0, 1], &[0, 1]))
+        .apply(on_bus(&[0, 1], &[0, 1]))
         .poll(&old())
-        .tell(xid(79))
+        .apply(xid(79))
         .poll(&old())
         .poll(&gone)
-        .tell(on_bus(&[1], &[0, 1]));
+        .apply(on_bus(&[1], &[0, 1]));
     assert_eq!((world.reason().as_str(), world.heals_after(&old(), 50)), ("XID 79", None));
     let back = HealthPoll { on_bus: Some(true), ..old() };
     assert_eq!(world.heals_after(&back, 50), Some(7));
     for (bus, healed) in [(&[1][..], true), (&[0, 1], false)] {
         let mut world = World::new();
-        world.tell(on_bus(&[0, 1], &[0, 1])).poll(&old()).tell(xid(79)).poll(&old());
-        world.tell(on_bus(bus, &[1])).tell(on_bus(&[0, 1], &[0, 1]));
+        world.apply(on_bus(&[0, 1], &[0, 1])).poll(&old()).apply(xid(79)).poll(&old());
+        world.apply(on_bus(bus, &[1])).apply(on_bus(&[0, 1], &[0, 1]));
         assert_eq!(world.reason(), "XID 79");
         assert_eq!(world.heals_after(&old(), 50).is_some(), healed, "on the bus meanwhile: {bus:?}");
     }

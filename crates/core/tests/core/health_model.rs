@@ -1,7 +1,7 @@
 //! Health as a model: random histories with simulated time, checked against the invariants of docs/health.md.
 //!
-//! The oracle keeps no reasons. It only counts, from the history, the time of good polls that each GPU still needs before
-//! it may be healthy: a lower bound, for safety. Liveness, that everything heals, is tried from every state reached.
+//! The oracle keeps no reasons. For safety it counts, from the history alone, how long good polls have to go on before
+//! a GPU may be healthy: a lower bound. For liveness each history ends in a world without faults, where all GPUs heal.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -13,9 +13,9 @@ use linkwise_core::state::{
 };
 use proptest::prelude::*;
 
-use crate::health::{look, uuid};
+use crate::health::{scan, uuid};
 
-/// Two GPUs with events and one without any, so that nothing hits all of them.
+/// Two GPUs with events and one without any, so that no failure hits all GPUs.
 const GPUS: usize = 3;
 const START: Duration = Duration::from_secs(1_700_000_000);
 
@@ -23,30 +23,30 @@ fn identity(boot: u8, driver: u8) -> NodeIdentity {
     NodeIdentity { boot: Some(boot.to_string()), driver: Some(driver.to_string()), ..Default::default() }
 }
 
-/// The events. GPUs are 0 and 1.
+/// An event; a number is that of GPU 0 or 1.
 #[derive(Clone, Debug)]
 enum Step {
     Xid(usize, u64),
     Ecc(usize),
-    LeftOut(usize),
-    TakenBackIn(usize),
-    Away,
+    Quarantined(usize),
+    Released(usize),
+    DriverAway,
     DriverBack,
     Cleared(usize),
     Poll(Box<[HealthPoll; 2]>),
     /// A number of good polls, 10 s apart.
     Good(u8),
-    /// A scan that lists some of the two.
-    Look([bool; 2]),
+    /// A scan that finds some of the two.
+    Scan([bool; 2]),
     Identified(u8, u8),
     Restart,
     Tick,
 }
 
-fn good(word: bool) -> HealthPoll {
+fn good(has_action: bool) -> HealthPoll {
     HealthPoll {
         reach: Reach::Answers,
-        recovery_action: word.then_some(RecoveryAction::None),
+        recovery_action: has_action.then_some(RecoveryAction::None),
         row_remapping: Some(RowRemapping::default()),
         uncorrectable_ecc: Some(0),
         nvlinks_down: Some(Vec::new()),
@@ -101,16 +101,17 @@ fn poll() -> impl Strategy<Value = HealthPoll> {
 fn step() -> impl Strategy<Value = Step> {
     let gpu = || 0_usize..2;
     prop_oneof![
-        3 => (gpu(), prop::sample::select(vec![13_u64, 48, 63, 79, 94, 119, 555])).prop_map(|(gpu, code)| Step::Xid(gpu, code)),
+        3 => (gpu(), prop::sample::select(vec![13_u64, 48, 63, 79, 94, 119, 555]))
+            .prop_map(|(gpu, code)| Step::Xid(gpu, code)),
         1 => gpu().prop_map(Step::Ecc),
-        1 => gpu().prop_map(Step::LeftOut),
-        1 => gpu().prop_map(Step::TakenBackIn),
-        1 => Just(Step::Away),
+        1 => gpu().prop_map(Step::Quarantined),
+        1 => gpu().prop_map(Step::Released),
+        1 => Just(Step::DriverAway),
         1 => Just(Step::DriverBack),
         1 => gpu().prop_map(Step::Cleared),
         6 => [poll(), poll()].prop_map(|polls| Step::Poll(Box::new(polls))),
         5 => (1_u8..40).prop_map(Step::Good),
-        2 => any::<[bool; 2]>().prop_map(Step::Look),
+        2 => any::<[bool; 2]>().prop_map(Step::Scan),
         1 => (0_u8..2, 0_u8..2).prop_map(|(boot, driver)| Step::Identified(boot, driver)),
         1 => Just(Step::Restart),
         1 => Just(Step::Tick),
@@ -123,14 +124,14 @@ fn pace() -> impl Strategy<Value = (u64, i64)> {
     (0_u64..40, jump)
 }
 
-/// The events, each seconds after the one before, with a jump of the clock; and true if the driver has a recovery action.
+/// The events, each with its [`pace`], and true if the driver reports recovery actions.
 type History = (Vec<(Step, (u64, i64))>, bool);
 
 fn history() -> impl Strategy<Value = History> {
     (prop::collection::vec((step(), pace()), 1..40), any::<bool>())
 }
 
-/// The time that good polls have to cover.
+/// The time that good polls still have to cover.
 #[derive(Clone, Debug, Default)]
 struct Debt {
     hold: Option<Duration>,
@@ -156,19 +157,19 @@ impl Debt {
 #[derive(Clone, Debug, Default)]
 struct Owed {
     trouble: Debt,
-    /// True if no agent calls NVML about it, or it is off the bus: neither an order nor a new driver helps.
+    /// The polls owed because of a quarantine or a GPU off the bus, which neither an order nor a new driver ends.
     unseen: Debt,
     last_poll: Option<Timestamp>,
     absent: bool,
     away: bool,
     away_until_poll: bool,
-    /// True if an operator accepted something, which may be what a poll shows.
+    /// True if an operator has accepted the faults that polls may still show.
     cleared: bool,
     /// True if the driver once reported a recovery action, or the GPU can remap rows.
     explains_ecc: bool,
-    /// The troubles of the last poll that only two polls in a row prove: a failed call, the fabric, the links.
+    /// The faults of the last poll that only two polls in a row prove: a failed call, the fabric, the links.
     shown: [bool; 3],
-    /// The fabric's state as last known, and the one that an operator accepted, until it changes.
+    /// The last known state of the fabric, and the one that an operator accepted, until it changes.
     fabric: Option<FabricHealth>,
     accepted_fabric: Option<FabricHealth>,
 }
@@ -208,7 +209,7 @@ impl Owed {
         poll.fabric == Some(FabricHealth::Joining) && self.accepted_fabric.is_none()
     }
 
-    fn nothing(&self) -> bool {
+    fn is_paid(&self) -> bool {
         self.trouble.hold.is_none() && self.unseen.hold.is_none() && !self.absent && !self.away
     }
 }
@@ -238,10 +239,10 @@ impl Source {
         }
     }
 
-    /// Returns true if the reason may wait for this source, by the table of docs/health.md. `word`: the driver has a recovery
-    /// action.
-    fn ends(self, reason: &UnhealthyReason, word: bool) -> bool {
-        let resets = !word || matches!(self, Self::Action);
+    /// Returns true if the reason may wait for this source, by the table of docs/health.md. `has_action` is true if the
+    /// driver reports recovery actions.
+    fn ends(self, reason: &UnhealthyReason, has_action: bool) -> bool {
+        let resets = !has_action || matches!(self, Self::Action);
         match reason {
             UnhealthyReason::Xid { .. } | UnhealthyReason::DoubleBitEcc => resets,
             UnhealthyReason::Lost { .. } => resets || matches!(self, Self::Reach),
@@ -261,8 +262,8 @@ struct World {
     now: Timestamp,
     identity: NodeIdentity,
     owed: [Owed; GPUS],
-    word: bool,
-    /// The GPUs whose events happen; those of the others are left out.
+    has_action: bool,
+    /// The only GPU whose events happen; `None` for all.
     only: Option<usize>,
     verdicts: Vec<[bool; GPUS]>,
 }
@@ -272,42 +273,42 @@ fn healthy(snapshot: &NodeState, gpu: usize) -> bool {
 }
 
 impl World {
-    fn new(word: bool, only: Option<usize>) -> Self {
+    fn new(has_action: bool, only: Option<usize>) -> Self {
         let mut world = Self {
             snapshot: NodeState::default(),
             now: START,
             identity: identity(0, 0),
             owed: Default::default(),
-            word,
+            has_action,
             only,
             verdicts: Vec::new(),
         };
-        world.tell(Event::Identified(world.identity.clone()));
-        world.tell(look(0..GPUS));
+        world.apply(Event::Identified(world.identity.clone()));
+        world.apply(scan(0..GPUS));
         world
     }
 
-    fn tell(&mut self, event: Event) {
+    fn apply(&mut self, event: Event) {
         let before = std::mem::take(&mut self.snapshot);
         (self.snapshot, _) = before.apply(event, self.now);
     }
 
-    fn tells(&self, gpu: usize) -> bool {
+    fn includes(&self, gpu: usize) -> bool {
         self.only.is_none_or(|only| only == gpu)
     }
 
     fn polled(&mut self, polls: &[HealthPoll; 2]) {
-        let mut told = BTreeMap::from([(uuid(2), good(self.word))]);
-        self.owed[2].poll(&good(self.word), self.now);
+        let mut sent = BTreeMap::from([(uuid(2), good(self.has_action))]);
+        self.owed[2].poll(&good(self.has_action), self.now);
         let mut joining = [false; GPUS];
         for (gpu, poll) in polls.iter().enumerate() {
-            // A GPU that is not there is not polled.
-            if self.tells(gpu) && !self.owed[gpu].absent {
-                told.insert(uuid(gpu), poll.clone());
+            // An absent GPU is not polled.
+            if self.includes(gpu) && !self.owed[gpu].absent {
+                sent.insert(uuid(gpu), poll.clone());
                 joining[gpu] = self.owed[gpu].poll(poll, self.now);
             }
         }
-        self.tell(Event::Polled(told));
+        self.apply(Event::Polled(sent));
         for (gpu, joining) in joining.into_iter().enumerate() {
             assert!(!(joining && healthy(&self.snapshot, gpu)), "GPU {gpu} is joining its fabric");
         }
@@ -315,46 +316,46 @@ impl World {
 
     fn step(&mut self, step: &Step) {
         match step {
-            Step::Xid(gpu, code) if self.tells(*gpu) => {
-                self.tell(Event::Xid { gpu: uuid(*gpu), code: *code, instance: None });
+            Step::Xid(gpu, code) if self.includes(*gpu) => {
+                self.apply(Event::Xid { gpu: uuid(*gpu), code: *code, instance: None });
                 if ![13, 63, 94].contains(code) {
                     self.owed[*gpu].trouble.owe(2);
                 }
             }
-            Step::Ecc(gpu) if self.tells(*gpu) => {
-                self.tell(Event::DoubleBitEcc(uuid(*gpu)));
+            Step::Ecc(gpu) if self.includes(*gpu) => {
+                self.apply(Event::DoubleBitEcc(uuid(*gpu)));
                 self.owed[*gpu].trouble.owe(2);
             }
-            Step::LeftOut(gpu) if self.tells(*gpu) => {
-                self.tell(Event::Quarantined(uuid(*gpu), "SIGSEGV".to_owned()));
+            Step::Quarantined(gpu) if self.includes(*gpu) => {
+                self.apply(Event::Quarantined(uuid(*gpu), "SIGSEGV".to_owned()));
                 self.owed[*gpu].unseen.owe(2);
             }
-            Step::TakenBackIn(gpu) if self.tells(*gpu) => self.tell(Event::ReleasedFromQuarantine(uuid(*gpu))),
-            Step::Cleared(gpu) if self.tells(*gpu) => {
-                self.tell(Event::Cleared(uuid(*gpu)));
+            Step::Released(gpu) if self.includes(*gpu) => self.apply(Event::ReleasedFromQuarantine(uuid(*gpu))),
+            Step::Cleared(gpu) if self.includes(*gpu) => {
+                self.apply(Event::Cleared(uuid(*gpu)));
                 let owed = &mut self.owed[*gpu];
                 (owed.cleared, owed.trouble, owed.accepted_fabric) = (true, Debt::default(), owed.fabric);
             }
-            Step::Away => {
-                self.tell(Event::DriverAway("gone".to_owned()));
+            Step::DriverAway => {
+                self.apply(Event::DriverAway("gone".to_owned()));
                 self.owed.iter_mut().for_each(|owed| (owed.away, owed.away_until_poll) = (true, false));
             }
             Step::DriverBack => {
-                self.tell(Event::DriverBack);
+                self.apply(Event::DriverBack);
                 self.owed.iter_mut().for_each(|owed| owed.away_until_poll = true);
             }
             Step::Poll(polls) => self.polled(polls),
             Step::Good(times) => {
                 for _ in 0..*times {
                     self.now += Duration::from_secs(10);
-                    self.polled(&[good(self.word), good(self.word)]);
+                    self.polled(&[good(self.has_action), good(self.has_action)]);
                     self.check();
                 }
             }
-            Step::Look(present) => {
-                let there = |gpu: &usize| *gpu == 2 || present[*gpu] || !self.tells(*gpu);
+            Step::Scan(present) => {
+                let there = |gpu: &usize| *gpu == 2 || present[*gpu] || !self.includes(*gpu);
                 let gpus: Vec<usize> = (0..GPUS).filter(there).collect();
-                self.tell(look(gpus.clone()));
+                self.apply(scan(gpus.clone()));
                 for (gpu, owed) in self.owed.iter_mut().enumerate() {
                     owed.absent = !gpus.contains(&gpu);
                 }
@@ -363,47 +364,47 @@ impl World {
                 let new = identity(*boot, *driver);
                 let renewed = new != self.identity;
                 self.identity = new;
-                self.tell(Event::Identified(self.identity.clone()));
+                self.apply(Event::Identified(self.identity.clone()));
                 for owed in self.owed.iter_mut().filter(|_| renewed) {
                     (owed.trouble, owed.explains_ecc, owed.cleared) = (Debt::default(), false, false);
                     (owed.fabric, owed.accepted_fabric) = (None, None);
                 }
-                // A scan comes with it, as from the node.
-                self.step(&Step::Look([true; 2]));
+                // As on a node, a scan comes with the identity.
+                self.step(&Step::Scan([true; 2]));
             }
             Step::Restart => self.restart(),
-            Step::Tick => self.tell(Event::Tick),
+            Step::Tick => self.apply(Event::Tick),
             _ => {}
         }
     }
 
-    /// Another process of ours takes over with the record.
+    /// Starts another process, which reads the health record.
     fn restart(&mut self) {
         let text = serde_json::to_string(&self.snapshot.hardware().record()).unwrap();
         let record: HealthRecord = serde_json::from_str(&text).unwrap();
-        assert_eq!(record, self.snapshot.hardware().record(), "what is written reads back");
+        assert_eq!(record, self.snapshot.hardware().record(), "the record changes on the disk");
         let needs_reset = |snapshot: &NodeState, gpu: usize| {
             let kept = snapshot.hardware().record();
             kept.gpus.get(&uuid(gpu)).is_some_and(|gpu| !gpu.reasons.is_empty())
         };
         let before: Vec<bool> = (0..GPUS).map(|gpu| needs_reset(&self.snapshot, gpu)).collect();
-        // Another boot: the reason stands against no GPU.
+        // After another boot no GPU has a reason.
         let mut other = NodeState::default();
-        for event in [Event::Restored(Box::new(record.clone())), Event::Identified(identity(9, 0)), look(0..GPUS)] {
+        for event in [Event::Restored(Box::new(record.clone())), Event::Identified(identity(9, 0)), scan(0..GPUS)] {
             (other, _) = other.apply(event, self.now);
         }
         assert!((0..GPUS).all(|gpu| healthy(&other, gpu)), "another boot");
 
         self.snapshot = NodeState::default();
-        self.tell(Event::Restored(Box::new(record.clone())));
-        self.tell(Event::Identified(self.identity.clone()));
-        self.step(&Step::Look([true; 2]));
+        self.apply(Event::Restored(Box::new(record.clone())));
+        self.apply(Event::Identified(self.identity.clone()));
+        self.step(&Step::Scan([true; 2]));
         for (gpu, needs_reset) in before.into_iter().enumerate() {
             assert_eq!(healthy(&self.snapshot, gpu), !needs_reset, "GPU {gpu} after a restart");
-            // Reasons that only polls find are found again by the next poll; the time counted so far stays.
+            // The next poll finds again the reasons that only polls find. The time counted so far stays.
             let owed = &mut self.owed[gpu];
             (owed.away, owed.unseen, owed.last_poll, owed.shown) = (false, Debt::default(), None, [false; 3]);
-            // The first poll of a new agent is no old one.
+            // The first poll of a new agent cannot be older than the restart.
             owed.trouble.unproved = owed.trouble.unproved.min(1);
             if !needs_reset {
                 owed.trouble = Debt::default();
@@ -414,7 +415,7 @@ impl World {
     fn check(&mut self) {
         for (gpu, owed) in self.owed.iter().enumerate() {
             if healthy(&self.snapshot, gpu) {
-                assert!(owed.nothing(), "GPU {gpu} is healthy and owes {owed:?}");
+                assert!(owed.is_paid(), "GPU {gpu} is healthy and owes {owed:?}");
                 assert_eq!(self.snapshot.hardware().reasons(&uuid(gpu)).count(), 0, "GPU {gpu}: a reason stands");
             }
         }
@@ -432,17 +433,17 @@ impl World {
         self
     }
 
-    /// A world in which one source has gone silent for good and all else is well. Only that source could end the reasons that
-    /// stand then, and an operator's order ends them. Another boot or driver would too.
-    fn heals_beside(&mut self, source: Source) {
+    /// Checks a world in which one source is silent for ever and all else is well. Only that source could end the
+    /// reasons that are left, except an operator's order, another boot or another driver.
+    fn heals_without(&mut self, source: Source) {
         self.calms_down();
-        let mut poll = good(self.word);
+        let mut poll = good(self.has_action);
         source.falls_silent(&mut poll);
         self.polled_long(&poll);
         for gpu in 0..2 {
             for (reason, _) in self.snapshot.hardware().reasons(&uuid(gpu)) {
-                // Without a recovery action, a reason that needs a reset may wait for one that shows.
-                assert!(source.ends(reason, self.word), "GPU {gpu} without {source:?}: {reason} never ends");
+                // If the driver reports no recovery action, a reason may wait until a source shows a reset.
+                assert!(source.ends(reason, self.has_action), "GPU {gpu} without {source:?}: {reason} never ends");
             }
             self.step(&Step::Cleared(gpu));
         }
@@ -450,14 +451,14 @@ impl World {
         self.all_are_healthy(&format!("without {source:?}"));
     }
 
-    /// The driver is back, and all GPUs are there and asked.
+    /// Brings back the driver and all GPUs, and ends quarantines.
     fn calms_down(&mut self) {
         self.step(&Step::DriverBack);
-        self.step(&Step::Look([true; 2]));
-        (0..2).for_each(|gpu| self.step(&Step::TakenBackIn(gpu)));
+        self.step(&Step::Scan([true; 2]));
+        (0..2).for_each(|gpu| self.step(&Step::Released(gpu)));
     }
 
-    /// Polls for the longest hold time, and the three before it begins.
+    /// Polls for the longest hold time, and three times before it begins.
     fn polled_long(&mut self, poll: &HealthPoll) {
         for _ in 0..3600 / 20 + 3 {
             self.now += Duration::from_secs(20);
@@ -472,13 +473,13 @@ impl World {
         }
     }
 
-    /// The benign world: without an operator if the driver has recovery actions, otherwise with one.
+    /// Checks that all GPUs heal in a world without faults: after a `clear` if the driver reports no recovery actions.
     fn heals(&mut self) {
         self.calms_down();
-        if !self.word {
+        if !self.has_action {
             (0..2).for_each(|gpu| self.step(&Step::Cleared(gpu)));
         }
-        self.polled_long(&good(self.word));
+        self.polled_long(&good(self.has_action));
         self.all_are_healthy("never heals");
     }
 }
@@ -488,27 +489,27 @@ proptest! {
 
     /// Checks invariants 1, 4 and 5 along the way, and 2 from the end.
     #[test]
-    fn nothing_heals_early_and_everything_heals((history, word) in history()) {
-        World::new(word, None).play(&history).heals();
+    fn nothing_heals_early_and_everything_heals((history, has_action) in history()) {
+        World::new(has_action, None).play(&history).heals();
     }
 
     /// Checks invariant 2 with a source that stays silent.
     #[test]
     fn operator_ends_what_a_silent_source_cannot(
-        (history, word) in history(),
+        (history, has_action) in history(),
         source in prop::sample::select(vec![
             Source::Reach, Source::Action, Source::Rows, Source::Ecc, Source::Links, Source::Fabric, Source::Bus,
         ]),
     ) {
-        World::new(word, None).play(&history).heals_beside(source);
+        World::new(has_action, None).play(&history).heals_without(source);
     }
 
-    /// Checks invariant 3: the verdicts are the same without the other GPU's history.
+    /// Checks invariant 3: a GPU's health is the same without the other GPU's history.
     #[test]
-    fn no_gpu_feels_anothers_trouble((history, word) in history()) {
-        let all = World::new(word, None).play(&history).verdicts;
+    fn history_of_another_gpu_changes_no_health((history, has_action) in history()) {
+        let all = World::new(has_action, None).play(&history).verdicts;
         for gpu in 0..2 {
-            let alone = World::new(word, Some(gpu)).play(&history).verdicts;
+            let alone = World::new(has_action, Some(gpu)).play(&history).verdicts;
             let of = |verdicts: &[[bool; GPUS]]| verdicts.iter().map(|verdict| verdict[gpu]).collect::<Vec<_>>();
             prop_assert_eq!(of(&all), of(&alone));
         }
@@ -516,13 +517,15 @@ proptest! {
 
     /// The record is read from a disk and may have any content.
     #[test]
-    fn any_record_is_accepted_without_panic(version in 0_u32..3, flaps in any::<Option<u32>>(), since in any::<u64>(), links in any::<BTreeSet<u32>>()) {
-        let text = serde_json::json!({"version": version, "gpus": {"GPU-0": {
-            "reasons": [{"reason": {"xid": {"code": 79, "instance": null}}, "since": since}], "flaps": flaps, "links": links,
-        }}});
+    fn any_record_is_accepted_without_panic(
+        version in 0_u32..3, flaps in any::<Option<u32>>(), since in any::<u64>(), links in any::<BTreeSet<u32>>(),
+    ) {
+        let reasons = serde_json::json!([{"reason": {"xid": {"code": 79, "instance": null}}, "since": since}]);
+        let gpu = serde_json::json!({"reasons": reasons, "flaps": flaps, "links": links});
+        let text = serde_json::json!({"version": version, "gpus": {"GPU-0": gpu}});
         let record: HealthRecord = serde_json::from_value(text).unwrap();
         let (snapshot, _) = NodeState::default().apply(Event::Restored(Box::new(record)), START);
-        let (snapshot, _) = snapshot.apply(look([0]), START);
+        let (snapshot, _) = snapshot.apply(scan([0]), START);
         prop_assert_eq!(healthy(&snapshot, 0), version != HealthRecord::VERSION);
         let (snapshot, _) = snapshot.apply(Event::Polled(BTreeMap::from([(uuid(0), good(true))])), Duration::MAX);
         let (snapshot, _) = snapshot.apply(Event::Cleared(uuid(0)), Duration::ZERO);

@@ -1,4 +1,4 @@
-//! What a node lacks, by what it had and by what is expected of it.
+//! The shortfalls of a node: hardware that it had before, or that the operator expects, and that it lacks.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use linkwise_core::state::{Effect, Event, Expectation, HealthRecord, NodeIdentit
 use linkwise_core::topology::{GpuObservation, NodeObservation};
 use serde_json::{Value, json};
 
-/// A node over reboots: its state, and the lines that began and ended since the last look.
+/// A node over reboots: its state, and a line for each shortfall that began (`+`) or ended (`-`) since the last scan.
 struct World {
     state: NodeState,
     /// The lanes of the first GPU.
@@ -16,7 +16,7 @@ struct World {
     lines: Vec<String>,
 }
 
-/// A GPU of this number in this slot, with 4 of its NVLinks to a switch and 2 to each of these slots.
+/// A GPU of this number in this slot, with 4 NVLinks to a switch and 2 to the GPU in each slot of `peers`.
 fn gpu(number: u32, slot: u32, peers: &[u32]) -> Value {
     let mut links = vec![json!({"links": [0, 1, 2, 3], "remote": {"switch": null}})];
     links
@@ -29,7 +29,7 @@ fn pci(slot: u32) -> String {
     format!("0000:0{slot}:00.0")
 }
 
-/// The same GPU with another fact.
+/// The same GPU with one fact changed.
 fn with(mut gpu: Value, key: &str, value: Value) -> Value {
     gpu[key] = value;
     gpu
@@ -50,7 +50,7 @@ impl World {
         let mut world =
             Self { state: NodeState::default(), lanes: 16, expected, now: 1_700_000_000, lines: Vec::new() };
         world.start(HealthRecord::default(), "0");
-        world.sees(gpus);
+        world.scan(gpus);
         world
     }
 
@@ -58,7 +58,7 @@ impl World {
         Self::expecting(Expectation::default(), whole())
     }
 
-    fn tell(&mut self, event: Event) {
+    fn apply(&mut self, event: Event) {
         let (state, effects) = std::mem::take(&mut self.state).apply(event, Duration::from_secs(self.now));
         self.state = state;
         self.lines.extend(effects.into_iter().filter_map(|effect| match effect {
@@ -68,35 +68,35 @@ impl World {
     }
 
     fn accept(&mut self) {
-        self.tell(Event::HardwareAccepted(self.state.hardware().shortfalls().cloned().collect()));
+        self.apply(Event::HardwareAccepted(self.state.hardware().shortfalls().cloned().collect()));
     }
 
     fn start(&mut self, record: HealthRecord, boot: &str) {
-        // The form on the disk keeps all of it.
+        // The record goes through its form on the disk.
         let record = serde_json::from_str(&serde_json::to_string(&record).unwrap()).unwrap();
         self.state = NodeState::default().expecting(self.expected.clone());
-        self.tell(Event::Restored(Box::new(HealthRecord { version: HealthRecord::VERSION, ..record })));
-        self.tell(Event::Identified(NodeIdentity { boot: Some(boot.to_owned()), ..NodeIdentity::default() }));
+        self.apply(Event::Restored(Box::new(HealthRecord { version: HealthRecord::VERSION, ..record })));
+        self.apply(Event::Identified(NodeIdentity { boot: Some(boot.to_owned()), ..NodeIdentity::default() }));
     }
 
-    /// A scan a minute later; the lines that it makes.
-    fn sees(&mut self, gpus: Vec<Value>) -> Vec<String> {
+    /// Scans a minute later; returns the lines since the last scan.
+    fn scan(&mut self, gpus: Vec<Value>) -> Vec<String> {
         self.now += 60;
         let mut gpus: Vec<GpuObservation> = serde_json::from_value(Value::Array(gpus)).unwrap();
         gpus.iter_mut().take(1).for_each(|gpu| gpu.pcie_width_now = Some(self.lanes));
-        self.tell(Event::Observed(Box::new(NodeObservation { gpus, ..NodeObservation::default() })));
+        self.apply(Event::Observed(Box::new(NodeObservation { gpus, ..NodeObservation::default() })));
         std::mem::take(&mut self.lines)
     }
 
-    /// A start of this boot, and its first scan.
+    /// Restarts linkwise in this boot and scans; returns the lines.
     fn boots(&mut self, boot: &str, gpus: Vec<Value>) -> Vec<String> {
         let record = self.state.record();
         self.start(record, boot);
-        self.sees(gpus)
+        self.scan(gpus)
     }
 
-    /// What stands, each with its beginning.
-    fn stands(&self) -> Vec<(String, u64)> {
+    /// The present shortfalls, each with the time at which it began.
+    fn shortfalls(&self) -> Vec<(String, u64)> {
         let shortfalls = self.state.hardware().shortfalls();
         shortfalls.map(|shortfall| (shortfall.to_string(), shortfall.since)).collect()
     }
@@ -109,112 +109,112 @@ fn missing_gpu_is_named_until_it_is_back() {
     let mut world = World::new();
     assert_eq!(world.boots("1", without(2)), [format!("+ {MISSING}")]);
     let stands = vec![(MISSING.to_owned(), world.now)];
-    assert_eq!(world.boots("2", without(2)), Vec::<String>::new(), "known from the record");
-    assert_eq!(world.stands(), stands);
+    assert_eq!(world.boots("2", without(2)), Vec::<String>::new(), "the record has the shortfall");
+    assert_eq!(world.shortfalls(), stands);
     // A clock that was set back changes nothing.
     world.now -= 1_000_000;
-    assert_eq!((world.sees(without(2)), world.stands()), (Vec::new(), stands));
-    assert_eq!(world.sees(whole()), [format!("- {MISSING}")]);
-    assert_eq!(world.sees(Vec::new()).len(), 4, "a node without GPUs lacks them all");
+    assert_eq!((world.scan(without(2)), world.shortfalls()), (Vec::new(), stands));
+    assert_eq!(world.scan(whole()), [format!("- {MISSING}")]);
+    assert_eq!(world.scan(Vec::new()).len(), 4, "a node without GPUs lacks them all");
 }
 
 #[test]
-fn accepted_hardware_is_quiet_over_restarts_and_news_are_not() {
+fn accepted_shortfall_is_silent_until_it_grows() {
     let mut world = World::new();
     let fewer = |links: u32| {
         with(gpu(1, 1, &[]), "nvlinks", json!([{"links": (0..links).collect::<Vec<_>>(), "remote": {"switch": null}}]))
     };
     let odd = |links: u32| vec![gpu(0, 0, &[]), fewer(links), gpu(3, 3, &[])];
     let links = |has: u32| format!("GPU 0000:01:00.0 (GPU-1): {has} of 4 NVLinks are active");
-    assert_eq!(world.sees(odd(2)), [format!("+ {}", links(2)), format!("+ {MISSING}")]);
+    assert_eq!(world.scan(odd(2)), [format!("+ {}", links(2)), format!("+ {MISSING}")]);
     world.accept();
     assert_eq!(std::mem::take(&mut world.lines).len(), 2);
     assert_eq!((world.boots("1", odd(2)), world.boots("1", odd(3))), (Vec::new(), Vec::new()));
-    assert_eq!(world.sees(odd(1)), [format!("+ {}", links(1))], "fewer than accepted");
+    assert_eq!(world.scan(odd(1)), [format!("+ {}", links(1))], "fewer links than accepted");
     world.accept();
     world.lines.clear();
-    // What was well again is accepted no longer.
-    assert_eq!((world.sees(whole()), world.sees(odd(1)).len()), (Vec::new(), 2));
+    // A shortfall that had ended is no longer accepted.
+    assert_eq!((world.scan(whole()), world.scan(odd(1)).len()), (Vec::new(), 2));
 }
 
 #[test]
-fn lanes_memory_and_links_are_compared_with_the_most_there_was() {
+fn lanes_memory_and_links_compare_with_the_most_seen() {
     let mut world = World::new();
     let memory = |mib: u64| with(gpu(0, 0, &[]), "memory_mib", json!(mib));
-    // A driver that keeps more for itself is no loss.
-    assert_eq!(world.sees(vec![memory(81_000), gpu(1, 1, &[]), gpu(2, 2, &[]), gpu(3, 3, &[])]), Vec::<String>::new());
+    // A driver that reserves more memory causes no shortfall.
+    assert_eq!(world.scan(vec![memory(81_000), gpu(1, 1, &[]), gpu(2, 2, &[]), gpu(3, 3, &[])]), Vec::<String>::new());
     world.lanes = 8;
     let narrow = memory(40_000);
-    let seen = world.sees(vec![narrow, gpu(1, 1, &[]), gpu(2, 2, &[]), gpu(3, 3, &[])]);
+    let seen = world.scan(vec![narrow, gpu(1, 1, &[]), gpu(2, 2, &[]), gpu(3, 3, &[])]);
     let gpu_0 = "+ GPU 0000:00:00.0 (GPU-0):";
     assert_eq!(
         seen,
         [format!("{gpu_0} its PCIe link has 8 of 16 lanes"), format!("{gpu_0} it has 40000 of 81559 MiB of memory")]
     );
     world.lanes = 16;
-    // Unknown is not less.
+    // An unknown value is not a smaller one.
     let unknown = |at| ["nvlinks", "memory_mib"].iter().fold(gpu(at, at, &[]), |gpu, key| with(gpu, key, Value::Null));
-    assert_eq!(world.sees((0..4).map(unknown).collect()).len(), 2);
-    assert_eq!(world.stands(), []);
+    assert_eq!(world.scan((0..4).map(unknown).collect()).len(), 2);
+    assert_eq!(world.shortfalls(), []);
 }
 
 #[test]
-fn links_to_a_missing_gpu_are_its_own_loss() {
+fn links_to_missing_gpu_are_no_second_shortfall() {
     let mesh = |gpus: &[u32]| {
         gpus.iter().map(|at| gpu(*at, *at, &gpus.iter().copied().filter(|to| to != at).collect::<Vec<_>>())).collect()
     };
     let mut world = World::expecting(Expectation::default(), mesh(&[0, 1, 2, 3]));
     assert_eq!(world.boots("1", mesh(&[0, 1, 3])), [format!("+ {MISSING}")]);
     assert_eq!(world.boots("2", mesh(&[0, 1, 2, 3])), [format!("- {MISSING}")]);
-    // Nor are those to a GPU in MIG mode, and those to one that an operator took out.
+    // Links of a GPU in MIG mode, and links to a GPU whose absence is accepted, are no shortfall either.
     let mut divided: Vec<Value> = mesh(&[0, 1, 2, 3]);
     divided
         .iter_mut()
         .for_each(|gpu| gpu["nvlinks"] = json!([{"links": [0, 1, 2, 3, 4, 5, 6, 7], "remote": {"switch": null}}]));
     divided[2]["mig"] = json!({"enabled": true});
-    assert_eq!(world.sees(divided), Vec::<String>::new());
-    world.sees(mesh(&[0, 1, 3]));
+    assert_eq!(world.scan(divided), Vec::<String>::new());
+    world.scan(mesh(&[0, 1, 3]));
     world.accept();
     world.lines.clear();
-    assert_eq!(world.sees(mesh(&[0, 1, 3])), Vec::<String>::new());
+    assert_eq!(world.scan(mesh(&[0, 1, 3])), Vec::<String>::new());
     let mut world = World::expecting(Expectation { nvlinks: Some(10), ..Expectation::default() }, mesh(&[0, 1, 2, 3]));
-    assert_eq!(world.sees(mesh(&[0, 1, 3])), [format!("+ {MISSING}")]);
-    world.sees(mesh(&[0, 1, 2, 3]));
+    assert_eq!(world.scan(mesh(&[0, 1, 3])), [format!("+ {MISSING}")]);
+    world.scan(mesh(&[0, 1, 2, 3]));
     let alone = |at: u32| gpu(at, at, &[]);
-    assert_eq!(world.sees((0..4).map(alone).collect()).len(), 4, "here no GPU is missing");
+    assert_eq!(world.scan((0..4).map(alone).collect()).len(), 4, "no missing GPU explains the missing links");
 }
 
 #[test]
 fn mig_mode_that_a_boot_changed_is_named() {
     let mut world = World::new();
     let in_mig = || whole().into_iter().map(|gpu| with(gpu, "mig", json!({"enabled": true}))).collect::<Vec<_>>();
-    assert_eq!(world.sees(in_mig()), Vec::<String>::new(), "somebody changed it on purpose; links are no loss");
+    assert_eq!(world.scan(in_mig()), Vec::<String>::new(), "a change without a boot is deliberate");
     let off = |at: u32| format!("GPU {} (GPU-{at}): MIG mode has been off since the last boot or driver load", pci(at));
     let seen = world.boots("1", whole());
     assert_eq!(seen, (0..4).map(|at| format!("+ {}", off(at))).collect::<Vec<_>>());
-    assert_eq!((world.sees(whole()), world.stands().len()), (Vec::new(), 4), "another scan does not change that");
+    assert_eq!((world.scan(whole()), world.shortfalls().len()), (Vec::new(), 4), "another scan changes nothing");
     let mut laid_out = in_mig();
     let device = json!({"index": 0, "uuid": "MIG-0", "gpu_instance": 1, "compute_instance": 0, "gpu_slices": 1,
                         "compute_slices": 1, "memory_mib": 9_728});
     assert_eq!(world.boots("1", in_mig()), (0..4).map(|at| format!("- {}", off(at))).collect::<Vec<_>>());
-    // MIG devices are made on purpose, after a boot too.
+    // A GPU with MIG devices is in MIG mode deliberately, after a boot too.
     laid_out[0]["mig"]["devices"] = json!([device]);
     let mut world = World::new();
     assert_eq!(world.boots("1", laid_out).len(), 3);
 }
 
 #[test]
-fn count_that_failed_is_no_loss() {
+fn failed_count_is_no_shortfall() {
     let mut world = World::new();
     let failures = vec![
         serde_json::from_value(json!({"subject": "driver", "call": "nvmlDeviceGetCount_v2", "error": "x"})).unwrap(),
     ];
-    world.tell(Event::Observed(Box::new(NodeObservation { failures, ..NodeObservation::default() })));
-    assert_eq!(world.stands(), []);
+    world.apply(Event::Observed(Box::new(NodeObservation { failures, ..NodeObservation::default() })));
+    assert_eq!(world.shortfalls(), []);
 }
 
 #[test]
-fn replaced_and_swapped_gpus_are_no_loss() {
+fn replaced_and_swapped_gpus_are_no_shortfall() {
     let mut world = World::new();
     let replaced = || vec![gpu(0, 0, &[]), gpu(1, 1, &[]), gpu(9, 2, &[]), gpu(3, 3, &[])];
     assert_eq!(world.boots("1", replaced()), Vec::<String>::new());
@@ -228,29 +228,29 @@ fn replaced_and_swapped_gpus_are_no_loss() {
 fn inventory_of_another_machine_is_forgotten() {
     let mut world = World::new();
     let other = |gpus: &[u32]| gpus.iter().map(|at| gpu(at + 10, at + 5, &[])).collect::<Vec<_>>();
-    assert_eq!(world.boots("1", other(&[0, 1])), Vec::<String>::new(), "no GPU and no slot of before");
+    assert_eq!(world.boots("1", other(&[0, 1])), Vec::<String>::new(), "all GPUs and slots are new");
     let machine = |name: &str| NodeIdentity { machine: Some(name.to_owned()), ..NodeIdentity::default() };
-    world.tell(Event::Identified(machine("one")));
+    world.apply(Event::Identified(machine("one")));
     let record = world.state.record();
     world.start(record, "2");
-    world.tell(Event::Identified(machine("two")));
-    assert_eq!(world.sees(other(&[1])), Vec::<String>::new());
-    assert_eq!(world.sees(other(&[2])).len(), 0, "it learns this machine");
+    world.apply(Event::Identified(machine("two")));
+    assert_eq!(world.scan(other(&[1])), Vec::<String>::new());
+    assert_eq!(world.scan(other(&[2])).len(), 0, "the new machine's inventory begins anew");
 }
 
 #[test]
 fn gpu_in_quarantine_is_not_missing() {
     let mut world = World::new();
-    world.tell(Event::Quarantined("GPU-2".parse().unwrap(), "it hangs".to_owned()));
-    assert_eq!(world.sees(without(2)), Vec::<String>::new());
+    world.apply(Event::Quarantined("GPU-2".parse().unwrap(), "it hangs".to_owned()));
+    assert_eq!(world.scan(without(2)), Vec::<String>::new());
 }
 
 #[test]
-fn expectation_is_named_on_the_first_day() {
+fn unmet_expectation_is_named_at_the_first_scan() {
     let expected = Expectation { gpus: Some(8), model: Some("NVIDIA-H100-80GB-HBM3".to_owned()), nvlinks: Some(18) };
     let mut gpus = vec![with(gpu(0, 0, &[]), "model", json!("Tesla T4")), gpu(1, 1, &[1, 2, 3, 4, 5, 6, 7])];
     let mut world = World::expecting(expected, gpus.clone());
-    let stands: Vec<String> = world.stands().into_iter().map(|(line, _)| line).collect();
+    let stands: Vec<String> = world.shortfalls().into_iter().map(|(line, _)| line).collect();
     assert_eq!(
         stands,
         [
@@ -263,5 +263,5 @@ fn expectation_is_named_on_the_first_day() {
     world.lines.clear();
     assert_eq!(world.boots("1", gpus.clone()), Vec::<String>::new());
     gpus.pop();
-    assert_eq!(world.boots("2", gpus).len(), 2, "fewer than accepted: the GPU, and the number");
+    assert_eq!(world.boots("2", gpus).len(), 2, "fewer than accepted: the missing GPU, and the number of GPUs");
 }

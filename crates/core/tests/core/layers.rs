@@ -1,5 +1,5 @@
-//! Holds the layers of the core: a file imports its own layer, those before it, and the small mechanisms. So no circle of
-//! imports crosses a layer. Cargo holds the same between crates.
+//! Checks the layers of the core: a file imports only its own layer, those before it, and the modules outside of all
+//! layers. So no circle of imports crosses a layer. Cargo ensures the same between crates.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -8,7 +8,7 @@ use std::path::Path;
 /// The layers, from the inside out.
 const LAYERS: [&str; 6] = ["topology", "allocation", "state", "publish", "claims", "benchmark"];
 
-/// The layers that a file's text names in paths, tests and comments left out.
+/// The layers that a file's text names in paths, without tests and comments.
 fn named(text: &str) -> BTreeSet<&'static str> {
     let code = text.lines().take_while(|line| line.trim() != "#[cfg(test)]");
     let code: String = code.map(|line| line.split("//").next().unwrap_or(line)).collect::<Vec<_>>().join("\n");

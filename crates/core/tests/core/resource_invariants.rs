@@ -18,7 +18,8 @@ use crate::random_node;
 const NOW: Duration = Duration::from_secs(1_000);
 const MAX_GPUS: usize = 5;
 
-/// The MIG state, model and display of one GPU, with each MIG device's slices, and true if it has media engines.
+/// The random properties of a GPU: MIG mode and MIG devices (slices, and true for media engines), the number of a
+/// model, and true if it drives a display.
 type Look = (Option<(bool, Vec<(u32, bool)>)>, Option<usize>, Option<bool>);
 
 fn looks() -> impl Strategy<Value = Vec<Look>> {
@@ -101,7 +102,7 @@ fn plan() -> impl Strategy<Value = ResourcePlan> {
     )
 }
 
-/// The devices that the plan leaves to be offered, by UUID, before any sharing: NVIDIA's rules on the observation.
+/// The UUIDs of the GPUs and MIG devices that the plan offers, before sharing, by NVIDIA's rules.
 fn pieces(topology: &NodeTopology, seen: &NodeObservation, plan: &ResourcePlan) -> BTreeSet<String> {
     let mut pieces = BTreeSet::new();
     for gpu in topology.gpus() {
@@ -130,7 +131,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 1_000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn resources_are_what_the_plan_says_of_the_machine(
+    fn resources_follow_plan_and_machine(
         seen in random_node::node(MAX_GPUS),
         looks in looks(),
         plan in plan(),
@@ -166,18 +167,20 @@ proptest! {
                 let name = device.slot.map_or(device.uuid().to_owned(), |slot| format!("{}::{slot}", device.uuid()));
                 prop_assert_eq!(id.as_str(), name);
                 if snapshot.offers().is_healthy(resource, id) {
-                    let slots = offered.entry(device.uuid().to_owned()).or_default().entry(resource.clone()).or_default();
+                    let resources = offered.entry(device.uuid().to_owned()).or_default();
+                    let slots = resources.entry(resource.clone()).or_default();
                     prop_assert!(slots.insert(device.slot), "one slot twice");
                 }
             }
         }
         for (uuid, resources) in &offered {
-            // A device that the plan before offered and this one does not is unhealthy.
-            prop_assert!(pieces.contains(uuid) || !snapshot.offers().problems().is_empty(), "{uuid} is not to be offered");
+            // A device that only the plan before offered is unhealthy now.
+            let is_planned = pieces.contains(uuid) || !snapshot.offers().problems().is_empty();
+            prop_assert!(is_planned, "{uuid} must not be offered");
             if !fresh {
                 continue;
             }
-            prop_assert!(pieces.contains(uuid), "{uuid} is not to be offered");
+            prop_assert!(pieces.contains(uuid), "{uuid} must not be offered");
             prop_assert_eq!(resources.len(), 1, "{} is in two resources", uuid);
             let slots = resources.values().next().unwrap();
             if !slots.contains(&None) {
@@ -189,16 +192,17 @@ proptest! {
                 prop_assert_eq!(slots.len(), 1, "whole and in slots");
             }
         }
-        // Nothing is lost without a problem that names it; only sharing by MPS excludes MIG.
+        // Without a problem no device is lost.
         if fresh && snapshot.offers().problems().is_empty() {
             prop_assert_eq!(offered.keys().cloned().collect::<BTreeSet<_>>(), pieces);
         }
+        // MIG devices, and GPUs in MIG mode, have no slots of MPS.
         for device in snapshot.offers().devices() {
             if fresh && mps && device.slot.is_some() {
                 prop_assert!(device.mig.is_none() && !device.gpu.mig_enabled);
             }
         }
-        // The advice has the size asked for, from the offered devices, with all others free.
+        // The preferred devices have the requested size and as many GPUs as possible.
         for (resource, devices) in snapshot.offers().resources().iter().map(|(name, of)| (name, of.devices())) {
             let available: Vec<DeviceId> =
                 devices.keys().filter(|id| snapshot.offers().is_healthy(resource, id)).cloned().collect();
@@ -209,7 +213,7 @@ proptest! {
                 prop_assert!(report.fallback.is_none(), "{:?}", report.fallback);
                 let distinct: BTreeSet<&str> = answer.devices.iter().map(|id| devices[id].gpu.uuid.as_str()).collect();
                 let gpus: BTreeSet<&str> = available.iter().map(|id| devices[id].gpu.uuid.as_str()).collect();
-                prop_assert_eq!(distinct.len(), size.min(gpus.len()), "distinct GPUs first");
+                prop_assert_eq!(distinct.len(), size.min(gpus.len()), "as many GPUs as possible");
                 let order = snapshot.allocate(resource, &answer.devices);
                 let one = plan.sharing.as_ref().is_some_and(|sharing| sharing.fail_requests_greater_than_one);
                 let slots = answer.devices.iter().any(|id| devices[id].slot.is_some());

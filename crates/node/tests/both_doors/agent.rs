@@ -1,6 +1,6 @@
 //! One process of linkwise: the state with its one writer, the snapshot that the doors read, and the DRA plugin. State,
-//! ledger, doors and `claims::plan` are the real ones. A call of the DRA plugin is one step here:
-//! `tests/dra/door/crash.rs` has the deaths in the middle of one.
+//! ledger, doors and `claims::plan` are the real ones. A call of the DRA plugin is one step here, which no death
+//! interrupts: `tests/dra/door/crash.rs` tests those deaths.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -78,7 +78,7 @@ pub struct Agent {
     pub published: Option<Vec<String>>,
     /// True if it prepares claims that have no checkpoint.
     serves: bool,
-    /// The ids of the kubelet's last two lists, as far as they came after the last change of what is offered.
+    /// The ids of the kubelet's last two lists since the offered devices changed last.
     listed: Vec<BTreeSet<ResourceDevice>>,
 }
 

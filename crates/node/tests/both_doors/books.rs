@@ -17,8 +17,8 @@ pub struct Part {
 }
 
 impl Part {
-    /// The part behind an id of the device plugin (`GPU-...3`, `MIG-00000031-...`, `GPU-...3::1`), and true if the id
-    /// is a slot.
+    /// The part that an id of the device plugin names (`GPU-...3`, `MIG-00000031-...`, `GPU-...3::1`), and true if the
+    /// id is a slot.
     pub fn of_id(id: &str) -> (Self, bool) {
         let (uuid, slot) = id.split_once("::").map_or((id, None), |(uuid, slot)| (uuid, Some(slot)));
         let digit = |at: usize| uuid.as_bytes()[at] - b'0';
@@ -29,7 +29,7 @@ impl Part {
         (part, slot.is_some())
     }
 
-    /// The part behind the name of a device of DRA: `gpu-1`, `gpu-2-mig-3g40gb-gi1-ci0`.
+    /// The part that the name of a DRA device denotes: `gpu-1`, `gpu-2-mig-3g40gb-gi1-ci0`.
     pub fn of_device(name: &str) -> Self {
         let gpu = name.as_bytes()[4] - b'0';
         let Some((_, instance)) = name.split_once("-gi") else { return Self { gpu, mig: None } };
@@ -38,7 +38,7 @@ impl Part {
         Self { gpu, mig: Some(found.unwrap().1) }
     }
 
-    /// The parts that a GPU is offered as: itself, or its MIG devices.
+    /// The parts as which a GPU is offered: itself, or its MIG devices.
     pub fn all_of(gpu: u8, by_mig: bool) -> impl Iterator<Item = Self> {
         let parts = MIG.iter().filter(move |mig| by_mig && mig.0 == gpu).map(move |mig| Self { gpu, mig: Some(mig.1) });
         parts.chain((!by_mig).then_some(Self { gpu, mig: None }))

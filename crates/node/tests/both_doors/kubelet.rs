@@ -19,7 +19,7 @@ pub const BOOKED_WITHIN: Duration = Duration::from_millis(900);
 pub struct Devices {
     pub resource: String,
     pub ids: Vec<String>,
-    /// True if an init container had them and has ended: only the checkpoint lists them.
+    /// True if an init container had the devices and has ended, so that only the checkpoint lists them.
     pub by_init: bool,
     /// The time of the answer to Allocate; `None` once the devices are in the kubelet's records.
     pub granted: Option<Duration>,
@@ -31,7 +31,7 @@ pub struct Devices {
 #[derive(Debug, Default)]
 pub struct Kubelet {
     pub runs: bool,
-    /// The number of its lists since it started. The first has no running pod.
+    /// The number of lists since the kubelet started. The first has no running pod.
     pub lists: u32,
     /// The healthy ids of each resource, as the device plugin sent them last.
     pub healthy: BTreeMap<String, BTreeSet<String>>,
@@ -69,7 +69,7 @@ impl Kubelet {
         lost
     }
 
-    /// The list that it answers with now, its checkpoint included.
+    /// The list with which the kubelet answers now, its checkpoint included.
     pub fn list(&mut self) -> Option<Holdings> {
         if !self.runs {
             return None;

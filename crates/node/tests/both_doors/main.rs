@@ -1,12 +1,12 @@
-//! Both doors of one node, half a million random steps. Pods start and end through the device plugin and through
-//! claims, while processes die, processes with the other door follow, and GPUs go and come back. No GPU is with two
-//! pods, and no GPU is lost.
+//! Both doors of one node in half a million random steps. Pods start and end through the device plugin and through
+//! claims, while processes die, processes with the other door follow, and GPUs go and come back. No two pods ever have
+//! the same GPU, and in the end each GPU is offered again.
 //!
 //! The state with its ledger and doors and `claims::plan` are the real ones. The kubelet, the scheduler, the disk and
 //! the API server, which is always available, are models. The test keeps its own record of what containers have
-//! ([`books`]). The models rely on three things. A device that Allocate granted is in the kubelet's records within 0.9
-//! s. A pod that a kubelet does not list, after its first list, has ended. A device plugin that starts while the
-//! kubelet is away gets the holders before the kubelet asks it for devices.
+//! ([`books`]). The models rely on three things: a device that Allocate granted is in the kubelet's records within
+//! 0.9 s; a pod that the kubelet's second or later list lacks has ended; a device plugin that starts while the kubelet
+//! is away gets the holders before the kubelet asks it for devices.
 
 #![allow(
     clippy::unwrap_used,
@@ -71,7 +71,7 @@ struct World {
     door: Door,
     /// True if the operator wants GPUs to be shared. It changes at any time.
     is_shared: bool,
-    /// For each GPU: true if it exists, and true if it is in MIG mode.
+    /// Two flags of each GPU: true if it exists, and true if it is in MIG mode.
     gpus: [(bool, bool); GPUS as usize],
     kubelet: Kubelet,
     agent: Option<Agent>,
@@ -85,7 +85,7 @@ struct World {
     claims: BTreeMap<String, PodState>,
     books: Books,
     made: u32,
-    /// The number of times that each thing happened.
+    /// The number of times that each kind of step happened.
     counts: Counts,
     history: Vec<String>,
 }
@@ -522,7 +522,7 @@ impl World {
             self.slices.back().into_iter().flat_map(|(.., it)| it).map(|it| Part::of_device(it)).collect();
         let plugin: BTreeSet<Part> = healthy(agent).map(|(id, _)| Part::of_id(&id).0).collect();
         if dra != parts(Door::Dra) || plugin != parts(Door::Plugin) {
-            return Err(format!("left alone, the doors offer {plugin:?} and {dra:?}; {:?}", self.door));
+            return Err(format!("in the end the plugin offers {plugin:?} and DRA {dra:?}; the door: {:?}", self.door));
         }
         for gpu in 0..GPUS {
             let uuid = Part { gpu, mig: None }.uuid().parse().unwrap();
@@ -533,7 +533,7 @@ impl World {
         if self.disk.claims.is_empty() { Ok(()) } else { Err(format!("left on the disk: {:?}", self.disk.claims)) }
     }
 
-    /// Writes the record to the disk.
+    /// Writes the health record to the disk.
     fn keep(&mut self) {
         if let Some(record) = self.agent.as_mut().and_then(|agent| agent.record.take()) {
             self.disk.record = record;
@@ -549,7 +549,7 @@ fn healthy(agent: &Agent) -> impl Iterator<Item = (String, String)> {
     })
 }
 
-/// Plays histories, and panics at the first that fails. Returns the counts of each.
+/// Plays histories and panics at the first that fails. Returns the counts of each.
 fn played(seeds: impl Iterator<Item = u64>) -> Vec<Counts> {
     let play = |seed| {
         let mut world = World::new(seed);
@@ -563,7 +563,7 @@ fn played(seeds: impl Iterator<Item = u64>) -> Vec<Counts> {
 }
 
 #[test]
-fn no_gpu_is_twice_or_lost_in_half_a_million_steps() {
+fn no_gpu_has_two_pods_or_is_lost() {
     let cores = thread::available_parallelism().unwrap().get();
     let played: Vec<Counts> = thread::scope(|scope| {
         let each = |core| scope.spawn(move || played((0..HISTORIES).skip(core).step_by(cores)));
