@@ -48,7 +48,7 @@ fn views(snapshot: watch::Receiver<Arc<NodeState>>) -> Views {
     Views::new(snapshot, Readiness::new(Idle::Waiting(String::new())))
 }
 
-/// Metrics and their series in alphabetical order: the library writes the series in a random one.
+/// Sorts metrics and their series, because the library writes the series in random order.
 fn sorted(text: &str) -> String {
     let mut blocks: Vec<Vec<&str>> = Vec::new();
     for line in text.lines() {
@@ -63,12 +63,12 @@ fn sorted(text: &str) -> String {
     blocks.concat().join("\n")
 }
 
-/// An RPC that ended.
+/// A finished RPC.
 fn rpc(method: &str, code: &'static str, elapsed: Duration) -> Life<Phase> {
     Life::Rpc(Rpc { method: method.to_owned(), code: code.to_owned(), elapsed })
 }
 
-/// Each metric once.
+/// The text of all metrics, each with at least one series.
 fn everything() -> String {
     let (metrics, sender) = metrics();
     let resource = ResourceName::gpu();
@@ -113,7 +113,7 @@ fn everything() -> String {
     sorted(&metrics.encode().unwrap())
 }
 
-/// Each metric of DRA once.
+/// The text with all metrics of DRA.
 fn everything_of_dra() -> String {
     let (metrics, sender) = metrics();
     let all = ResourcePlan { door: Door::Dra, ..ResourcePlan::default() };
@@ -140,7 +140,7 @@ fn metrics_text_is_an_interface() {
     insta::assert_snapshot!(everything());
 }
 
-/// Two pods of a DGX-1: GPU 0 and one of the far package, and GPU 1 alone.
+/// Two pods on a DGX-1: one has GPU 0 and a GPU of the other package, the other has GPU 1.
 fn placed() -> NodeState {
     let seen = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
     let uuid = |at: usize| DeviceId::from(seen.gpus[at].uuid.to_string());
@@ -170,7 +170,7 @@ fn placement_metrics_text_is_an_interface() {
 }
 
 #[test]
-fn hidden_pods_keep_apart_and_the_operator_sees_them() {
+fn hidden_pods_stay_distinct_and_operators_see_them() {
     let (_sender, snapshot) = watch::channel(Arc::new(placed()));
     let views = views(snapshot);
     let metrics = Metrics::new("1.2.3", views.clone());
@@ -178,7 +178,7 @@ fn hidden_pods_keep_apart_and_the_operator_sees_them() {
     views.hide_pods();
     let text = metrics.encode().unwrap();
     assert!(!text.contains("notebook") && !text.contains("train"), "{text}");
-    // `printf ml/notebook | sha256sum`
+    // The number is from `printf ml/notebook | sha256sum`.
     assert!(text.contains("namespace=\"ml\",pod=\"pod-99bac2e8ffcd\",container=\"main\""), "{text}");
     assert_eq!(text.lines().filter(|line| line.starts_with("linkwise_allocation_info{")).count(), 3);
     let named = views.for_operator();

@@ -55,7 +55,7 @@ fn aliases_of_flags_and_variables_are_read() {
     let (settings, findings) = build(&["--nvidia-driver-root=/r", "--cdi-disabled-hooks=all"], &environment, "");
     assert_eq!(findings, []);
     assert_eq!(settings.driver_root.value, PathBuf::from("/r"));
-    assert_eq!(settings.dev_root.value, PathBuf::from("/r"), "the device nodes are where the driver is");
+    assert_eq!(settings.dev_root.value, PathBuf::from("/r"), "the driver root has the device nodes");
     assert_eq!(settings.driver_root_ctr_path.value, PathBuf::from("/d"));
     assert_eq!(settings.cdi_disable_hooks.value, ["all"]);
 }
@@ -82,7 +82,7 @@ fn error_of_the_environment_names_the_variable() {
 }
 
 #[test]
-fn without_naming_ignored_keys_are_notes() {
+fn ignored_keys_are_notes_without_naming() {
     let text = "resources: {gpus: [{pattern: '*A100*', name: a100}]}\n\
                 sharing:\n  timeSlicing:\n    renameByDefault: true\n    resources:\n\
                 \x20   - {name: gpu, rename: nvidia.com/mine, devices: [0], replicas: 4}\n\
@@ -130,7 +130,7 @@ fn case_of_keys_is_ignored_where_go_ignores_it() {
 }
 
 #[test]
-fn only_other_values_are_changes() {
+fn only_different_values_are_changes() {
     let (one, other) = (file("flags: {migStrategy: none}"), file("\n\nflags: {migStrategy: none, gdsEnabled: true}"));
     let changed: Vec<_> = one.changed(&other).iter().map(|changed| changed.key).collect();
     assert_eq!(changed, ["flags.gdsEnabled"]);
@@ -228,9 +228,9 @@ fn nearly_a_name() -> impl Strategy<Value = String> {
 }
 
 proptest! {
-    /// The box's rule is written independently of ours, from the kubelet's source.
+    /// The box's rule was written from the kubelet's source, independently of ours.
     #[test]
-    fn resource_names_are_those_that_kubelets_take(name in nearly_a_name()) {
+    fn resource_names_are_those_that_kubelets_accept(name in nearly_a_name()) {
         let ours = name.parse::<ResourceName>();
         prop_assert_eq!(ours.is_ok(), linkwise_kubelet_box::is_extended_resource(&name), "{:?}", ours);
     }

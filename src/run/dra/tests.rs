@@ -8,7 +8,7 @@ use linkwise_core::state::{Door, Event, Holdings, PreparedClaim, ResourceName, R
 use linkwise_core::topology::{GpuUuid, NodeObservation};
 use linkwise_host::machines;
 
-/// An API server that keeps everything and has nothing of ours.
+/// An API server that stores all fields and has no slices of this node.
 fn server() -> StoredPool {
     StoredPool { is_read: true, ..StoredPool::default() }
 }
@@ -19,7 +19,7 @@ struct World {
 }
 
 impl World {
-    /// A node with this number of GPUs, all of which are to go to DRA. The kubelet's first list came before NVML's.
+    /// A node with this number of GPUs, all for DRA. The kubelet's first list came before NVML's first scan.
     fn new(gpus: usize) -> Self {
         let maker = PoolMaker {
             empty: Pool::new("n", Vec::new()),
@@ -33,9 +33,9 @@ impl World {
         world.apply(Event::Prepared(Vec::new()));
         world.apply(Event::Planned(Box::new(ResourcePlan { door: Door::Dra, ..ResourcePlan::default() })));
         world.listed(&[]);
-        assert!(world.pool().is_none(), "nothing was seen");
+        assert!(world.pool().is_none(), "no scan was made");
         world.see(gpus);
-        assert!(world.pool().is_none(), "two lists decide");
+        assert!(world.pool().is_none(), "DRA gets the GPUs after two lists");
         world
     }
 
@@ -78,7 +78,7 @@ fn claim_of_first() -> PreparedClaim {
 }
 
 #[test]
-fn nothing_is_published_before_the_ledger_has_the_checkpoints() {
+fn pool_waits_for_checkpoints_in_the_ledger() {
     let mut world = World::new(2);
     (0..2).for_each(|_| world.listed(&[]));
     world.apply(Event::ClaimsHandedOver);
@@ -92,7 +92,7 @@ fn last_gpu_that_goes_leaves_the_pool() {
     for is_claimed in [false, true] {
         let mut world = World::new(1);
         world.listed(&[]);
-        assert!(world.pool().is_none(), "the next list decides");
+        assert!(world.pool().is_none(), "DRA gets the GPU after the next list");
         world.listed(&[]);
         let [device] = world.pool().unwrap() else { panic!("{:?}", world.pool()) };
         assert!(device.taints.is_empty());
@@ -106,7 +106,7 @@ fn last_gpu_that_goes_leaves_the_pool() {
 }
 
 #[test]
-fn pool_is_empty_where_pods_hold_all_gpus() {
+fn pool_is_empty_if_pods_hold_all_gpus() {
     let mut world = World::new(2);
     let held: Vec<GpuUuid> = observed(2).gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
     world.listed(&held);
@@ -114,7 +114,7 @@ fn pool_is_empty_where_pods_hold_all_gpus() {
 }
 
 #[test]
-fn nothing_is_published_before_the_stored_slices_are_read() {
+fn pool_waits_for_stored_slices() {
     let mut world = World::new(2);
     (0..2).for_each(|_| world.listed(&[]));
     world.maker.make(&world.state, &StoredPool::default());

@@ -1,4 +1,4 @@
-//! The state machine, event by event.
+//! Single events of the state: their effects, and the health and NUMA hints of devices.
 
 use super::health::GpuHealth;
 use super::*;
@@ -45,7 +45,7 @@ fn uuid(index: u8) -> GpuUuid {
 #[test]
 fn numa_hints_are_own_node_package_or_none() {
     let mut observed = NodeObservation::default();
-    // Package 0: nodes 0 and 1 with CPUs, node 2 without; package 1: node 3; node 4 of no known package.
+    // Package 0 has nodes 0 and 1 with CPUs, and node 2 without. Package 1 has node 3. Node 4 has no known package.
     let places = [(0, Some(0), "0-3"), (1, Some(0), "4-7"), (2, Some(0), ""), (3, Some(1), "8-11"), (4, None, "12-15")];
     for (id, package, cpus) in places {
         let (id, package) = (NumaNodeId(id), package.map(PackageId));
@@ -80,7 +80,7 @@ fn gpu_xid_fails_that_gpu_once() {
     let health = Health::Unhealthy { reason: UnhealthyReason::Xid { code: 79, instance: None }, since: NOON };
     assert_eq!(effects, [Effect::HealthChanged { gpu: uuid(1), mig: None, health }, Effect::Publish, Effect::Keep]);
     let (state, again) = state.apply(xid(79), NOON);
-    assert_eq!(again, [], "a repeated XID is not news");
+    assert_eq!(again, [], "a repeated XID changes nothing");
     let (state, another) = state.apply(xid(48), NOON);
     assert_eq!(another, [Effect::Keep], "people see the first reason");
     let (state, unknown) = state.apply(Event::DoubleBitEcc(uuid(9)), NOON);
@@ -106,10 +106,10 @@ fn xid_of_mig_instance_fails_that_instance_alone() {
     assert_eq!(reason.to_string(), "XID 79 of GPU instance 1, compute instance 0");
     health.fail(reason.clone(), NOON);
     health.fail(reason, NOON);
-    assert_eq!(health.reasons().count(), 1, "the same reason stands once");
+    assert_eq!(health.reasons().count(), 1, "the same reason is kept once");
     let devices = [Some(instance(1, Some(0))), Some(instance(1, Some(1))), Some(instance(2, Some(0))), None];
     assert_eq!(devices.map(|device| hit(&health, device)), [true, false, false, true]);
-    // An event without a compute instance is about all of them; one without any instance, about the GPU.
+    // An event without a compute instance concerns all of them, and one without any instance the GPU.
     health.fail(UnhealthyReason::Xid { code: 79, instance: Some(instance(1, None)) }, NOON);
     assert_eq!(devices.map(|device| hit(&health, device)), [true, true, false, true]);
     health.fail(UnhealthyReason::DoubleBitEcc, NOON);
@@ -126,7 +126,7 @@ fn clear_heals_a_present_gpu_only() {
     let changed = Effect::HealthChanged { gpu: uuid(0), mig: None, health: Health::Healthy };
     assert_eq!(effects, [changed, Effect::Publish, Effect::Keep]);
     let (state, effects) = state.apply(Event::Cleared(uuid(0)), NOON);
-    assert_eq!(effects, [], "nothing is held against it");
+    assert_eq!(effects, [], "the GPU has no reason left");
     // An order does not bring a missing GPU back.
     let (state, _) = state.apply(node(&[0, 1]), NOON);
     let (state, effects) = state.apply(Event::Cleared(uuid(2)), NOON);

@@ -12,7 +12,7 @@ use hwlocality::object::attributes::ObjectAttributes;
 use hwlocality::object::types::{OSDeviceType, ObjectType};
 use linkwise_core::topology::{NicKind, NicObservation, NodeObservation, NumaNodeId, PackageId, PciAddress, PcieLink};
 
-/// Two packages; on the first a switch with two GPUs and a NIC, on the second a GPU on a root port.
+/// Two packages: the first has a switch with two GPUs and a NIC, the second a GPU on a root port.
 const HOST: &str = include_str!("../machines/hwloc_xml/testdata/v2.xml");
 /// libhwloc's choice of parser, which a process makes once: 0 is its own.
 const PARSER: &str = "HWLOC_LIBXML";
@@ -97,7 +97,7 @@ fn sysfs_adds_link_maxima_and_nic_rates() {
     write("bus/pci/devices/0000:03:00.0/numa_node", "0\n");
     write("bus/pci/devices/0000:03:00.0/vendor", "0x10de\n");
     write("bus/pci/devices/0000:03:00.0/class", "0x030200\n");
-    // No link is so fast.
+    // This speed is implausible, so it counts as unknown.
     write("bus/pci/devices/0000:04:00.0/max_link_speed", "256.0 GT/s PCIe\n");
     write("bus/pci/devices/0000:04:00.0/max_link_width", "16\n");
     write("bus/pci/devices/0000:04:00.0/numa_node", "-1\n");
@@ -143,7 +143,7 @@ fn live_host_is_read_without_failure() {
 #[test]
 fn xml_reader_agrees_with_libhwloc() {
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let made_up = ["v1.xml", "v2.xml"].map(|name| manifest.join("src/machines/hwloc_xml/testdata").join(name));
+    let invented = ["v1.xml", "v2.xml"].map(|name| manifest.join("src/machines/hwloc_xml/testdata").join(name));
     let recorded = manifest.join("../../../shared/topologies/raw");
     let files: Vec<PathBuf> = match fs::read_dir(&recorded) {
         Ok(entries) => entries.map(|entry| entry.unwrap().path()).collect(),
@@ -157,7 +157,7 @@ fn xml_reader_agrees_with_libhwloc() {
         name.starts_with("hwloc-") && name.ends_with(".xml")
     };
     let mut compared = 0;
-    for path in files.into_iter().filter(is_hwloc).chain(made_up) {
+    for path in files.into_iter().filter(is_hwloc).chain(invented) {
         // libhwloc's own parser refuses comments.
         let text = fs::read_to_string(&path).unwrap();
         let text: String =
@@ -228,7 +228,7 @@ fn tests_pass_under_each_xml_parser() {
 }
 
 #[test]
-#[expect(clippy::disallowed_methods, reason = "it is libhwloc that reads this variable")]
+#[expect(clippy::disallowed_methods, reason = "libhwloc reads this variable")]
 fn environment_chooses_xml_parser() {
     let libxml2 =
         parse(&HOST.replacen("<topology", "<!-- a comment, which only libxml2 takes -->\n<topology", 1)).is_some();

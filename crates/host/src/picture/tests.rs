@@ -1,4 +1,4 @@
-//! The layout of every built-in machine and of odd ones, checked by its own rectangles.
+//! The layout of the pictures of built-in and odd machines, checked by its rectangles.
 
 use super::Picture;
 use super::layout::{Layout, Rect, Text};
@@ -6,7 +6,7 @@ use super::style::{Kind, LineKind, width};
 use crate::machines::{self, Machine};
 use linkwise_core::topology::{NodeObservation, NodeTopology, NumaNodeObservation, NvLinkRemote, PciObservation};
 
-/// The rectangle of a text, as measured.
+/// The rectangle of a text, by its measured width.
 fn around(text: &Text) -> Rect {
     let wide = width(&text.text, text.style);
     let x = if text.is_centred { text.x - wide / 2 } else { text.x };
@@ -76,7 +76,7 @@ fn built_in_machines_are_drawn_without_overlaps() {
 #[test]
 fn unknown_places_are_drawn() {
     let mut machine = load("dgx1-v100");
-    machine.name = "half of it".to_owned();
+    machine.name = "half of the host bridges".to_owned();
     machine.observed.host.host_bridges.truncate(2);
     check(&machine);
     machine.name = "no NUMA node".to_owned();

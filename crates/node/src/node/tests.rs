@@ -65,8 +65,8 @@ async fn unexpected_task_end_ends_the_node() {
         let shutdown = node.shutdown();
         node.spawn("task", task);
         let ended = timeout(Duration::from_secs(20), node.serve()).await.unwrap();
-        let words = format!("{:#}", ended.unwrap_err());
-        assert!(words.starts_with(cause), "{words}");
+        let error = format!("{:#}", ended.unwrap_err());
+        assert!(error.starts_with(cause), "{error}");
         assert!(shutdown.is_cancelled(), "the other tasks are asked to end");
     }
     let node = Node::start(settings(folder.path())).await.unwrap();
@@ -166,7 +166,7 @@ async fn kubelet_is_asked_soon_after_own_claim_ends() {
 }
 
 #[tokio::test]
-async fn state_made_again_keeps_the_book_of_claims() {
+async fn rebuilt_state_keeps_the_ledgers_claims() {
     let folder = tempfile::tempdir().unwrap();
     let mut node = Node::start(settings(folder.path())).await.unwrap();
     node.stand_by();

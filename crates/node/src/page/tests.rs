@@ -1,10 +1,10 @@
-//! The page of a DGX-1, as a string: what it escapes, a browser's rights, and when it is sent again.
+//! The page of a DGX-1 as a text: escaped names, the browser's rights, and when the page is sent again.
 
 use super::*;
 use linkwise_core::publish::placement::Outlook;
 use linkwise_core::publish::view::{ChoiceView, PartState, ReasonView};
 
-/// Names with a meaning in HTML, in SVG or to a browser.
+/// Names with characters that HTML, SVG or a browser interprets.
 const HOSTILE: [&str; 5] = [
     "<script>alert(1)</script>",
     "\"><img src=x onerror=alert(1)>",
@@ -93,15 +93,13 @@ fn hostile_names_stay_text() {
         let page = text(&shown([hostile, "b"], hostile));
         let ours = page.replace(STYLE, "").replace(SCRIPT, "");
         assert_eq!((ours.matches("<script").count(), ours.matches("</script>").count()), (1, 1), "{hostile}");
-        // Every attribute is in double quotes: single ones are text anywhere.
         for markup in ["<img", "onerror=alert(1)>", "<svg onload", "\u{202e}", "\u{0}"] {
             assert!(!ours.contains(markup), "{hostile}: {markup}");
         }
-        // The page has only its own attributes.
         assert_eq!(ours.matches('<').count(), ours.matches('>').count(), "{hostile}");
         let escaped = hostile.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
         let escaped = escaped.replace('"', "&quot;").replace('\'', "&#39;").replace(['\u{202e}', '\u{0}'], "\u{fffd}");
-        assert!(ours.matches(&escaped).count() >= 10, "{hostile}: shown as itself");
+        assert!(ours.matches(&escaped).count() >= 10, "{hostile}: not shown as text");
     }
 }
 
@@ -114,7 +112,7 @@ fn long_names_make_no_endless_page() {
 }
 
 #[test]
-fn page_says_what_holds_and_hurts() {
+fn page_shows_holders_and_problems() {
     let page = text(&shown(["train-a", "train-b"], "XID 79"));
     for words in [
         "<dt>Held</dt><dd>4 <small>by 2 pods</small></dd>",
@@ -136,7 +134,7 @@ fn page_says_what_holds_and_hurts() {
     (unknown.view.allocations, unknown.view.outlook) = (None, None);
     let page = text(&unknown);
     assert!(page.contains("<dt>Free</dt><dd>unknown</dd>") && page.contains("PodResources socket does not answer"));
-    assert!(!page.contains("cannot be met"), "it is not known");
+    assert!(!page.contains("cannot be met"), "without holders the outlook is unknown");
 }
 
 #[test]
@@ -152,7 +150,7 @@ fn gpu_that_is_gone_stays_with_its_pod() {
 async fn unchanged_page_is_not_sent_again() {
     let mut numbers = PodNumbers::default();
     let first = page(&shown(["a", "b"], "XID 79"), &mut numbers);
-    assert_eq!(first, page(&shown(["a", "b"], "XID 79"), &mut numbers), "it depends on nothing else");
+    assert_eq!(first, page(&shown(["a", "b"], "XID 79"), &mut numbers), "the same view makes the same page");
     let mut request = HeaderMap::new();
     let answer = first.answer(&request);
     assert_eq!(answer.status(), StatusCode::OK);

@@ -62,7 +62,7 @@ fn profile() -> MigProfileObservation {
     MigProfileObservation { id: 19, number: 0, gpu_slices: 1, memory_mib: 9_728, instances: 7, engines, placements }
 }
 
-/// Finds the places of answers in a message.
+/// Finds the JSON pointers of the successful answers in a message.
 fn answers(value: &Value, path: &str, found: &mut Vec<String>) {
     let parts: Vec<(String, &Value)> = match value {
         Value::Object(map) => map.iter().map(|(key, value)| (key.clone(), value)).collect(),
@@ -84,13 +84,13 @@ fn observed(scan: &NodeScan) -> (NodeObservation, Answer<String>) {
 }
 
 #[test]
-fn failed_call_keeps_its_last_answer_and_an_unoffered_one_does_not() {
+fn failed_call_keeps_last_answer_unoffered_drops_it() {
     let before = node(vec![gpu(0, 0, &[1]), gpu(1, 1, &[])]);
     let message = serde_json::to_value(&before).unwrap();
     let mut places = Vec::new();
     answers(&message, "", &mut places);
-    // There are three answers of the driver; for each GPU fourteen facts, four links with two facts each, MIG with its
-    // profiles and one device's facts; and one pair.
+    // The driver has three answers. Each GPU has fourteen facts, four links with two facts each, MIG with its profiles
+    // and one device's facts. The two GPUs have one common ancestor.
     assert_eq!(places.len(), 3 + 2 * (14 + 4 * 3 + 2 + 5) + 1, "{places:#?}");
     let failed = json!({"Err": {"call": "nvmlTest", "reason": {"code": 999}}});
     for place in places {
@@ -108,7 +108,7 @@ fn failed_call_keeps_its_last_answer_and_an_unoffered_one_does_not() {
             assert_ne!(observed(&lost), observed(&before), "{place}");
             assert_eq!(lost.failures, [], "{place}");
         }
-        // Another GPU in its place inherits nothing.
+        // Another GPU at the same index inherits nothing.
         let mut other = scanned(&failed);
         other.gpus.iter_mut().for_each(|gpu| gpu.uuid = format!("{}-other", gpu.uuid).parse().unwrap());
         if place.starts_with("/gpus") && !place.contains("ancestors") {
@@ -123,8 +123,8 @@ fn answers_count_beside_failed_calls() {
     let before = node(vec![gpu(0, 0, &[])]);
     let failed = || CallError::returned("nvmlTest", 999);
     let mut now = gpu(0, 0, &[]);
-    // Link 1 went down, the state of link 2 is unknown; another MIG device is at the index of the one before, and its
-    // facts failed.
+    // Link 1 went down, and the call for link 2 failed. The MIG device moved to index 1, and the call for index 0
+    // failed.
     now.nvlinks[1] = Ok(Some(NvLinkScan { active: false, kind: Ok(Some(0)), pci: Err(failed()) }));
     now.nvlinks[2] = Err(failed());
     let Ok(Some(MigScan { devices: Ok(Some(devices)), .. })) = &mut now.mig else { panic!() };
@@ -135,8 +135,8 @@ fn answers_count_beside_failed_calls() {
     let links: Vec<_> = seen.nvlinks.unwrap().into_iter().map(|group| (group.links, group.active)).collect();
     assert_eq!(links, [(vec![0, 2], true), (vec![1], false), (vec![3], true)]);
     let devices: Vec<u32> = seen.mig.unwrap().devices.iter().map(|device| device.index).collect();
-    assert_eq!(devices, [1], "a device that moved is not there twice");
-    // A GPU with MIG off has no devices, whatever failed.
+    assert_eq!(devices, [1], "a device that moved is listed once");
+    // A GPU with MIG off has no devices, although the call for its devices failed.
     now.mig = Ok(Some(MigScan { enabled: false, devices: Err(failed()), profiles: Ok(None) }));
     let off = node(vec![now]).after(Some(&before)).observations().remove(0);
     assert_eq!(off.mig, Some(MigObservation::default()));
@@ -147,7 +147,7 @@ fn gpu_that_cannot_be_identified_stays_as_it_was() {
     let all = node(vec![gpu(0, 0, &[1, 2]), gpu(1, 1, &[2]), gpu(2, 2, &[])]);
     let count = |count, gpus| NodeScan { count, ..node(gpus) };
     let uuids = |scan: &NodeScan| scan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect::<Vec<_>>();
-    // The others cannot be asked about their pairs with a GPU that is not listed.
+    // The other GPUs have no answer about their common ancestor with the unlisted GPU.
     let now = count(Some(3), vec![gpu(0, 0, &[2]), gpu(2, 2, &[])]).after(Some(&all));
     assert_eq!(observed(&now), observed(&all));
     // The same holds if the GPUs cannot be counted.
@@ -155,12 +155,12 @@ fn gpu_that_cannot_be_identified_stays_as_it_was() {
     assert_eq!(observed(&now), observed(&all));
     assert_eq!(now.at(Place { index: 1, of: 3 }).map(|gpu| &gpu.uuid), Some(&uuid(1)));
     assert_eq!(now.at(Place { index: 1, of: 2 }), None);
-    // There is another GPU in its place, and the same GPU in another place.
+    // Another GPU takes an index, and then the same GPU another index.
     let now = count(Some(3), vec![gpu(0, 0, &[]), gpu(1, 7, &[]), gpu(2, 2, &[])]).after(Some(&now));
     assert_eq!(uuids(&now), [0, 7, 2].map(uuid));
     let now = count(Some(3), vec![gpu(0, 2, &[]), gpu(1, 7, &[])]).after(Some(&now));
     assert_eq!(uuids(&now), [2, 7].map(uuid));
-    // The number of GPUs differs: an index names another GPU.
+    // If the number of GPUs differs, an index may name another GPU.
     let now = count(Some(4), vec![gpu(0, 2, &[])]).after(Some(&now));
     assert_eq!(uuids(&now), [uuid(2)]);
 }

@@ -1,4 +1,4 @@
-//! Plans on small machines that the tests make.
+//! Plans of claims on small machines.
 
 use super::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -15,7 +15,7 @@ mod shares;
 
 const DRIVER: &str = "gpu.nvidia.com";
 
-/// Two GPUs, minors 0 and 1, offered through a door.
+/// Two GPUs (minors 0 and 1) that are offered through this door.
 fn state(door: Door) -> NodeState {
     state_with(door, &serde_json::json!({}))
 }
@@ -50,7 +50,7 @@ fn name(uid: &str) -> ClaimName {
     ClaimName { namespace: "ml".to_owned(), name: format!("claim-{uid}"), uid: uid.to_owned() }
 }
 
-/// A claim with these devices, each as its request and its name.
+/// A claim to which these devices are allocated; each is given as (request, name).
 fn claim(uid: &str, devices: &[(&str, &str)]) -> Claim {
     let result = |(request, device): &(&str, &str)| AllocatedDevice {
         request: (*request).to_owned(),
@@ -138,7 +138,7 @@ fn extras_come_once_with_each_request() {
 }
 
 #[test]
-fn names_of_gpus_stay_with_a_claim_that_has_these_gpus() {
+fn claim_keeps_cdi_names_of_the_gpus_that_it_has() {
     let with = |names: &[&str]| {
         let mut prepared = planned(&claim("u", &[("a", "gpu-0")])).unwrap();
         prepared.devices[0].cdi = names.iter().map(|name| (*name).to_owned()).collect();
@@ -172,9 +172,9 @@ fn claim_unfit_for_the_node_is_refused_by_name() {
         assert_eq!(planned(&claim).unwrap_err(), complaint);
     }
     let of = |claim: &Claim| planned_on(&state(Door::Dra), &HostDevices::default(), claim, "u", &[]).unwrap_err();
-    let mut reborn = good();
-    reborn.metadata.uid = "v".to_owned();
-    assert_eq!(of(&reborn), "the claim ml/claim-u has the UID 'v', not 'u'");
+    let mut recreated = good();
+    recreated.metadata.uid = "v".to_owned();
+    assert_eq!(of(&recreated), "the claim ml/claim-u has the UID 'v', not 'u'");
     assert_eq!(of(&claim("w", &[])), "the API server answered with the claim 'ml/claim-w', not 'ml/claim-u'");
 }
 
@@ -220,7 +220,7 @@ fn gpu_held_through_another_api_is_refused() {
         (of_claim("pool"), Ok(())),
     ] {
         assert_eq!(refused(holdings.clone(), &plain), complaint);
-        assert_eq!(refused(holdings, &of_admin), Ok(()), "an administrator gets it too");
+        assert_eq!(refused(holdings, &of_admin), Ok(()), "an administrator gets a held GPU too");
     }
 }
 
@@ -273,7 +273,7 @@ fn whole_gpu_and_its_part_overlap() {
     };
     let (whole, one, other) = (device(None), device(Some("MIG-1")), device(Some("MIG-2")));
     assert!(whole.overlaps(&one) && one.overlaps(&whole) && one.overlaps(&one) && !one.overlaps(&other));
-    // Two claims whose MIG devices were not ready when the previous process was killed do not exclude each other.
+    // The MIG devices of two claims may not be ready when the previous process is killed. They do not overlap.
     let half = |device: &str| PreparedDevice { device: device.to_owned(), mig: None, ..one.clone() };
     let (half_one, half_other) = (half("gpu-0-mig-2g20gb-14-2"), half("gpu-0-mig-2g20gb-14-4"));
     assert!(!half_one.overlaps(&half_other) && !one.overlaps(&half_other) && !half_one.overlaps(&whole));
@@ -367,7 +367,7 @@ fn opaque_configuration_is_enforced_or_refused_by_name() {
         let error = class(&bad).unwrap_err();
         assert!(error.contains(complaint), "{bad}: {error}");
     }
-    // The claim's own overrides its class's, and a later one an earlier one, whatever the order of the list.
+    // The claim's configuration overrides its class's in any order of the list. A later one overrides an earlier one.
     assert_eq!(with(&[("FromClaim", &["a"], &gpu("")), ("FromClass", &[], &slices("Long"))]), Ok(()));
     assert_eq!(with(&[("FromClaim", &["a"], &slices("Long")), ("FromClaim", &["a/b"], &gpu(""))]), Ok(()));
     assert!(with(&[("FromClaim", &["a/b"], &gpu("")), ("FromClaim", &["a"], &slices("Long"))]).is_err());

@@ -1,4 +1,4 @@
-//! Devices of small machines. tests/dra has the devices of real machines, and the API's limits.
+//! The published devices of small machines. tests/dra has those of real machines, and the API's limits.
 
 use super::*;
 use crate::allocation::{AllocationTables, GpuSet};
@@ -85,7 +85,7 @@ fn device_without_a_name_of_its_own_is_reported() {
 }
 
 #[test]
-fn cordon_is_a_taint_beside_those_of_a_sickness() {
+fn cordon_is_a_taint_beside_those_of_health() {
     let uuid = || "GPU-1".parse().unwrap();
     let cordon = |evict| Cordon { by: "ada".to_owned(), why: "a hot cable".to_owned(), evict };
     let taints = |events: Vec<Event>| -> Vec<String> {
@@ -134,7 +134,7 @@ fn families(observed: &NodeObservation, sizes: &[usize]) -> Vec<(String, Vec<u64
 fn tiers_are_split_into_families_of_disjoint_groups() {
     let pairs = [("pair1a", Vec::from([0b0011, 0b1100])), ("pair1b", Vec::from([0b0110]))];
     let expected: Vec<_> = pairs.into_iter().map(|(name, groups)| (name.to_owned(), groups)).collect();
-    assert_eq!(families(&chain(), &[2]), expected, "of the others any are as good");
+    assert_eq!(families(&chain(), &[2]), expected, "all other pairs are equally good");
 }
 
 #[test]
@@ -143,7 +143,7 @@ fn gpus_that_are_alike_are_one_group() {
     let alike = || node(&(0..5).map(gpu).collect::<Vec<_>>().join(", "));
     let one = |name: &str| (name.to_owned(), Vec::from([0b11111]));
     assert_eq!(families(&alike(), &[2, 4]), [one("pair1a"), one("quad1a")]);
-    assert_eq!(families(&alike(), &[8]), [], "no eight GPUs are there");
+    assert_eq!(families(&alike(), &[8]), [], "the node has fewer than eight GPUs");
 }
 
 #[test]
@@ -161,7 +161,7 @@ fn sick_gpu_takes_its_sets_out_of_the_groups() {
     facts.devices.iter_mut().find(|device| device.place == Some(0)).unwrap().reasons =
         Vec::from([UnhealthyReason::DoubleBitEcc]);
     assert_eq!(groups(&facts, "pair1a"), [None, None, third.clone(), third]);
-    assert_eq!(groups(&facts, "quad1a"), [None, None, None, None], "three are left of four");
+    assert_eq!(groups(&facts, "quad1a"), [None, None, None, None], "three healthy GPUs are no quad");
 }
 
 #[test]
@@ -174,12 +174,12 @@ fn sick_shared_gpu_is_left_out_without_taints() {
     let sick = |device: &&mut DraDevice<'_>| device.name.as_deref() == Some("gpu-0");
     let is_published = |facts: &DraFacts<'_>| devices(facts).0.iter().any(|device| device.name == "gpu-0");
     facts.devices.iter_mut().find(sick).unwrap().reasons = Vec::from([UnhealthyReason::DoubleBitEcc]);
-    assert!(is_published(&facts), "its claim has all of it");
+    assert!(is_published(&facts), "its claim has the whole GPU");
     let four = Some(GpuShares { shares: 4, one_each: false });
     facts.devices.iter_mut().find(sick).unwrap().sharing = GpuSharing { now: four, next: four };
-    assert!(!is_published(&facts), "others could get the shares that are left");
+    assert!(!is_published(&facts), "other claims could get the free shares");
     facts.settings.taints_survive = true;
-    assert!(is_published(&facts), "tainted");
+    assert!(is_published(&facts), "a taint keeps other claims away");
 }
 
 #[test]
@@ -217,13 +217,13 @@ fn lost_gpu_leaves_the_groups_of_others_as_they_were() {
         let bits = |family: &Family| family.groups.iter().map(|group| group.gpus.0).collect();
         layout.families.iter().map(|family| (family.name.clone(), bits(family))).collect()
     };
-    // GPUs 2 and 3, then 1 and 2: computed again for three GPUs, they come the other way round.
+    // The groups are GPUs 2 and 3, then 1 and 2. Computed anew for three GPUs they have the opposite order.
     let expected = [("pair1a".to_owned(), Vec::from([0b110])), ("pair1b".to_owned(), Vec::from([0b011]))];
     assert_eq!(groups(&without_first), expected);
     assert_eq!(whole.order.iter().filter(|gpu| **gpu > 0).map(|gpu| gpu - 1).collect::<Vec<_>>(), without_first.order);
     let fresh = GpuLayout::of(&tables(&[1, 2, 3]), (0..3).collect());
-    assert_ne!(groups(&fresh), expected, "else the test says nothing");
-    assert_eq!(cache.layout(&tables(&[0, 1, 2, 3]), (0..4).collect()), whole, "it came back");
+    assert_ne!(groups(&fresh), expected, "otherwise this test proves nothing");
+    assert_eq!(cache.layout(&tables(&[0, 1, 2, 3]), (0..4).collect()), whole, "the GPU came back");
     let middle_lost = cache.layout(&tables(&[0, 1, 3]), (0..3).collect());
     assert_eq!(middle_lost.nvlink_domains, [GpuSet(0b011)], "GPU 3 was connected through GPU 2");
 }

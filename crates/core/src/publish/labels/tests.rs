@@ -1,5 +1,5 @@
-//! The tables of GPU Feature Discovery's unit tests (v0.20, internal/lm, mig-strategy_test.go and resource_test.go):
-//! the same numbers and rules, on machines of our own.
+//! The labels, by the tables of GPU Feature Discovery's unit tests (v0.20, internal/lm, mig-strategy_test.go and
+//! resource_test.go): the same numbers and rules, on machines of our own.
 
 use std::boxed::Box;
 
@@ -25,7 +25,7 @@ fn mig(devices: &[(u32, u32, u64)]) -> Value {
     json!({"memory_mib": if total == 0 { 300 } else { total }, "mig": {"enabled": true, "devices": devices}})
 }
 
-/// A node of these GPUs, of the model MOCKMODEL unless they have another.
+/// A node with these GPUs, which are of the model MOCKMODEL unless they name another.
 fn node(gpus: &[Value], plan: ResourcePlan) -> NodeState {
     let gpu = |(index, gpu): (usize, &Value)| {
         let mut gpu = gpu.clone();
@@ -209,8 +209,8 @@ fn several_models_have_the_labels_of_the_most_frequent() {
     }
     let unknown = json!({"model": null, "memory_mib": 5});
     let (labels, _) = of(&node(&[unknown.clone(), a.clone()], ResourcePlan::default()), &LabelSettings::default());
-    assert_eq!(labels["nvidia.com/gpu.product"], "NVIDIA-A", "a model that is known comes first");
-    // The chosen model lacks a fact: its label is missing, not another model's.
+    assert_eq!(labels["nvidia.com/gpu.product"], "NVIDIA-A", "a known model comes first");
+    // If the chosen model lacks a fact, the label is missing. Another model's fact does not replace it.
     let (labels, _) = of(&node(&[json!({"model": "NVIDIA A"}), b], ResourcePlan::default()), &LabelSettings::default());
     assert!(!labels.contains_key("nvidia.com/gpu.memory"));
 }
@@ -296,7 +296,7 @@ fn unknown_nvlinks_cost_the_labels_of_links() {
     assert!(!labels.contains_key("linkwise.dev/gpu.link") && !labels.contains_key("linkwise.dev/gpu.island-size"));
     assert!(labels.contains_key("linkwise.dev/nvlink-fabric"));
     assert_eq!(problems, [LabelProblem::NvLinksUnknown]);
-    // One GPU has no links that could matter.
+    // The links of a single GPU do not matter.
     let (labels, problems) = of_gpus(&[unknown(full())]);
     assert_eq!((&*labels["linkwise.dev/gpu.link"], problems), ("single", vec![]));
 }
@@ -336,7 +336,7 @@ fn families_follow_compute_capability() {
 }
 
 #[test]
-fn clique_is_written_where_all_agree() {
+fn clique_is_written_if_all_gpus_agree() {
     let cluster = "7b968a6d-c8aa-45e1-9e07-e1e51be99c31";
     let zero = "00000000-0000-0000-0000-000000000000";
     let gpu = |cluster: &str, clique: u32| json!({"fabric": {"cluster": cluster, "clique": clique}});
@@ -399,7 +399,7 @@ fn excluded_gpus_have_no_labels() {
     assert!(labels_of(&[adapter], ResourcePlan::default()).is_empty());
 }
 
-/// The vectors of GPU Feature Discovery's own test.
+/// The cases of GPU Feature Discovery's own test.
 #[test]
 fn texts_become_values_as_in_gfd() {
     for (text, value) in [

@@ -1,10 +1,10 @@
-//! One invented machine in the form of each version, and the faults of foreign files.
+//! One invented machine in the form of each version of hwloc's XML, and faulty files.
 
 use super::*;
 use crate::machines::of_bytes;
 use linkwise_core::topology::{NodeTopology, TopologyWarning};
 
-/// Two packages; on the first a switch with two GPUs and a NIC, on the second a GPU on a root port.
+/// Two packages: the first has a switch with two GPUs and a NIC, the second a GPU on a root port.
 const V1: &str = include_str!("testdata/v1.xml");
 const V2: &str = include_str!("testdata/v2.xml");
 const V3: &str = include_str!("testdata/v3.xml");
@@ -21,7 +21,7 @@ fn warnings(text: &str) -> Vec<String> {
     NodeTopology::assemble(&machine(text).observed).1.iter().map(ToString::to_string).collect()
 }
 
-/// A host bridge with these objects below, on a machine with one package and two NUMA nodes.
+/// A machine with one package, two NUMA nodes and a host bridge with these objects below it.
 fn with_devices(devices: &str) -> String {
     let nodes =
         "<object type='NUMANode' os_index='0' cpuset='0x1'/><object type='NUMANode' os_index='1' cpuset='0x2'/>";
@@ -46,7 +46,7 @@ fn host_and_gpus_are_read() {
     assert!(gpus.iter().all(|gpu| gpu.model.as_deref() == Some("Tesla V100-SXM3-32GB")));
     let (topology, warnings) =
         NodeTopology::assemble(&NodeObservation { gpus, host, failures, ..NodeObservation::default() });
-    // hwloc records no NVLinks, and only the third GPU has no NIC on its side.
+    // hwloc records no NVLinks, and the third GPU is odd because only it has no NIC near it.
     assert!(
         matches!(warnings.as_slice(), [TopologyWarning::NvLinksUnknown(all), TopologyWarning::OddGpu { pci, .. }]
             if all.len() == 3 && pci.to_string() == "0000:81:00.0"),

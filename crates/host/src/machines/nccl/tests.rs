@@ -1,11 +1,11 @@
-//! Invented dumps: their content is found, and an oddity becomes a warning with its line.
+//! Invented dumps of NCCL: their content is read, and an oddity becomes a warning with its line.
 
 use super::*;
 use linkwise_core::topology::{NicKind, NodeTopology, NvLinkRemote, PciKind, TopologyWarning};
 
-/// A dump in NCCL's form: two NUMA nodes, a switch with two GPUs and a NIC, a GPU of its own.
+/// A dump in NCCL's form: two NUMA nodes, a switch with two GPUs and a NIC, and a GPU without a switch.
 const DUMP: &str = include_str!("testdata/dump.xml");
-/// A dump in the clouds' form: invented switches, no gpu elements, PCI domains, one NIC of each kind.
+/// A file in the form of cloud vendors: invented switches, no gpu elements, PCI domains, one NIC of each kind.
 const CLOUD: &str = include_str!("testdata/cloud.xml");
 
 fn machine(text: &str) -> Machine {
@@ -16,7 +16,7 @@ fn read(text: &str) -> Result<Machine, XmlError> {
     parse("x", xml::document(text)?.root_element())
 }
 
-/// The notes on a text in `<system version="1">`, which starts on line 2.
+/// The warnings about a text inside `<system version="1">`, which starts on line 2.
 fn notes(inner: &str) -> Vec<String> {
     let machine = machine(&format!("<system version=\"1\">\n{inner}\n</system>"));
     let (topology, warnings) = NodeTopology::assemble(&machine.observed);
@@ -74,7 +74,7 @@ fn dump_becomes_machine() {
     let expected = [("mlx5_0+mlx5_1", NicKind::Rdma, Some(400_000))];
     assert_eq!(nics, expected.map(|(name, kind, mbps)| (name.to_owned(), kind, mbps)));
     let ranks = |nic: usize| topology.nics()[nic].level.iter().map(|rank| rank.symbol()).collect::<Vec<_>>();
-    assert_eq!(ranks(0), ["PXB", "PXB", "SYS"], "one level up and down again");
+    assert_eq!(ranks(0), ["PXB", "PXB", "SYS"], "the NIC is below another switch than the GPUs");
 }
 
 #[test]
@@ -105,7 +105,7 @@ fn dump_can_be_written_as_node_file() {
     }
 }
 
-/// A GPU at an address with something in it.
+/// A GPU at an address, with these elements in it.
 fn gpu(pci: &str, dev: u32, inner: &str) -> String {
     format!(
         "<cpu numaid='0'>\n<pci busid='{pci}' class='0x030200'>\n<gpu dev='{dev}' sm='80'>\n{inner}\n</gpu></pci></cpu>"
@@ -207,11 +207,11 @@ fn unknown_stays_unknown() {
     let kinds: Vec<_> =
         machine.observed.host.host_bridges.iter().map(|bridge| (bridge.numa, bridge.devices[0].kind)).collect();
     let expected = [(None, PciKind::Gpu), (None, PciKind::Gpu), (None, PciKind::Nic)];
-    assert_eq!(kinds, expected, "no VGA of another vendor, no empty switch");
+    assert_eq!(kinds, expected, "VGA of another vendor and empty switches are dropped");
     assert_eq!(machine.observed.host.host_bridges[2].devices[0].nics[0].mbps, None);
     assert_eq!(machine.observed.gpus[0].pcie, None);
     let slow = machine.observed.gpus[1].pcie.unwrap();
-    assert_eq!((slow.mts, slow.width), (2_500, 1), "a raw fact, which topology takes as unknown");
+    assert_eq!((slow.mts, slow.width), (2_500, 1), "a raw fact, which the topology treats as unknown");
     let (topology, _) = NodeTopology::assemble(&machine.observed);
     assert_eq!(symbols(&topology), ["X SYS", "SYS X"]);
     assert_eq!(topology.pcie(0, 1), 10_000);

@@ -1,4 +1,4 @@
-//! The bounds, each from both sides.
+//! The bounds of XML files, each tested from both sides, and broken texts.
 
 use super::*;
 

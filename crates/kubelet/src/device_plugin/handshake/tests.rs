@@ -1,5 +1,5 @@
-//! The machine with the device plugin's handshake in a simulated world: random events, simulated time, and the rules
-//! that hold after every input.
+//! The registration's state machine with the device plugin's handshake in a simulated world: random events, simulated
+//! time, and invariants that hold after every input.
 
 use proptest::prelude::*;
 use proptest::test_runner::Config;
@@ -17,12 +17,12 @@ const NOT_LISTED: &str = "PodResources does not list our devices, 10s after the 
 type World = worlds::World<Kubelet>;
 type Happening = worlds::Happening<Own>;
 
-/// An event of the kubelet's.
+/// An event of the kubelet.
 #[derive(Clone, Debug)]
 enum Own {
-    /// As `BindEnds(true)`, while another plugin exists.
+    /// Our socket is bound, while another plugin exists.
     BindsWithPredecessor,
-    /// The other plugin ends: its socket at once, its stream after this many milliseconds.
+    /// The other plugin ends: its socket goes at once, its stream ends after this many milliseconds.
     PredecessorEnds(u64),
     DetachEnds(bool),
     /// Another plugin registers after us, and ends.
@@ -39,20 +39,20 @@ enum Own {
     Spurious(u8),
 }
 
-/// The kubelet's books of a socket of ours.
+/// The kubelet's records of our socket.
 #[derive(Clone, Copy, Debug, Default)]
 struct Books {
-    /// The kubelet that was there when it was registered.
+    /// The kubelet with which the socket was registered.
     kubelet: Option<u64>,
     registered: bool,
     /// The streams that the kubelet holds.
     streams: usize,
-    /// The number of answers `Missing` in a row; 2 at once for one while we do not serve.
+    /// The number of answers `Missing` in a row; an answer while we do not serve counts as 2.
     missing: u32,
     was_asked: bool,
 }
 
-/// The plugin that was there before.
+/// The plugin that registered before ours.
 #[derive(Clone, Copy, Debug, Default)]
 struct Predecessor {
     stands: bool,
@@ -117,7 +117,7 @@ impl Neighbour for Kubelet {
     type Happening = Own;
 
     const GOAL: Phase = Phase::Serving;
-    // The longest deadline, then a close, then the longest pause, and the calls.
+    // The longest deadline, the time to close, the longest pause, and the calls.
     const RECOVERY: Duration = Duration::from_secs(15 + 1 + 16 + 1);
     const MAX_WAIT: Duration = MAX_OVERLAP;
 
@@ -160,7 +160,7 @@ impl Neighbour for Kubelet {
                 let socket = world.socket.expect("registers a socket that is served");
                 kubelet.books.kubelet = world.kubelet;
                 let twice = !overlaps && kubelet.books.registered;
-                assert!(!socket.ended && !twice, "registers what has ended, or twice");
+                assert!(!socket.ended && !twice, "registers an ended socket, or one twice");
                 assert_eq!(overlaps, *action == OwnAction::Renew);
                 assert!(world.kubelet.is_some(), "registers without a kubelet");
                 (kubelet.registering, kubelet.disconnected) = (true, false);
@@ -179,12 +179,12 @@ impl Neighbour for Kubelet {
             return;
         }
         let (socket, books) = (world.socket.expect("ready without a socket"), &world.neighbour.books);
-        assert!(socket.stands, "ready without a socket that anybody could dial");
+        assert!(socket.stands, "ready without a socket that the kubelet can dial");
         assert!(socket.served, "ready without a server");
         assert!(world.kubelet.is_some() && books.kubelet == world.kubelet, "ready with a kubelet that is gone");
         assert!(!socket.ended, "ready while the session ends");
-        assert!(books.registered, "ready, and this very socket was not registered");
-        assert!(books.streams > 0, "ready without a stream of the kubelet's");
+        assert!(books.registered, "ready before this socket was registered");
+        assert!(books.streams > 0, "ready without a stream of the kubelet");
         assert!(books.was_asked, "ready before PodResources was asked");
         assert!(books.missing < 2, "ready though PodResources does not list our devices");
         // While two plugins overlap, the kubelet has no client under the name, for a limited time.
@@ -230,7 +230,7 @@ impl Neighbour for Kubelet {
             Own::StreamEnds => streams(world, |open| open.saturating_sub(1)),
             Own::AskEnds(listing) => {
                 if std::mem::take(&mut kubelet.asking) && world.socket.is_some() {
-                    // While we serve, one answer without our devices may be wrong; before that, none.
+                    // While we serve, a single answer without our devices may be wrong. Before that it counts.
                     kubelet.books.missing = match listing {
                         Listing::Missing if serving => kubelet.books.missing + 1,
                         Listing::Missing => 2,
@@ -268,7 +268,7 @@ impl Neighbour for Kubelet {
         }
     }
 
-    /// What is `lost` is a Register that hangs, or a registration that is forgotten.
+    /// Answers everything well. If `lost`, Register hangs, or the registration is forgotten.
     fn works(world: &mut World, lost: bool) {
         if !lost {
             does(world, Own::RegisterEnds(true));
@@ -307,7 +307,7 @@ const CALLS: [OwnAction; 4] = [OwnAction::Register, OwnAction::Renew, OwnAction:
 proptest! {
     #![proptest_config(Config { cases: 512, failure_persistence: None, ..Config::default() })]
 
-    /// The invariants of docs/life-cycle.md, after every input; then the world mends, and we serve in time.
+    /// The invariants of docs/life-cycle.md hold after every input. Then the world recovers, and we serve in time.
     #[test]
     fn invariants_hold_and_it_registers_again(
         story in prop::collection::vec(happening::<Kubelet>(), 0..80),
@@ -325,7 +325,7 @@ proptest! {
 proptest! {
     #![proptest_config(Config { cases: 64, failure_persistence: None, ..Config::default() })]
 
-    /// A world that answers everything at once and badly, as fast as it can: a few actions a second, however long.
+    /// A world that fails everything at once causes only a few actions a second.
     #[test]
     fn instant_failures_make_no_storm(
         fails in prop::collection::vec(0_u8..6, 1..4),
@@ -352,7 +352,7 @@ proptest! {
         world.no_storm(&CALLS);
     }
 
-    /// From any state, a machine that is asked to end is over once its connections are closed, within half a second.
+    /// A shutdown from any state ends once the connections are closed, within half a second.
     #[test]
     fn shutdown_ends_from_any_state(story in prop::collection::vec(happening::<Kubelet>(), 0..60)) {
         World::after(story, 0).shutdown_ends();
@@ -387,7 +387,7 @@ fn phases_from_kubelet_to_serving() {
     for happening in [
         Happening::KubeletNew,
         Happening::BindEnds(true),
-        // The kubelet dials back, and opens the stream, before it answers.
+        // The kubelet dials back and opens the stream before it answers Register.
         Happening::Own(Own::StreamOpens),
         Happening::Own(Own::RegisterEnds(true)),
         Happening::Own(Own::AskEnds(Listing::Missing)),

@@ -1,5 +1,5 @@
-//! The machine with the DRA plugin's handshake: in a simulated world, random events and the rules that hold after every
-//! input; and single stories.
+//! The registration's state machine with the DRA plugin's handshake: invariants after every random event of a simulated
+//! world, and single stories.
 
 use proptest::prelude::*;
 use proptest::test_runner::Config;
@@ -14,31 +14,31 @@ const OFFER: Duration = Duration::from_secs(60);
 type World = worlds::World<Kubelet>;
 type Happening = worlds::Happening<Own>;
 
-/// An event of the kubelet's, or of the GPUs.
+/// An event of the kubelet or of the GPUs.
 #[derive(Clone, Debug)]
 enum Own {
-    /// GPUs are seen, and their specs written.
+    /// GPUs are known, and their CDI specs are written.
     Ready,
-    /// The kubelet finds the socket, and says whether it registered the plugin.
+    /// The kubelet finds the socket and registers the plugin, or refuses it.
     Registers(bool),
     Connects,
     Disconnects,
     /// A registration that goes well.
     AllWell,
-    /// Another process is the kubelet, in the same folder.
+    /// The kubelet restarts in the same folder.
     Restarts,
     /// An input that the machine does not expect.
     Spurious(u8),
 }
 
-/// The kubelet's books of our sockets.
+/// The kubelet's records of our sockets.
 #[derive(Debug, Default)]
 struct Kubelet {
     ready: bool,
     /// The last verdict on these sockets.
     verdict: Option<bool>,
     connections: usize,
-    /// Whether all its connections have closed since it registered the plugin.
+    /// True if all connections have closed since the kubelet registered the plugin.
     away: bool,
 }
 
@@ -57,7 +57,7 @@ fn connections(world: &mut World, open: usize) {
     }
 }
 
-/// An unexpected input, which must not change the phase.
+/// Feeds an unexpected input, which must not change the phase.
 fn spurious(world: &mut World, which: u8) {
     let (before, open) = (world.phase(), world.neighbour.connections);
     let input = match which % 3 {
@@ -75,7 +75,7 @@ impl Neighbour for Kubelet {
     type Happening = Own;
 
     const GOAL: Phase = Phase::Registered;
-    // The deadline, then a close, then the longest pause, and the calls.
+    // The deadline, the time to close, the longest pause, and the calls.
     const RECOVERY: Duration = Duration::from_secs(60 + 1 + 16 + 1);
     const MAX_WAIT: Duration = OFFER;
 
@@ -106,16 +106,16 @@ impl Neighbour for Kubelet {
 
     fn check(world: &World) {
         let (phase, kubelet) = (world.phase(), &world.neighbour);
-        assert!(kubelet.ready || !world.binding, "binds before GPUs are seen");
+        assert!(kubelet.ready || !world.binding, "binds before GPUs are known");
         assert!(!phase.is_open() || kubelet.verdict != Some(false), "{phase:?}, and the kubelet refused these sockets");
         match phase {
-            Phase::Offered => assert!(kubelet.verdict.is_none(), "waits for a registration that it has"),
+            Phase::Offered => assert!(kubelet.verdict.is_none(), "waits for a registration that was made"),
             Phase::Registered => assert!(!kubelet.away, "registered with a kubelet that is away"),
             Phase::Disconnected => assert!(kubelet.away, "disconnected from a kubelet that is connected"),
             _ => return,
         }
         let socket = world.socket.expect("served without a socket");
-        assert!(socket.stands && socket.served && !socket.ended, "{phase:?} with sockets that serve nobody");
+        assert!(socket.stands && socket.served && !socket.ended, "{phase:?} with sockets that nobody serves");
         assert!(phase == Phase::Offered || kubelet.verdict == Some(true), "{phase:?}, and was not registered");
     }
 
@@ -150,7 +150,7 @@ impl Neighbour for Kubelet {
         }
     }
 
-    /// The folder goes with the socket in it; a new kubelet has none of the old one's connections.
+    /// The socket goes with its folder, and a new kubelet has none of the previous one's connections.
     fn kubelet_changed(world: &mut World) {
         match (&mut world.socket, world.kubelet) {
             (Some(socket), None) => socket.stands = false,
@@ -159,7 +159,7 @@ impl Neighbour for Kubelet {
         }
     }
 
-    /// Lost is a socket that the kubelet has missed, or a kubelet that does not come back.
+    /// Answers everything well. If `lost`, the kubelet misses the socket or does not come back.
     fn works(world: &mut World, lost: bool) {
         if !world.neighbour.ready {
             does(world, Own::Ready);
@@ -191,7 +191,7 @@ impl Neighbour for Kubelet {
 proptest! {
     #![proptest_config(Config { cases: 512, failure_persistence: None, ..Config::default() })]
 
-    /// The rules after every input; then the world mends, and the kubelet has the plugin in time.
+    /// The invariants hold after every input. Then the world recovers, and the kubelet registers the plugin in time.
     #[test]
     fn invariants_hold_and_it_registers_again(
         story in prop::collection::vec(happening::<Kubelet>(), 0..80),
@@ -208,7 +208,7 @@ proptest! {
 proptest! {
     #![proptest_config(Config { cases: 64, failure_persistence: None, ..Config::default() })]
 
-    /// A world that answers everything at once and badly, as fast as it can: a few actions a second, however long.
+    /// A world that fails everything at once causes only a few actions a second.
     #[test]
     fn instant_failures_make_no_storm(
         fails in prop::collection::vec(0_u8..6, 1..4),
@@ -238,21 +238,21 @@ proptest! {
         world.no_storm(&[]);
     }
 
-    /// Asked to end, it is over as soon as its connections are closed, half a second at the latest, wherever it was.
+    /// A shutdown from any state ends once the connections are closed, within half a second.
     #[test]
     fn shutdown_ends_from_any_state(story in prop::collection::vec(happening::<Kubelet>(), 0..60)) {
         World::after(story, 0).shutdown_ends();
     }
 }
 
-/// The kubelet's folder is there; no GPU has been seen.
+/// The kubelet's folder exists, and no GPU is known.
 fn new() -> World {
     let mut world = World::new(0);
     world.happens(Happening::KubeletNew);
     world
 }
 
-/// Bound and served.
+/// The sockets are bound and served.
 fn offered() -> World {
     let mut world = new();
     assert_eq!(does(&mut world, Own::Ready), [Action::Bind]);
@@ -261,7 +261,7 @@ fn offered() -> World {
     world
 }
 
-/// Registered, and the kubelet is connected.
+/// The plugin is registered, and the kubelet is connected.
 fn registered() -> World {
     let mut world = offered();
     assert_eq!(does(&mut world, Own::Registers(true)), [Action::ReportRegistered(Ok(()))]);
@@ -302,7 +302,7 @@ fn kubelet_that_misses_the_socket_gets_another() {
         world.happens(Happening::ConnectionsClose);
         assert!(world.binding, "at once: the session had lasted");
         world.happens(Happening::BindEnds(true));
-        // The kubelet is still away: nothing new to report.
+        // The kubelet is still away, which is not reported again.
         let actions = world.wait();
         assert!(actions.last() == Some(&Action::End) && actions.len() <= 2, "{actions:?}");
     }
@@ -325,7 +325,7 @@ fn refused_registration_is_tried_again_with_pauses() {
         pauses.push(world.now.saturating_sub(before));
         world.happens(Happening::BindEnds(true));
     }
-    // The first retry waits for the least gap between two binds alone; up to a half of a pause is left out.
+    // The first retry waits only for the shortest gap between two binds. Jitter shortens a pause by up to a half.
     for (pause, full) in pauses.iter().zip([100, 250, 500, 1000, 2000, 4000, 8000, 16_000, 16_000]) {
         let full = Duration::from_millis(full);
         assert!(*pause <= full && *pause >= full / 2, "{pause:?} of {full:?}");

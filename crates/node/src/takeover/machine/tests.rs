@@ -1,7 +1,7 @@
-//! Two machines and a wire between them: every interleaving of their steps, and the death of either at each step.
+//! Two state machines and a wire between them: every interleaving of their steps, and the death of either at each step.
 //!
 //! The world keeps its own records (which process lives, has the lock, writes files, has claims and plugins) from
-//! actions and duties alone. Nothing but the machines keeps the two from touching claims at once.
+//! actions and duties alone. Only the state machines keep both processes from touching claims at the same time.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -17,14 +17,14 @@ struct Process {
     lives: bool,
     holds_lock: bool,
     files: bool,
-    /// True if its plugins have to run.
+    /// True if the plugins have to run.
     plugins: bool,
-    /// True once its plugins run, or have ended, as they have to.
+    /// True once the plugins run, or have ended, as `plugins` demands.
     settled: bool,
     listens: bool,
     /// True if the kubelet can call its DRA plugin.
     registered: bool,
-    /// True while it prepares claims, or finishes the calls that it has begun.
+    /// True while the process prepares claims, or finishes calls that it has begun.
     has_claims: bool,
     reports: Vec<Outcome>,
 }
@@ -71,17 +71,18 @@ struct World {
 /// A step of the world.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Move {
-    Hears(usize),
-    /// Starts or ends its plugins, as they have to.
+    Receives(usize),
+    /// The process has started or ended its plugins, as it has to.
     Settles(usize),
+    /// The process has met the condition of its stage.
     Meets(usize),
-    /// The kubelet registers its DRA plugin.
+    /// The kubelet registers the process's DRA plugin.
     Registers(usize),
     TakesClaims(usize),
-    /// It finishes the calls for claims that it has begun.
+    /// The process has finished the calls for claims that it had begun.
     EndsClaims(usize),
     Sees,
-    /// The owner's driver fails, or is there again.
+    /// The owner's driver fails, or works again.
     OwnersDriver,
     Connects,
     TriesLock,
@@ -114,7 +115,7 @@ impl World {
         let process = &mut self.processes[who];
         let (stage, duties) = (process.machine.stage(), process.machine.duties());
         if !duties.files {
-            // Every write has ended.
+            // By now every write has ended.
             (process.files, process.has_claims) = (false, process.has_claims && duties.claims);
         }
         process.settled &= process.plugins == duties.plugins;
@@ -175,7 +176,7 @@ impl World {
 
     fn check(&self) {
         let alive = || self.processes.iter().filter(|process| process.lives);
-        // A standby that hung receives it before it goes on.
+        // A standby that hung receives the refusal before it goes on.
         let taken_back = self.wires.iter().any(|wire| wire.contains(&Sent::Message(Input::Refused)));
         let lock = alive().any(|process| process.holds_lock);
         for has in [|process: &Process| process.files, |process: &Process| process.has_claims] {
@@ -215,7 +216,7 @@ impl World {
                 _ => false,
             };
             let possible = [
-                (self.open[who] && !self.wires[who].is_empty(), Move::Hears(who)),
+                (self.open[who] && !self.wires[who].is_empty(), Move::Receives(who)),
                 (!process.settled, Move::Settles(who)),
                 (meets, Move::Meets(who)),
                 (duties.dra && !process.registered, Move::Registers(who)),
@@ -243,7 +244,7 @@ impl World {
 
     fn make(&mut self, next: Move) {
         match next {
-            Move::Hears(who) => match self.wires[who].pop_front() {
+            Move::Receives(who) => match self.wires[who].pop_front() {
                 Some(Sent::Message(message)) => {
                     if message == Input::Record {
                         self.processes[who].holds_lock = true;
@@ -300,7 +301,7 @@ impl World {
         }
     }
 
-    /// Makes every move for which no time has to pass.
+    /// Makes every move that is possible without time passing.
     fn settle(mut self) -> Self {
         for _ in 0..200 {
             match self.moves().first() {
@@ -316,18 +317,18 @@ impl World {
     }
 }
 
-/// Visits every world that can be reached, and calls `and` with each.
-fn walk(extra: impl Fn(&World) -> Vec<Move>, and: impl FnMut(&World)) -> usize {
-    walk_from(World::new(), extra, and)
+/// Visits every world that can be reached, and calls `visit` with each.
+fn walk(extra: impl Fn(&World) -> Vec<Move>, visit: impl FnMut(&World)) -> usize {
+    walk_from(World::new(), extra, visit)
 }
 
-fn walk_from(world: World, extra: impl Fn(&World) -> Vec<Move>, mut and: impl FnMut(&World)) -> usize {
+fn walk_from(world: World, extra: impl Fn(&World) -> Vec<Move>, mut visit: impl FnMut(&World)) -> usize {
     let (mut seen, mut waiting) = (BTreeSet::new(), vec![world]);
     while let Some(world) = waiting.pop() {
         if !seen.insert(world.key()) {
             continue;
         }
-        and(&world);
+        visit(&world);
         for next in world.moves().into_iter().chain(extra(&world)) {
             let mut then = world.clone();
             then.make(next);
@@ -338,7 +339,7 @@ fn walk_from(world: World, extra: impl Fn(&World) -> Vec<Move>, mut and: impl Fn
 }
 
 #[test]
-fn somebody_serves_all_the_while() {
+fn takeover_leaves_no_gap_in_service() {
     let mut done = 0;
     walk(
         |_| Vec::new(),
@@ -388,7 +389,7 @@ fn death_at_any_step_leaves_one_that_serves() {
 
 #[test]
 fn side_that_hangs_ends_the_takeover() {
-    // Time passes at any step instead of what should come next.
+    // At any step time may pass instead of the next move.
     walk(
         |world| if world.now > Duration::from_secs(200) { Vec::new() } else { vec![Move::Waits] },
         |world| {
@@ -400,7 +401,7 @@ fn side_that_hangs_ends_the_takeover() {
 }
 
 #[test]
-fn pod_that_handed_over_asks_nothing_and_serves_once_the_lock_is_free() {
+fn process_that_handed_over_waits_for_the_lock() {
     let mut world = World::new();
     world.processes[STANDBY].machine = TakeoverMachine::standby(false);
     world.make(Move::Sees);
@@ -445,7 +446,7 @@ fn owner_with_a_driver_keeps_its_place() {
         assert!(owner.machine.stage() == Stage::Owning && owner.files && owner.plugins, "{world:?}");
         assert!(standby.machine.stands_by() && !standby.holds_lock, "{world:?}");
         if standby.machine.wake().is_some() && standby.machine.stage() == Stage::StandingBy {
-            // The kubelet restarts its container, and it asks again.
+            // It may end: the kubelet restarts its container, which asks again.
             assert!(standby.machine.may_end());
             refused += 1;
         }
@@ -474,7 +475,7 @@ fn owner_without_a_driver_gives_up_its_place() {
     assert!(done > 0);
 }
 
-/// The driver comes and goes at the owner, either side hangs or dies: somebody owns the node in the end.
+/// The owner's driver fails and works again, and either side hangs or dies: in the end one process owns the node.
 #[test]
 fn place_is_taken_or_kept_whatever_the_driver_does() {
     let extra = |world: &World| match world.now > Duration::from_secs(40) {
@@ -506,20 +507,20 @@ fn failed_takeovers_come_after_growing_pauses() {
         }
         now += START_TIMEOUT;
         assert_eq!(machine.step(Input::Tick, now), [Action::End(Outcome::Failed)]);
-        // The owner can be reached again at once; it is asked when the pause is over.
+        // The standby reconnects to the owner at once, and asks when the pause is over.
         assert_eq!(machine.step(Input::Connected, now), []);
         assert_eq!(machine.wake(), Some(now + Duration::from_secs(pause)));
         now += Duration::from_secs(pause);
         assert_eq!(machine.step(Input::Tick, now), asks);
     }
-    // A process that takes over begins with the shortest pause again.
+    // A process that has become the owner forgets its failures.
     machine.step(Input::Lost, now);
     machine.step(Input::Free, now);
     assert!(!machine.pauses.is_failing());
 }
 
 #[test]
-fn owner_without_the_lock_stands_by_for_the_one_that_has_it() {
+fn owner_without_the_lock_stands_by() {
     for can_take_over in [false, true] {
         let mut machine = TakeoverMachine::owner();
         let now = Duration::from_secs(5);
@@ -528,7 +529,7 @@ fn owner_without_the_lock_stands_by_for_the_one_that_has_it() {
         assert_eq!(machine.step(Input::Connected, now), [], "not at once");
         let asks = machine.step(Input::Tick, machine.wake().unwrap());
         assert_eq!(asks.contains(&Action::Ask), can_take_over);
-        // It becomes the owner again when the lock is free.
+        // The process becomes the owner again when the lock is free.
         machine.step(Input::Lost, now);
         machine.step(Input::Free, now);
         assert_eq!(machine.stage(), Stage::Owning);

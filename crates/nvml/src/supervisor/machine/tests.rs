@@ -1,8 +1,8 @@
 //! The state machine in a simulated world: random agents, files and operators, simulated time, and the invariants.
 //!
-//! The world keeps its own books (the running processes, and the events that they sent) from the state machine's
-//! actions and its own inputs alone; it reads only those parts of the state machine that the executor reads. `cases`
-//! has the table of the meanings of failures.
+//! The world keeps its own records (the running processes, and the events that they sent) from the state machine's
+//! actions and inputs alone. It reads only those parts of the state machine that the executor reads. `cases` has the
+//! table of the meanings of failures.
 
 mod cases;
 
@@ -41,10 +41,10 @@ fn settings(fail_on_init_error: Option<bool>) -> Settings {
 #[derive(Clone, Debug)]
 enum Happening {
     Passes(u64),
-    /// The agent has scanned this number of GPUs.
+    /// The agent's first scan lists this number of GPUs.
     Ready(usize, u32),
     CannotCount(usize),
-    /// A poll of all its GPUs; with a number, that GPU is lost.
+    /// A poll of all GPUs of the agent; the given GPU is lost.
     Polls(usize, Option<u32>),
     Xid(usize, u32),
     /// A call about a GPU ends the agent.
@@ -75,9 +75,9 @@ enum Bus {
 #[derive(Debug, Default)]
 struct Process {
     ready: bool,
-    /// The time since when it sends no more messages: it was killed, or hangs.
+    /// The time since which the process sends no messages, because it hangs or was killed.
     silent: Option<Duration>,
-    /// The GPUs that it has listed.
+    /// The number of GPUs that the process has listed.
     gpus: u32,
 }
 
@@ -106,15 +106,15 @@ struct World {
     sent: BTreeMap<GpuUuid, Vec<u64>>,
     emitted: BTreeMap<GpuUuid, Vec<u64>>,
     events: u64,
-    /// The time since when no agent is ready, after one was.
+    /// The time since which no agent is ready, although one was.
     down_since: Option<Duration>,
     has_worked: bool,
-    /// An agent has listed GPUs, of this process or of the previous one.
+    /// True once an agent of this process or of the previous one has listed GPUs.
     has_listed: bool,
     away: bool,
     failed: bool,
     may_end: bool,
-    /// Set if NVML's last answer was that there is no driver, or no GPU.
+    /// True if NVML's last answer was that there is no driver, or no GPU.
     absent: bool,
 }
 
@@ -155,11 +155,11 @@ impl World {
             may_end: true,
             absent: false,
         };
-        world.tell(Input::Released(false));
+        world.feed(Input::Released(false));
         world
     }
 
-    fn tell(&mut self, input: Input) {
+    fn feed(&mut self, input: Input) {
         if self.failed {
             return;
         }
@@ -182,10 +182,10 @@ impl World {
                 let ending = self.processes.len();
                 assert!(ending <= 2, "an agent is started though {ending} processes do not end");
                 let waited = |process: &Process| process.silent.is_some_and(|since| self.now >= since + PAUSE);
-                assert!(self.processes.values().all(waited), "the end of the agent before is not awaited");
-                assert!(self.processes.insert(id, Process::default()).is_none(), "a name is used twice");
+                assert!(self.processes.values().all(waited), "an agent starts before the previous one has ended");
+                assert!(self.processes.insert(id, Process::default()).is_none(), "an id is used twice");
             }
-            Action::Rescan(id) => assert!(self.processes[&id].serves(), "a scan is asked of an agent that is gone"),
+            Action::Rescan(id) => assert!(self.processes[&id].serves(), "an agent that is gone has to scan"),
             Action::Kill(id) => {
                 let process = self.processes.get_mut(&id).expect("only a running agent can be killed");
                 assert_eq!(process.silent.replace(self.now), None, "killed twice");
@@ -203,12 +203,15 @@ impl World {
                 assert!(self.down_since.is_some_and(|since| self.now >= since + GRACE), "reported too early");
             }
             Action::Emit(Event::DriverBack) => {
-                assert!(std::mem::replace(&mut self.away, false), "the end of an outage that was not reported");
+                assert!(std::mem::replace(&mut self.away, false), "the end of an unreported outage is reported");
             }
             Action::Fail(cause) => {
-                assert!(!self.has_listed, "a node that has worked is ended: {cause}");
-                assert!(!self.has_worked || cause.contains("lists no GPU"), "an agent works, and it ends: {cause}");
-                assert!(self.may_end, "a process that another linkwise waits for is ended: {cause}");
+                assert!(!self.has_listed, "linkwise ends although the node has worked: {cause}");
+                assert!(
+                    !self.has_worked || cause.contains("lists no GPU"),
+                    "linkwise ends though an agent works: {cause}"
+                );
+                assert!(self.may_end, "linkwise ends although another one waits for it: {cause}");
                 self.failed = true;
             }
             Action::Idle(Idle::NoGpu(reason)) => assert!(self.absent, "nothing says that there is no GPU: {reason}"),
@@ -222,15 +225,15 @@ impl World {
         assert!(!self.released || self.serving() == 0, "an agent works while the driver is released");
         self.has_worked |= is_up;
         self.down_since = if is_up { None } else { self.down_since.or(self.has_worked.then_some(self.now)) };
-        assert_eq!(self.machine.is_outage(), self.away, "an outage and the reports of it differ");
+        assert_eq!(self.machine.is_outage(), self.away, "outage and reports differ");
         assert_eq!(self.machine.unended(), self.processes.len() - self.serving());
-        // Every event is emitted once, in the order of its GPU; the last ones may wait for the scan that names the GPU.
+        // The events of each GPU are emitted once and in order. The last ones may wait for the scan that lists the GPU.
         for (gpu, emitted) in &self.emitted {
             assert!(self.sent[gpu].starts_with(emitted), "{gpu}: sent {:?}, emitted {emitted:?}", self.sent[gpu]);
         }
     }
 
-    /// The agent that a number chooses.
+    /// The agent that a number chooses among those that fit.
     fn chosen(&self, number: usize, of: impl Fn(&Process) -> bool) -> Option<AgentId> {
         let among: Vec<AgentId> = self.processes.iter().filter(|(_, it)| of(it)).map(|(id, _)| *id).collect();
         number.checked_rem(among.len()).map(|at| among[at])
@@ -240,16 +243,16 @@ impl World {
         self.chosen(number, Process::serves)
     }
 
-    /// The agent ends, or hangs and is killed: then its process stays.
+    /// Ends an agent. If it hangs, it is killed and its process stays.
     fn ends(&mut self, id: AgentId, blamed: Option<u32>, reached: Reached, hangs: bool) {
         let blamed = blamed.map(|index| CalledGpu { place: Place { index, of: 4 }, uuid: None });
         self.absent = reached == Reached::NoDriver;
         self.not_before = self.now + PAUSE;
         self.processes.get_mut(&id).unwrap().silent = Some(self.now);
-        self.tell(Input::Ended(id, AgentEnd { cause: Some("crashed"), why: "it ended".to_owned(), blamed, reached }));
+        self.feed(Input::Ended(id, AgentEnd { cause: Some("crashed"), why: "it ended".to_owned(), blamed, reached }));
         if !hangs {
             self.processes.remove(&id);
-            self.tell(Input::Reaped(id));
+            self.feed(Input::Reaped(id));
         }
     }
 
@@ -280,7 +283,7 @@ impl World {
                     ticks = if self.now == at { ticks + 1 } else { 0 };
                     at = self.now;
                     assert!(ticks < 10, "the timer spins");
-                    self.tell(Input::Tick);
+                    self.feed(Input::Tick);
                 }
                 self.now = until;
                 let overdue = self.down_since.is_some_and(|since| self.now >= since + GRACE);
@@ -296,7 +299,7 @@ impl World {
             Happening::CannotCount(number) => {
                 let Some(id) = self.chosen(number, |process| process.serves() && !process.ready) else { return };
                 self.processes.get_mut(&id).unwrap().ready = true;
-                self.tell(Input::Message(id, FromAgent::Ready(Box::new(scan(None)))));
+                self.feed(Input::Message(id, FromAgent::Ready(Box::new(scan(None)))));
             }
             Happening::Polls(number, lost) => {
                 let Some(id) = self.chosen(number, |process| process.serves() && process.ready) else { return };
@@ -307,7 +310,7 @@ impl World {
                 let poll = |gpu| (uuid(gpu), HealthPoll { reach: reach(gpu), ..HealthPoll::default() });
                 let gpus = (0..self.processes[&id].gpus).map(poll).collect();
                 let polled = FromAgent::Polled { gpus, missing: Vec::new(), unheard: 0, waiting_ms: 0 };
-                self.tell(Input::Message(id, polled));
+                self.feed(Input::Message(id, polled));
             }
             Happening::Xid(number, gpu) => {
                 let Some(id) = self.chosen(number, |it| it.serves() && it.ready && it.gpus > 0) else { return };
@@ -316,7 +319,7 @@ impl World {
                 self.events += 1;
                 self.sent.entry(gpu.clone()).or_default().push(code);
                 let xid = FromAgent::Xid { gpu, code, gpu_instance: None, compute_instance: None };
-                self.tell(Input::Message(id, xid));
+                self.feed(Input::Message(id, xid));
             }
             Happening::Crashes(number, gpu) => {
                 if let Some(id) = self.serving_agent(number) {
@@ -342,7 +345,7 @@ impl World {
             Happening::ProcessEnds(number) => {
                 let Some(id) = self.chosen(number, |process| !process.serves()) else { return };
                 self.processes.remove(&id);
-                self.tell(Input::Reaped(id));
+                self.feed(Input::Reaped(id));
             }
             Happening::Others(others) => {
                 self.may_end = others == Others::None;
@@ -352,22 +355,22 @@ impl World {
                 {
                     self.down_since = Some(if away { self.now.saturating_sub(GRACE) } else { self.now });
                 }
-                self.tell(Input::Others(others));
+                self.feed(Input::Others(others));
             }
             Happening::Released(released) => {
                 self.released = released;
                 self.not_before = Duration::ZERO;
-                self.tell(Input::Released(released));
+                self.feed(Input::Released(released));
             }
             Happening::Probed(bus) if std::mem::take(&mut self.probing) => {
                 let host = self.bus(bus);
-                // Another driver, or a new GPU, is a new reason to start.
+                // After a change of the driver or of the bus no pause is needed.
                 self.not_before = Duration::ZERO;
-                self.tell(Input::Probed(Some(host)));
+                self.feed(Input::Probed(Some(host)));
             }
-            Happening::ProbeBreaksOff if std::mem::take(&mut self.probing) => self.tell(Input::Probed(None)),
+            Happening::ProbeBreaksOff if std::mem::take(&mut self.probing) => self.feed(Input::Probed(None)),
             Happening::HostScanned(ok) if std::mem::take(&mut self.scanning) => {
-                self.tell(Input::HostScanned(ok.then(Default::default)));
+                self.feed(Input::HostScanned(ok.then(Default::default)));
             }
             Happening::Probed(_) | Happening::ProbeBreaksOff | Happening::HostScanned(_) => {}
         }
@@ -377,15 +380,15 @@ impl World {
         self.absent = gpus == 0;
         self.listed = (0..gpus).map(uuid).collect();
         self.has_listed |= gpus > 0;
-        // The agent may turn out to be of no use, which counts as a failure.
+        // If the scan is of no use, the agent counts as failed, so a pause has to follow.
         self.not_before = self.now + PAUSE;
-        self.tell(Input::Message(id, FromAgent::Ready(Box::new(scan(Some(gpus))))));
+        self.feed(Input::Message(id, FromAgent::Ready(Box::new(scan(Some(gpus))))));
         if self.machine.answering().is_some() {
             self.not_before = Duration::ZERO;
         }
     }
 
-    /// Makes everything work from now on, and at once.
+    /// Makes everything work at once from now on.
     fn recovers(&mut self) {
         self.happens(Happening::Released(false));
         let end = self.now + RECOVERY;
@@ -394,7 +397,7 @@ impl World {
                 let process = &self.processes[&id];
                 if !process.serves() {
                     self.processes.remove(&id);
-                    self.tell(Input::Reaped(id));
+                    self.feed(Input::Reaped(id));
                 } else if !process.ready {
                     let process = self.processes.get_mut(&id).unwrap();
                     (process.ready, process.gpus) = (true, 4);
@@ -446,9 +449,9 @@ fn happening() -> impl Strategy<Value = Happening> {
 proptest! {
     #![proptest_config(Config { cases: 256, failure_persistence: None, ..Config::default() })]
 
-    /// The invariants hold after every input; then the world recovers, and an agent works in time, with no event lost.
+    /// The invariants hold after every input. Then the world recovers, an agent works in time, and no event is lost.
     #[test]
-    fn invariants_hold_in_any_story_and_an_agent_works_in_the_end(
+    fn invariants_hold_and_an_agent_works_in_the_end(
         story in prop::collection::vec(happening(), 0..120),
         fail_on_init_error in prop_oneof![Just(None), Just(Some(false)), Just(Some(true))],
     ) {
@@ -476,11 +479,11 @@ fn working() -> World {
 }
 
 impl World {
-    /// Every process that is to end has ended, and the next agent has seen the GPUs.
+    /// Ends every process that has to end, and has the next agent list the GPUs.
     fn settles(&mut self, gpus: u32) {
         while let Some(ending) = self.chosen(0, |process| !process.serves()) {
             self.processes.remove(&ending);
-            self.tell(Input::Reaped(ending));
+            self.feed(Input::Reaped(ending));
         }
         self.happens(Happening::Passes(0));
         self.happens(Happening::Probed(Bus::Gpus));
@@ -496,7 +499,7 @@ impl World {
 }
 
 #[test]
-fn lost_gpu_is_asked_for_by_new_processes_ever_more_rarely() {
+fn lost_gpu_is_retried_after_growing_pauses() {
     let mut world = working();
     let (mut starts, mut agents) = (Vec::new(), 1);
     let begin = world.now;
@@ -516,7 +519,7 @@ fn lost_gpu_is_asked_for_by_new_processes_ever_more_rarely() {
     let pauses: Vec<u64> = starts.windows(2).map(|two| two[1] - two[0]).collect();
     assert_eq!(pauses[..6], [2, 4, 8, 16, 32, 60], "{starts:?}");
     assert!(starts[0] == 1 && pauses[6..].iter().all(|pause| *pause == 60), "{starts:?}");
-    // Once it answers, no process is started; a second loss is a new one.
+    // Once the GPU answers, no agent is started. After a second loss the pauses begin again.
     for _ in 0..400 {
         passes(&mut world, None);
     }
@@ -528,7 +531,7 @@ fn lost_gpu_is_asked_for_by_new_processes_ever_more_rarely() {
 }
 
 #[test]
-fn gpu_on_the_bus_that_nvml_no_longer_lists_gets_a_new_agent() {
+fn gpu_on_the_bus_but_unlisted_gets_a_new_agent() {
     let mut world = working();
     // An agent crashes; the next one counts one GPU less, although all are on the bus.
     world.happens(Happening::Crashes(0, 0));
@@ -540,11 +543,11 @@ fn gpu_on_the_bus_that_nvml_no_longer_lists_gets_a_new_agent() {
         assert_eq!(world.serving(), 1);
         world.happens(Happening::Passes(10_000));
     }
-    assert_eq!(world.serving(), 0, "it was killed: the GPU may be back for a new process");
+    assert_eq!(world.serving(), 0, "the agent was killed, because a new one may list the GPU");
 }
 
 #[test]
-fn killed_agents_that_do_not_end_hold_up_the_next_start() {
+fn killed_agents_that_linger_delay_the_next_start() {
     let mut world = working();
     for _ in 0..3 {
         world.happens(Happening::Hangs(0));
@@ -560,7 +563,7 @@ fn killed_agents_that_do_not_end_hold_up_the_next_start() {
     assert_eq!(world.serving(), 1);
 }
 
-/// A GPU in which processes hang would hang each agent that tries it, and in the end the node would have none.
+/// A GPU that hangs agents would hang each agent that tries it, until no more agents could be started.
 #[test]
 fn agent_is_not_replaced_while_another_one_hangs() {
     let mut world = working();
@@ -577,7 +580,7 @@ fn agent_is_not_replaced_while_another_one_hangs() {
     world.happens(Happening::Passes(3 * 3_600_000));
     assert_eq!(world.machine.answering(), works, "no trial yet");
     world.happens(Happening::ProcessEnds(0));
-    assert_eq!(world.machine.answering(), works, "one still hangs");
+    assert_eq!(world.machine.answering(), works, "one agent still hangs");
     world.happens(Happening::ProcessEnds(0));
     assert_eq!((world.machine.answering(), world.serving()), (None, 0), "the GPU is tried");
 }

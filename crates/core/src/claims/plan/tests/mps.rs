@@ -3,7 +3,7 @@
 use super::shares::{share, shared};
 use super::*;
 
-/// NVIDIA's configuration for MPS, with these fields of `mpsConfig`.
+/// NVIDIA's object for MPS on a GPU, with these fields of `mpsConfig`.
 fn mps(fields: &str) -> String {
     let sharing = format!(r#"{{"strategy":"MPS","mpsConfig":{{{fields}}}}}"#);
     format!(r#"{{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{sharing}}}"#)
@@ -21,7 +21,7 @@ fn plan_on(state: &NodeState, claim: Claim, configs: &[(&[&str], &str)]) -> Resu
     planned_on(state, &HostDevices::default(), &configured(claim, &configs), "u", &[])
 }
 
-/// The daemon's GPUs with their limits, its percentage, and true if the GPUs are exclusive.
+/// The daemon's GPUs with their memory limits, the percentage of threads, and true if the GPUs are exclusive.
 fn order(prepared: &Prepared) -> (Vec<(&str, Option<u64>)>, u32, bool) {
     let MpsOrder { gpus, thread_percentage, exclusive } = &prepared.mps.as_ref().unwrap().order;
     (gpus.iter().map(|gpu| (gpu.gpu.as_str(), gpu.mib)).collect(), *thread_percentage, *exclusive)
@@ -128,7 +128,7 @@ fn invalid_mps_is_refused_by_name() {
     let why = refused(&parts, mixed, &[(&[], &mps(""))]);
     assert!(why.contains("device gpu-1 (GPU-1): a container reaches one MPS control daemon"), "{why}");
     assert!(why.contains("another one than gpu-0 (GPU-0)"), "{why}");
-    // The limit is at most the share.
+    // A limit is at most the claim's share.
     for (fields, words) in [
         (r#""defaultActiveThreadPercentage":26"#, "26 percent of the threads exceed the 25 of the claim's share"),
         (r#""defaultPinnedDeviceMemoryLimit":"2Gi""#, "2048 MiB of memory exceed the 1024 of the claim's share"),

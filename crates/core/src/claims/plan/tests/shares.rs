@@ -17,7 +17,7 @@ pub(super) fn shared(shares: u32, one_each: bool) -> NodeState {
     events.into_iter().fold(state, |state, event| state.apply(event, Duration::ZERO).0)
 }
 
-/// A claim for a share of the first GPU: its ID, and its amounts.
+/// A claim for a share of the first GPU, with the share's ID and amounts.
 pub(super) fn share(uid: &str, id: &str, shares: &str, memory: &str) -> Claim {
     let mut claim = claim(uid, &[("a", "gpu-0")]);
     let result = &mut claim.status.allocation.as_mut().unwrap().devices.results[0];
@@ -139,7 +139,7 @@ fn invalid_share_is_refused_by_name() {
     assert!(why.ends_with("2 shares are allocated to the claim, which may have 1"), "{why}");
 }
 
-/// Counted independently: planned claims never have more than the GPU, and a claim that fits is planned.
+/// An independent count checks that planned claims never exceed the GPU, and that a claim that fits is planned.
 #[test]
 fn shares_never_exceed_the_gpu() {
     let mut random = 1_u64;

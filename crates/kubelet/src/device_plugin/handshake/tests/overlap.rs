@@ -1,8 +1,8 @@
-//! Single stories: plugins of the resource that registered before ours, or after it.
+//! Single stories of other plugins for the resource that registered before ours or after it.
 
 use super::*;
 
-/// A world in which we have registered while another plugin still runs, and our devices are listed.
+/// A world in which we have registered while another plugin still runs. The kubelet lists our devices.
 fn registered_over_predecessor() -> World {
     let mut world = World::new(1);
     world.happens(Happening::KubeletNew);
@@ -15,10 +15,10 @@ fn registered_over_predecessor() -> World {
 #[test]
 fn end_of_the_plugin_before_us_changes_nothing() {
     let mut world = registered_over_predecessor();
-    assert_eq!(world.phase(), Phase::Detaching, "its end would end us");
+    assert_eq!(world.phase(), Phase::Detaching, "the other plugin's end would end our session");
     does(&mut world, Own::DetachEnds(true));
     world.happens(Happening::Passes(40_000));
-    assert_eq!(world.phase(), Phase::Overlapping, "it may live for long");
+    assert_eq!(world.phase(), Phase::Overlapping, "the other plugin may live for long");
     does(&mut world, Own::PredecessorEnds(900));
     world.happens(Happening::Passes(999));
     assert!(!world.neighbour.registering && world.neighbour.predecessor.stream_ends.is_none());
@@ -29,7 +29,7 @@ fn end_of_the_plugin_before_us_changes_nothing() {
     assert!(world.neighbour.named && world.sockets == 1 && !world.done.iter().any(ended));
 }
 
-/// A plugin that registers after us and ends takes our registration with it: we register again at once.
+/// The end of a plugin that registered after us ends our registration too, so we register again at once.
 #[test]
 fn successor_that_ends_is_followed_by_a_registration() {
     let mut world = World::after(vec![Happening::KubeletNew, Happening::Own(Own::AllWell)], 1);
@@ -45,7 +45,7 @@ fn successor_that_ends_is_followed_by_a_registration() {
     assert_eq!(world.sockets, 2);
 }
 
-/// Where the kubelet did not forget the name, the end of the other plugin costs one session.
+/// If the kubelet did not forget the name, the end of the other plugin costs one session.
 #[test]
 fn failed_detachment_costs_one_session() {
     let mut world = registered_over_predecessor();
@@ -57,7 +57,7 @@ fn failed_detachment_costs_one_session() {
     assert_eq!(world.sockets, 2);
 }
 
-/// A kubelet that hangs while it is to forget the name costs one session too: nothing of the hung call is left.
+/// A kubelet that hangs when it has to forget the name costs one session too, and nothing of the hung call is left.
 #[test]
 fn unanswered_detachment_costs_one_session() {
     let mut world = registered_over_predecessor();
@@ -67,9 +67,9 @@ fn unanswered_detachment_costs_one_session() {
     assert_eq!(world.sockets, 2);
 }
 
-/// A slow PodResources: the world refuses a second question at once. Its answer counts when we have registered again.
+/// While PodResources is slow, it is not asked a second time. Its answer counts once we have registered again.
 #[test]
-fn slow_answer_is_waited_for_over_a_second_registration() {
+fn slow_answer_counts_after_a_second_registration() {
     let mut world = World::after(vec![Happening::KubeletNew, Happening::Own(Own::AllWell)], 1);
     world.happens(Happening::Passes(30_000));
     does(&mut world, Own::SuccessorEnds);
@@ -94,7 +94,7 @@ fn plugin_before_us_that_lives_on_is_waited_for_5_min() {
     assert!(world.neighbour.registering, "{:?}", world.phase());
     does(&mut world, Own::RegisterEnds(true));
     assert!(world.phase() == Phase::Serving && world.neighbour.named && world.sockets == 1);
-    // Its end ends our session, and no more.
+    // The other plugin's end costs our session.
     does(&mut world, Own::PredecessorEnds(5));
     world.happens(Happening::Passes(5));
     assert_eq!(world.phase(), Phase::Ending);

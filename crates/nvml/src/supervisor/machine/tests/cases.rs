@@ -6,11 +6,11 @@ use super::*;
 /// The result for the node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Becomes {
-    /// The process ends, so that its container is made again.
+    /// The process ends, so that its container restarts.
     Ends,
-    /// The node has no GPUs: it idles until the bus has one, and its labels say so.
+    /// The node has no GPUs, which its labels show: it idles until the bus has one.
     Idle,
-    /// The node is not ready: the next agent follows after a pause, and labels stay.
+    /// The node is not ready: the next agent starts after a pause, and labels stay.
     Waits,
 }
 
@@ -34,7 +34,7 @@ fn becomes(case: Case, bus: Option<Bus>, fail_on_init_error: Option<bool>, other
     world.happens(Happening::Passes(0));
     match bus {
         Some(bus) => world.happens(Happening::Probed(bus)),
-        // The start waits no longer for the bus.
+        // The start waits only a limited time for the bus.
         None => world.happens(Happening::Passes(600)),
     }
     let id = *world.processes.keys().next().expect("an agent is started");
@@ -60,7 +60,7 @@ fn becomes(case: Case, bus: Option<Bus>, fail_on_init_error: Option<bool>, other
 }
 
 #[test]
-fn failure_of_a_library_that_is_there_is_no_absence_of_gpus() {
+fn library_failure_is_not_absence_of_gpus() {
     use Becomes::{Ends as E, Idle as I, Waits as W};
     let table: [(Case, Option<bool>, [Becomes; 5]); 12] = [
         // The columns: a GPU, none, one of another driver, not listed, hanging.
@@ -87,9 +87,9 @@ fn failure_of_a_library_that_is_there_is_no_absence_of_gpus() {
     }
 }
 
-/// A process that stands by goes on, and ends as soon as no other one could hand over to it.
+/// A standby goes on, and ends as soon as no other process could hand over to it.
 #[test]
-fn process_that_stands_by_ends_for_unlisted_gpus_later() {
+fn standby_ends_for_unlisted_gpus_later() {
     let mut world = World::new(None);
     world.happens(Happening::Others(Others::MayHandOver));
     world.happens(Happening::Passes(0));
@@ -98,7 +98,7 @@ fn process_that_stands_by_ends_for_unlisted_gpus_later() {
     let ends = |actions: Vec<Action>| actions.iter().any(|action| matches!(action, Action::Fail(_)));
     let late = world.now + GRACE;
     assert!(!ends(world.machine.step(Input::Tick, late)));
-    assert!(world.machine.wake().is_none_or(|wake| wake > late), "it does not spin");
+    assert!(world.machine.wake().is_none_or(|wake| wake > late), "the timer spins");
     assert!(ends(world.machine.step(Input::Others(Others::None), late)));
 }
 
@@ -111,7 +111,7 @@ fn tegra_idles_whatever_its_library_does() {
         world.happens(Happening::Passes(0));
         world.probing = false;
         let host = HostFingerprint { is_tegra: true, ..world.bus(Bus::Empty) };
-        world.tell(Input::Probed(Some(host)));
+        world.feed(Input::Probed(Some(host)));
         let id = *world.processes.keys().next().expect("an agent is started");
         let input = if crashes { Input::Ended(id, end()) } else { Input::Message(id, counts_one()) };
         let actions = world.machine.step(input, world.now);
