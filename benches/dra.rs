@@ -37,7 +37,6 @@ const CLAIMS: usize = 100;
 /// The MIG devices of each GPU of the node with many devices, and the claims that it holds at once.
 const MIG_DEVICES: u32 = 7;
 const CONCURRENT_CLAIMS: usize = 32;
-/// Health changes of the storm.
 const CHANGES: u32 = 1000;
 /// The time after which the threads of the start have ended.
 const SETTLE_DELAY: Duration = Duration::from_secs(12);
@@ -107,7 +106,6 @@ async fn main() {
     many_devices().await;
 }
 
-/// Prints the resident memory with many devices and many claims at once.
 async fn many_devices() {
     let folder = tempfile::tempdir().unwrap();
     let mut machine = machines::load("dgx2-v100").unwrap();
@@ -218,7 +216,6 @@ impl Node {
         }
     }
 
-    /// The names of the devices in the ResourceSlices of the API server.
     fn devices(&self) -> Vec<String> {
         let slices = self.server.objects(&ResourceType::RESOURCE_SLICES);
         let devices = slices.iter().flat_map(|slice| slice["spec"]["devices"].as_array().cloned().unwrap_or_default());

@@ -24,7 +24,6 @@ const RESOURCE: &str = "nvidia.com/gpu";
 /// The starts of the plugin, whose median counts.
 const STARTS: usize = 11;
 const EVENTS: usize = 7;
-/// Restarts of the kubelet.
 const RESTARTS: usize = 11;
 /// Slots of each shared GPU.
 const REPLICAS: usize = 16;
@@ -131,7 +130,6 @@ fn wake_ups(pid: u32) -> u64 {
     counts.sum()
 }
 
-/// The plugin on a node of its own.
 struct Node {
     process: Child,
     kubelet: KubeletBox,
@@ -170,12 +168,11 @@ impl Node {
         Self { process, kubelet, control: Control::new(control), begin, _folder: folder }
     }
 
-    /// Waits until the kubelet lists so many healthy devices.
+    /// Waits until the kubelet lists this number of healthy devices.
     async fn lists(&self, devices: usize) {
         self.kubelet.wait(|state| state.resources[RESOURCE].healthy.len() == devices).await.unwrap();
     }
 
-    /// Prints the memory of both processes.
     fn memory(&self, what: &str) {
         let pids = [self.process.id(), child_of(self.process.id())];
         let ([rss, child], pss) = (pids.map(|pid| memory(pid, "Rss:")), pids.map(|pid| memory(pid, "Pss:")));

@@ -32,7 +32,6 @@ use support::percentile;
 const ROUNDS: usize = 5_000;
 /// Admissions in a block, during which NVML either hangs or answers.
 const BLOCK: usize = 500;
-/// Blocks of each kind.
 const BLOCKS: usize = 10;
 const RESOURCE: &str = "nvidia.com/gpu";
 

@@ -19,7 +19,6 @@ use linkwise_node::node::{Node, NodeSettings};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-/// Slots on each GPU.
 const REPLICAS: u32 = 16;
 /// Scrapes of each kind.
 const ROUNDS: usize = 2_000;

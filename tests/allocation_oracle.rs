@@ -17,7 +17,6 @@ use oracle::{Oracle, Set, places, subsets};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-/// A machine ready to choose from.
 pub fn tables(observed: &NodeObservation) -> AllocationTables {
     AllocationTables::new(Arc::new(NodeTopology::assemble(observed).0))
 }

@@ -170,7 +170,6 @@ fn later_hooks_are_used_if_the_program_has_them() {
     let all = hooks(&folder, Options::default());
     assert!(all[0].starts_with("create-symlinks") && all[2].starts_with("update-ldcache"), "{all:?}");
     assert_eq!(later(all), [compat.as_str(), LATER_HOOKS[1], LATER_HOOKS[2]]);
-    // Each can be disabled.
     for name in LATER_HOOKS {
         let options = Options { disabled_hooks: BTreeSet::from([name.to_owned()]), ..Options::default() };
         let left = later(hooks(&folder, options));
@@ -211,7 +210,7 @@ fn libraries_come_from_all_folders_and_once() {
     for unrelated in ["libcuda.so.535.1", "libnvidia-egl-wayland.so.1", "libc.so.6"] {
         root.file(&format!("{LIBRARIES}/{unrelated}"));
     }
-    // A second path to the same folder adds nothing.
+    // A second path leads to the same folder.
     root.link("lib", "usr/lib");
     let mut expected = [
         format!("/{LIBRARIES}/libnvidia-egl-wayland.so.1.1.9"),

@@ -58,7 +58,7 @@ fn driver_root(root: &Path) -> PathBuf {
     library
 }
 
-/// Reports each XID that a process writes into a GPU's device node, until told to end; returns GPUs and XIDs.
+/// Reports each XID that a process writes into a GPU's device node, until `end` is true; returns GPUs and XIDs.
 fn report_xids(root: &Path, control: &Control, end: &AtomicBool) -> Vec<(usize, String)> {
     let mut reported = Vec::new();
     while !end.load(Ordering::Relaxed) {

@@ -38,7 +38,7 @@ fn shared(kind: SharingKind, resource: &str) -> Option<Sharing> {
     Some(Sharing::new(kind, vec![SharedResource::new(resource.parse().unwrap(), 4)]))
 }
 
-/// A MIG device of a GPU with so many slices and so much memory.
+/// A MIG device of this GPU.
 fn device(gpu: usize, index: u32, slices: u32, memory_mib: u64) -> MigDeviceObservation {
     MigDeviceObservation {
         uuid: format!("MIG-{gpu}-{index}").parse().unwrap(),

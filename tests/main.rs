@@ -1,4 +1,4 @@
-//! The tests of the program and its neighbours, in one binary: each binary links the program anew.
+//! The tests of the program and its neighbours, in one binary because each binary links the whole program.
 //!
 //! README.md lists the modules. The tests of the image are a target of their own, because they need other programs.
 

@@ -22,12 +22,10 @@ fn read(path: &Path) -> Value {
     serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// The DaemonSet of the base.
 fn base() -> Value {
     read(&manifests().join("base/daemonset.yaml"))
 }
 
-/// An overlay's patch of the DaemonSet.
 fn patch(overlay: &str) -> Value {
     read(&manifests().join("overlays").join(overlay).join("daemonset.yaml"))
 }
@@ -262,7 +260,6 @@ fn dra_has_the_least_rights_and_its_own_node() {
     assert_eq!(of("deviceclass-gpu")["spec"]["extendedResourceName"], "nvidia.com/gpu");
 }
 
-/// linkwise may create events and nothing else.
 #[test]
 fn events_have_the_least_rights() {
     let of = |name: &str| read(&manifests().join(format!("overlays/events/{name}.yaml")));

@@ -15,7 +15,6 @@ use linkwise_host::machines;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// A published result.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Published {
@@ -172,7 +171,7 @@ fn compare(machine: &NodeObservation, log: &str, bus: f64) -> Result<Comparison,
     Comparison::of(&NcclReport::read(&text).unwrap(), machine, None)
 }
 
-/// Takes so many NVLinks of a GPU behind NVSwitches down, with this far end.
+/// Takes `number` NVLinks of a GPU behind NVSwitches down, with this far end.
 fn links_down(machine: &mut NodeObservation, gpu: usize, number: usize, remote: NvLinkRemote) {
     let groups = machine.gpus[gpu].nvlinks.as_mut().unwrap();
     let kept = groups[0].links.len() - number;
@@ -269,7 +268,7 @@ fn run_over_several_hosts_names_gpus_far_from_nics() {
 }
 
 #[test]
-fn gpus_of_a_run_are_found_by_address_or_must_be_named() {
+fn run_gpus_are_found_by_address_or_must_be_named() {
     let h100 = machine("dgx-h100");
     let mut four = h100.clone();
     four.gpus.drain(..4);

@@ -52,7 +52,7 @@ fn listed<I: Into<String>>(containers: impl IntoIterator<Item = (ContainerName, 
     holdings
 }
 
-/// The best collective of so many GPUs of a set.
+/// The best collective of any `size` GPUs of a set.
 fn top(oracle: &Oracle<'_>, of: Set, size: u32) -> Option<u64> {
     subsets(of).filter(|set| set.count_ones() == size).map(|set| oracle.collective(set)).max()
 }

@@ -67,7 +67,6 @@ fn sheet(folder: &Path, name: &str) -> Sheet {
     serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
-/// The words of a row of a sheet.
 fn words(row: &str) -> Vec<String> {
     row.split_whitespace().map(str::to_owned).collect()
 }

@@ -1,6 +1,5 @@
-//! The choice among units on GPUs (slots, MIG devices), compared with a naive reading of its definition: all ways to
-//! spread a request over the GPUs are listed, those that a rule forbids are removed, and the brute force of whole GPUs
-//! decides among the rest.
+//! The choice among units on GPUs (slots, MIG devices), compared with a naive reading of its definition: it lists all
+//! ways to spread a request, removes those that a rule forbids, and has the brute force of whole GPUs decide.
 
 #![allow(clippy::cast_possible_truncation, reason = "a few GPUs are counted")]
 
@@ -341,7 +340,7 @@ proptest! {
 }
 
 #[test]
-fn mig_devices_count_the_other_profiles_on_their_parent() {
+fn mig_devices_count_other_profiles_on_their_parent() {
     let tables = built_in("dgx-h100");
     let id = |name: &str| DeviceId::from(name.to_owned());
     let parents = [("MIG-a", 0), ("MIG-b", 1), ("MIG-c", 2)];

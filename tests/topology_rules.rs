@@ -234,7 +234,7 @@ fn share_plane(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -
     port(a) > 0 && port(b) > 0 && same
 }
 
-/// The number of NVLinks between two GPUs, and their bandwidth in MB/s.
+/// The number of NVLinks between two GPUs, and their MB/s.
 fn nvlink(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -> (u32, u32) {
     let to = |from: &GpuObservation, to: &GpuObservation| links_to(from, |remote| remote == NvLinkRemote::Gpu(to.pci));
     let direct = match (to(a, b), to(b, a)) {
@@ -410,17 +410,14 @@ fn empty_observation_makes_empty_graph() {
     assert_eq!((topology.rank(0, 1).number(), topology.bandwidth(0, 1)), (0, 0));
 }
 
-/// A DGX-1, for a test to spoil.
 fn dgx1() -> NodeObservation {
     machines::load("dgx1-v100").unwrap().observed
 }
 
-/// A DGX H100, for a test to spoil.
 fn h100() -> NodeObservation {
     machines::load("dgx-h100").unwrap().observed
 }
 
-/// The graph, and the texts of its warnings.
 fn assembled(node: &NodeObservation) -> (NodeTopology, Vec<String>) {
     let (topology, warnings) = NodeTopology::assemble(node);
     (topology, warnings.iter().map(TopologyWarning::to_string).collect())

@@ -63,7 +63,6 @@ fn sorted(text: &str) -> String {
     blocks.concat().join("\n")
 }
 
-/// A finished RPC.
 fn rpc(method: &str, code: &'static str, elapsed: Duration) -> Life<Phase> {
     Life::Rpc(Rpc { method: method.to_owned(), code: code.to_owned(), elapsed })
 }
@@ -113,7 +112,6 @@ fn everything() -> String {
     sorted(&metrics.encode().unwrap())
 }
 
-/// The text with all metrics of DRA.
 fn everything_of_dra() -> String {
     let (metrics, sender) = metrics();
     let all = ResourcePlan { door: Door::Dra, ..ResourcePlan::default() };

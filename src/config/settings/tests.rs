@@ -107,7 +107,7 @@ fn ignored_keys_are_notes_without_naming() {
 }
 
 #[test]
-fn only_mps_fails_requests_greater_than_one_by_default() {
+fn only_mps_fails_larger_requests_by_default() {
     let mps = |more: &str| {
         let text = format!("sharing:\n  mps:\n{more}    resources: [{{name: gpu, replicas: 2}}]\n");
         file(&text).sharing.value.unwrap().fail_requests_greater_than_one
@@ -214,7 +214,6 @@ fn name_that_kubelets_refuse_is_an_error() {
     assert!(error.contains("resources[0].name: with renameByDefault, 'nvidia.com/aaa"), "{error}");
 }
 
-/// A text that is nearly a resource name.
 fn nearly_a_name() -> impl Strategy<Value = String> {
     let domain = prop_oneof![
         4 => "[a-z0-9]{1,3}(\\.[a-z0-9-]{1,3}){0,2}",

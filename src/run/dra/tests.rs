@@ -65,7 +65,6 @@ fn observed(gpus: usize) -> NodeObservation {
     observed
 }
 
-/// A claim that has the first GPU.
 fn claim_of_first() -> PreparedClaim {
     PreparedClaim {
         claim: ClaimName { namespace: "default".into(), name: "a".into(), uid: "1".into() },

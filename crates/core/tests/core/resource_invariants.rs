@@ -192,11 +192,10 @@ proptest! {
                 prop_assert_eq!(slots.len(), 1, "whole and in slots");
             }
         }
-        // Without a problem no device is lost.
+        // Without a problem no device is lost. GPUs in MIG mode have no slots of MPS.
         if fresh && snapshot.offers().problems().is_empty() {
             prop_assert_eq!(offered.keys().cloned().collect::<BTreeSet<_>>(), pieces);
         }
-        // MIG devices, and GPUs in MIG mode, have no slots of MPS.
         for device in snapshot.offers().devices() {
             if fresh && mps && device.slot.is_some() {
                 prop_assert!(device.mig.is_none() && !device.gpu.mig_enabled);

@@ -27,7 +27,6 @@ pub struct Devices {
     pub ended: bool,
 }
 
-/// The kubelet.
 #[derive(Debug, Default)]
 pub struct Kubelet {
     pub runs: bool,

@@ -225,7 +225,7 @@ fn gpu_held_through_another_api_is_refused() {
 }
 
 #[test]
-fn gpu_of_the_other_door_is_planned_for_its_claim_alone() {
+fn gpu_of_other_door_is_planned_for_its_claim_alone() {
     let gpu = |state: &NodeState, uid: &str| {
         planned_on(state, &HostDevices::default(), &claim(uid, &[("a", "gpu-0")]), uid, &[]).map(drop)
     };
@@ -334,7 +334,7 @@ fn lost_gpu_is_refused_and_a_sick_one_is_not() {
 
 /// NVIDIA's objects are read strictly: a setting that is not enforced is refused by name.
 #[test]
-fn opaque_configuration_is_enforced_or_refused_by_name() {
+fn opaque_settings_are_enforced_or_refused_by_name() {
     let gpu = |fields: &str| format!(r#"{{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig"{fields}}}"#);
     let mig =
         |fields: &str| format!(r#"{{"apiVersion":"resource.nvidia.com/v1beta1","kind":"MigDeviceConfig"{fields}}}"#);

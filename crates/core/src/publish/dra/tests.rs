@@ -217,7 +217,7 @@ fn lost_gpu_leaves_the_groups_of_others_as_they_were() {
         let bits = |family: &Family| family.groups.iter().map(|group| group.gpus.0).collect();
         layout.families.iter().map(|family| (family.name.clone(), bits(family))).collect()
     };
-    // The groups are GPUs 2 and 3, then 1 and 2. Computed anew for three GPUs they have the opposite order.
+    // The groups are GPUs 2 and 3, then 1 and 2. Without the cache they would have the opposite order.
     let expected = [("pair1a".to_owned(), Vec::from([0b110])), ("pair1b".to_owned(), Vec::from([0b011]))];
     assert_eq!(groups(&without_first), expected);
     assert_eq!(whole.order.iter().filter(|gpu| **gpu > 0).map(|gpu| gpu - 1).collect::<Vec<_>>(), without_first.order);

@@ -187,7 +187,7 @@ fn mig_label_and_resource_have_one_name() {
 }
 
 #[test]
-fn several_models_have_the_labels_of_the_most_frequent() {
+fn most_frequent_of_several_models_gives_the_labels() {
     let of_model = |model: &str, memory: u64| json!({"model": model, "memory_mib": memory, "mig": {"enabled": false}});
     let (a, b, c) = (of_model("NVIDIA A", 1), of_model("NVIDIA B", 2), of_model("NVIDIA C", 3));
     let mut in_mig = a.clone();

@@ -379,7 +379,6 @@ fn first_retry_is_at_once_then_pauses_double() {
     }
 }
 
-/// One registration that goes well, step by step.
 #[test]
 fn phases_from_kubelet_to_serving() {
     let mut world = World::new(1);

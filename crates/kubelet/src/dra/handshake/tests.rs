@@ -252,7 +252,6 @@ fn new() -> World {
     world
 }
 
-/// The sockets are bound and served.
 fn offered() -> World {
     let mut world = new();
     assert_eq!(does(&mut world, Own::Ready), [Action::Bind]);
@@ -261,7 +260,6 @@ fn offered() -> World {
     world
 }
 
-/// The plugin is registered, and the kubelet is connected.
 fn registered() -> World {
     let mut world = offered();
     assert_eq!(does(&mut world, Own::Registers(true)), [Action::ReportRegistered(Ok(()))]);

@@ -122,7 +122,7 @@ fn tegra_idles_whatever_its_library_does() {
 }
 
 #[test]
-fn gpus_that_cannot_be_counted_or_identified_are_not_absent() {
+fn uncounted_or_unidentified_gpus_are_not_absent() {
     for (count, why) in [(None, "cannot count"), (Some(8), "counts 8 GPU(s)")] {
         let mut world = World::new(None);
         for happening in [Happening::Passes(0), Happening::Probed(Bus::Empty)] {
