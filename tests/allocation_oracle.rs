@@ -204,12 +204,12 @@ fn choice(machine: &str, available: &[usize], size: usize) -> Vec<u32> {
 
 #[test]
 fn known_machines_get_expected_choices() {
-    for (what, machine, available, chosen) in [
+    for (case, machine, available, chosen) in [
         ("four of six GPUs on one side of the cube", "dgx1-v100", &[0, 1, 2, 3, 4, 5][..], &[0, 1, 2, 3][..]),
         ("two NVLinks across the sockets before one below a switch", "dgx1-v100", &[0, 1, 4], &[0, 4]),
         ("the pair that leaves four GPUs together", "dgx-h100", &[0, 1, 2, 3, 4, 5], &[4, 5]),
     ] {
-        assert_eq!(choice(machine, available, chosen.len()), chosen, "{what}");
+        assert_eq!(choice(machine, available, chosen.len()), chosen, "{case}");
     }
 }
 

@@ -290,9 +290,9 @@ fn ids_of_best(tables: &AllocationTables, size: usize) -> Vec<usize> {
 }
 
 /// The slots (device, number) that are taken of the MIG devices of one GPU, step by step as the definition says. The
-/// state of a slot is `u` (held), `f` (free) or `m` (must be included).
+/// kind of a slot is `u` (held), `f` (free) or `m` (must be included).
 fn stepwise(policy: AllocationPolicy, slots: &BTreeMap<(usize, usize), char>, size: usize) -> BTreeSet<(usize, usize)> {
-    let all = |what: char| slots.iter().filter(move |(_, is)| **is == what).map(|(slot, _)| *slot);
+    let all = |kind: char| slots.iter().filter(move |(_, is)| **is == kind).map(|(slot, _)| *slot);
     let mut taken: BTreeSet<(usize, usize)> = all('m').collect();
     while taken.len() < size {
         let key = |slot: &(usize, usize)| {
@@ -316,16 +316,16 @@ fn stepwise(policy: AllocationPolicy, slots: &BTreeMap<(usize, usize), char>, si
 proptest! {
     #[test]
     fn slots_of_mig_devices_are_taken_device_by_device(
-        what in vec(prop_oneof![Just('u'), Just('f'), Just('f'), Just('m')], 16),
+        kinds in vec(prop_oneof![Just('u'), Just('f'), Just('f'), Just('m')], 16),
         (devices, replicas) in (1..=4_usize, 1..=4_usize),
         more in 0..16_usize,
     ) {
         let tables = built_in("dgx-h100");
         let id = |(device, slot): (usize, usize)| DeviceId::from(format!("MIG-{device}::{slot}"));
         let slots = (0..devices).flat_map(|device| (0..replicas).map(move |slot| (device, slot)));
-        let slots: BTreeMap<(usize, usize), char> = slots.zip(what).collect();
+        let slots: BTreeMap<(usize, usize), char> = slots.zip(kinds).collect();
         let units = Units::new(slots.keys().map(|slot| (id(*slot), 3)), BTreeMap::new());
-        let of = |what: char| slots.iter().filter(move |(_, is)| **is == what).map(|(slot, _)| id(*slot));
+        let of = |kind: char| slots.iter().filter(move |(_, is)| **is == kind).map(|(slot, _)| id(*slot));
         let (must, free) = (of('m').count(), of('f').count());
         let size = must + more.min(free);
         prop_assume!(size > 0);
