@@ -1,14 +1,14 @@
-//! The death of either of two linkwise at each step of a takeover, an update that cannot serve, and a pod that has handed
-//! over. The model has every step (`crates/node/src/takeover/machine/tests.rs`); here are those that the kubelet sees.
+//! The death of either linkwise at steps of a takeover, an update that cannot serve, and a pod that has handed over.
+//! The model has every step (`crates/node/src/takeover/machine/tests.rs`); these tests have those the kubelet sees.
 
 use linkwise_kubelet_box::{Connections, Fault};
 
-use crate::upgrade::fleet::{Running, World, stage};
-use crate::upgrade::node::{GPU, KUBELETS, get, until};
+use crate::upgrade::fleet::{GPUS, Running, World, stage};
+use crate::upgrade::node::{GPU, KUBELETS, get, registered, until};
 
-/// Waits until the sockets of one process lie beside the kubelet's, and the kubelet has its stream.
+/// Waits until only one process has sockets beside the kubelet's, and the kubelet has its stream.
 async fn has_only_sockets_of_one(world: &World) {
-    // One that serves has one name, or two after a takeover.
+    // The socket of a serving process has one name, or two after a takeover.
     until(async || {
         let (sockets, connected) = (world.setup.sockets(), world.kubelet.state().resources[GPU].connected);
         if (1..=2).contains(&sockets.len()) && connected { Ok(()) } else { Err((sockets, connected)) }
@@ -31,10 +31,10 @@ async fn death_at_any_step(connections: Connections) {
                 continue;
             }
             victim.ended().await;
-            // Nothing tells when the kubelet has noticed: it serves for good when pods are admitted by the survivor.
+            // Nothing shows when the kubelet has noticed the death: pods are tried until the survivor admits one.
             until(async || world.admit("pod").await).await;
             has_only_sockets_of_one(&world).await;
-            // And the next one takes over from the one that is left.
+            // The next one takes over from the survivor.
             let next = world.spawn("third");
             next.said("took over this node").await;
             world.admit("after").await.unwrap();
@@ -67,7 +67,7 @@ async fn update_that_cannot_serve_hands_back() {
     world.kubelet.set_fault(Fault::None);
     world.admit("pod").await.unwrap();
     assert_eq!((world.kubelet.gaps(GPU), world.kubelet.violations()), (vec![], vec![]));
-    // It tries again, and can.
+    // The standby tries again, and succeeds.
     standby.said("took over this node").await;
     world.admit("after").await.unwrap();
 }
@@ -82,7 +82,7 @@ async fn pod_that_handed_over_never_takes_over_again() {
     owner.ended().await;
     stage(&next, "Owning").await;
     next.logged(|line| line["phase"] == "serving").await;
-    // Its container is started again.
+    // The container of the pod that handed over restarts.
     let record = world.setup.kubelet_socket.with_file_name("linkwise").join("linkwise_health.json");
     let before = until(async || std::fs::metadata(&record).and_then(|found| found.modified())).await;
     let sockets = world.setup.sockets();
@@ -90,7 +90,7 @@ async fn pod_that_handed_over_never_takes_over_again() {
     let line = again.said("another linkwise serves this node: standing by").await;
     assert_eq!((&line["takes_over"], &line["pod"]), (&false.into(), &"second".into()));
     world.admit("pod").await.unwrap();
-    // It is unready, and writes nothing.
+    // The restarted container is unready, and writes nothing.
     let Running { process: again, address } = Running::of(again).await;
     again.logged(|line| line["input"] == "SeesGpus(true)").await;
     let answer = get(address, "/readyz").await;
@@ -98,8 +98,8 @@ async fn pod_that_handed_over_never_takes_over_again() {
     assert_eq!(get(address, "/livez").await.status, 200);
     assert_eq!(std::fs::metadata(&record).unwrap().modified().unwrap(), before);
     assert_eq!(world.setup.sockets(), sockets);
-    // It serves where nobody else does.
+    // It serves once no other linkwise does.
     next.signal("KILL");
     stage(&again, "Owning").await;
-    crate::upgrade::node::registered(&world.kubelet, 3, crate::upgrade::fleet::GPUS.len()).await;
+    registered(&world.kubelet, 3, GPUS.len()).await;
 }

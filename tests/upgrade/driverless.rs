@@ -1,5 +1,5 @@
-//! Upgrades of nodes that cannot see their GPUs. A DaemonSet's controller waits for a new pod while the old one is ready
-//! (pkg/controller/daemon/update.go): one such node would stop the upgrade of all.
+//! Upgrades of nodes that cannot see their GPUs. While the old pod is ready, a DaemonSet's controller waits for the new
+//! one (pkg/controller/daemon/update.go): one such node would stop the upgrade of all nodes.
 
 use crate::upgrade::fleet::{GPUS, Running, World};
 use crate::upgrade::node::{GPU, KUBELETS, Setup, machine};
@@ -17,7 +17,7 @@ async fn serving(setup: Setup) -> (World, Running) {
     (world, running)
 }
 
-/// The driver fails, as long as new processes ask it.
+/// Makes the driver fail for the running agent and for new ones.
 fn breaks(setup: &Setup) {
     setup.tell("init 9");
     setup.tell("fail * nvmlDeviceGetCount_v2 9");
@@ -28,7 +28,7 @@ fn mends(setup: &Setup) {
     setup.tell("unfail * nvmlDeviceGetCount_v2");
 }
 
-/// Devices that were offered are offered still, with no gap, and the new pod takes the driver up when it is there again.
+/// Asserts that devices stay offered without a gap, and that the new pod uses the driver once it is back.
 async fn goes_on(world: World, old: Running, mend: impl AsyncFnOnce(&World, &Running)) {
     let new = world.replace(old, "pod-2").await;
     let state = world.kubelet.state();
@@ -58,25 +58,25 @@ async fn node_with_a_released_driver_stops_no_rollout() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn owner_with_its_driver_keeps_its_node() {
     let (world, old) = serving(setup()).await;
-    // A process that has begun has the driver; the next one does not get it.
+    // The old pod keeps the driver; the new one cannot initialise NVML.
     world.setup.tell("init 9");
     let mut new = world.start("pod-2").await;
     new.process.said("has the driver, and keeps its place").await;
     let (status, last) = new.process.ended().await;
-    assert!(!status.success(), "its container is made anew: {last:?}");
+    assert!(!status.success(), "it must fail, so that the kubelet recreates its container: {last:?}");
     assert!(old.is_ready().await);
     assert_eq!((world.kubelet.gaps(GPU), world.kubelet.violations()), (vec![], vec![]));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn withheld_gpus_stay_so_after_their_place_was_taken() {
+async fn withheld_gpus_stay_withheld_over_takeovers() {
     let (world, old) = serving(setup().arg("--on-nvml-loss=unhealthy")).await;
     breaks(&world.setup);
     world.kubelet.wait(|state| state.resources[GPU].healthy.is_empty()).await.unwrap();
     let new = world.replace(old, "pod-2").await;
     let state = world.kubelet.state();
     assert_eq!((state.resources[GPU].healthy.len(), state.resources[GPU].unhealthy.len()), (0, GPUS.len()));
-    // The next one finds an owner that has never seen the GPUs itself.
+    // The next pod takes over from an owner that has never seen the GPUs itself.
     let _newest = world.replace(new, "pod-3").await;
     mends(&world.setup);
     world.kubelet.wait(|state| state.resources[GPU].healthy.len() == GPUS.len()).await.unwrap();

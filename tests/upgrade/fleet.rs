@@ -12,7 +12,6 @@ use tokio_util::sync::CancellationToken;
 
 use super::node::{GPU, Process, Setup, machine, registered, try_get, until};
 
-/// The GPUs of the node.
 pub const GPUS: [(&str, &str, &str); 4] = [
     ("GPU-a", "0000:01:00.0", ""),
     ("GPU-b", "0000:41:00.0", ""),
@@ -31,7 +30,6 @@ impl World {
         Self::of(Setup::with(&machine(&GPUS)), connections)
     }
 
-    /// This machine with a kubelet.
     pub fn of(setup: Setup, connections: Connections) -> Self {
         let kubelet = Arc::new(setup.kubelet_with(|options| options.connections = connections));
         Self { setup, kubelet }
@@ -44,12 +42,12 @@ impl World {
         Process::of(command)
     }
 
-    /// The same, up.
+    /// The same; waits until linkwise is up.
     pub async fn start(&self, uid: &str) -> Running {
         Running::of(self.spawn(uid)).await
     }
 
-    /// The pod that serves a node without another.
+    /// Starts the node's first pod, and waits until it serves.
     pub async fn owner(&self) -> Running {
         let owner = self.start("first").await;
         registered(&self.kubelet, 1, GPUS.len()).await;
@@ -65,7 +63,7 @@ impl World {
         admitted.map(drop)
     }
 
-    /// What a rollout does to a node: a new pod, and the end of the old one as soon as it is ready.
+    /// Acts as a rollout: starts a new pod, and ends the old one as soon as the new one is ready.
     pub async fn replace(&self, old: Running, uid: &str) -> Running {
         let new = self.start(uid).await;
         new.ready().await;
@@ -73,7 +71,7 @@ impl World {
         new
     }
 
-    /// Pods of one and two GPUs that come and go, `per_second` of them, until the load is ended.
+    /// Starts a load: pods of one and two GPUs come and go, `per_second` of them, until it is ended.
     pub fn load(&self, per_second: u32) -> Loading {
         let load = Load {
             resource: GPU.to_owned(),
@@ -85,19 +83,19 @@ impl World {
         let (end, kubelet) = (CancellationToken::new(), Arc::clone(&self.kubelet));
         let ended = end.clone();
         let task = tokio::spawn(async move {
-            let see = |pod: &Pod, outcome: Result<&Admitted, &AdmissionError>| {
+            let check = |pod: &Pod, outcome: Result<&Admitted, &AdmissionError>| {
                 if let Ok(admitted) = outcome {
-                    alone(&kubelet, pod, admitted);
+                    has_its_own_gpus(&kubelet, pod, admitted);
                 }
             };
-            kubelet.load(&load, ended.cancelled_owned(), see).await
+            kubelet.load(&load, ended.cancelled_owned(), check).await
         });
         Loading { end, task }
     }
 }
 
-/// The container was given the GPUs that the kubelet counts as its own, and no other pod has any of them.
-fn alone(kubelet: &KubeletBox, pod: &Pod, admitted: &Admitted) {
+/// Asserts that a container has the GPUs that the kubelet counts as its own, and that no other pod has any of them.
+fn has_its_own_gpus(kubelet: &KubeletBox, pod: &Pod, admitted: &Admitted) {
     let allocation = &admitted.grant("main", GPU).unwrap().allocation;
     let given: BTreeSet<&str> = allocation.envs["NVIDIA_VISIBLE_DEVICES"].split(',').collect();
     assert_eq!(given, allocation.devices.iter().map(String::as_str).collect());
@@ -112,7 +110,6 @@ pub async fn stage(process: &Process, stage: &str) {
     process.logged(|line| line["message"] == "takeover" && line["stage"] == stage).await;
 }
 
-/// A load that is under way.
 pub struct Loading {
     end: CancellationToken,
     task: JoinHandle<Tally>,
@@ -137,22 +134,21 @@ impl Running {
         Self { process, address }
     }
 
-    /// Waits until it would be called ready.
+    /// Waits until linkwise is ready.
     pub async fn ready(&self) {
         until(async || if self.is_ready().await { Ok(()) } else { Err("it is not ready") }).await;
     }
 
-    /// Returns true if the kubelet's probe of it would succeed now.
+    /// Returns true if the kubelet's readiness probe would succeed now.
     pub async fn is_ready(&self) -> bool {
         try_get(self.address, "/readyz").await.is_ok_and(|answer| answer.status == 200)
     }
 
-    /// Waits until no other plugin is beside it, as far as the kubelet goes.
+    /// Waits until the kubelet has no other plugin beside this one.
     pub async fn settled(&self) {
         self.process.logged(|line| line["message"] == "kubelet" && line["phase"] == "serving").await;
     }
 
-    /// Ends it as a kubelet does.
     pub async fn end(mut self) {
         self.process.end().await;
     }

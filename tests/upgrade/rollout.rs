@@ -1,4 +1,4 @@
-//! From one linkwise to the next, again and again, from an older release and back, and from a plugin that knows no
+//! Takeovers in a row, an upgrade from an older release and back, and the replacement of a plugin that knows no
 //! takeover: the NVIDIA plugin, an older linkwise.
 
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use crate::run::swap::{NVIDIA_SOCKET, Predecessor};
 use crate::upgrade::fleet::{GPUS, World};
 use crate::upgrade::node::{GPU, KUBELETS, registered};
 
-/// Takeovers in a row; every second program is the older one where there is one.
+/// Makes takeovers in a row; every second program is the older one, if there is one.
 async fn rollouts(connections: Connections, times: usize, older: Option<PathBuf>) {
     let mut world = World::new(connections);
     let newer = world.setup.program.clone();
@@ -20,7 +20,7 @@ async fn rollouts(connections: Connections, times: usize, older: Option<PathBuf>
     let load = world.load(50);
     for time in 1..=times {
         if time % 4 == 0 {
-            // A new one settles when the old one has been gone for a while.
+            // Every fourth takeover starts from a pod that no longer serves beside its predecessor.
             running.settled().await;
         }
         world.setup.program = if time % 2 == 1 { newer.clone() } else { older.clone() };
@@ -57,13 +57,13 @@ async fn hundred_takeovers_reject_no_pod() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "needs LINKWISE_OLDER: make test-upgrade"]
-async fn upgrade_and_way_back_reject_no_pod() {
+async fn upgrade_and_rollback_reject_no_pod() {
     for connections in KUBELETS {
         rollouts(connections, 6, Some(older_program())).await;
     }
 }
 
-/// The pod of another plugin is replaced by ours, in a rollout that starts ours first.
+/// Replaces the pod of another plugin by ours, in a rollout that starts ours first.
 async fn replaced(connections: Connections, socket: &str) {
     let world = World::new(connections);
     let folder = world.setup.kubelet_socket.parent().unwrap();
@@ -79,7 +79,7 @@ async fn replaced(connections: Connections, socket: &str) {
     let tally = load.end().await;
     assert!(tally.rejected.is_empty(), "{tally:?}");
     assert_eq!((world.kubelet.gaps(GPU), world.kubelet.violations()), (vec![], vec![]));
-    // The kubelet knows whom it has: the end is noticed.
+    // The kubelet is connected to our plugin, and notices its end.
     ours.end().await;
     let state = world.kubelet.wait(|state| state.resources[GPU].open_streams == 0).await.unwrap();
     assert!(state.resources[GPU].healthy.is_empty(), "{state:#?}");
