@@ -1,5 +1,4 @@
-//! `linkwise snapshot` and the files that `--node` takes, through the real binary over a libnvidia-ml of
-//! our own.
+//! `linkwise snapshot` and the files that `--node` takes, through the real binary over a libnvidia-ml of our own.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -67,7 +66,7 @@ fn topology(more: &[&str]) -> String {
 }
 
 #[test]
-fn record_of_calls_that_cannot_be_written_is_named_and_costs_nothing_else() {
+fn unwritable_record_of_nvml_calls_fails_no_snapshot() {
     let folder = Folder::new();
     let (record, nowhere) = (folder.path("calls.tsv"), folder.path("no/calls.tsv"));
     output(&["snapshot", "--nvml-calls", &record]);
@@ -136,7 +135,7 @@ fn nccl_dump_becomes_node_file() {
 
 #[test]
 fn hwloc_xml_serves_as_machine() {
-    // In the form that today's lstopo writes.
+    // The format that today's lstopo writes.
     let host = root().join("crates/host/src/machines/hwloc_xml/testdata/v3.xml");
     let host = host.to_str().unwrap();
     let text = output(&["topology", "--node", host]);
