@@ -1,5 +1,5 @@
-//! GPUs that come and go, links that go down: the list, the choice and the events follow without a restart; files that
-//! hang hold up nothing.
+//! GPUs that come and go, links that go down: the list, the choice and the events follow without a restart. Files that
+//! hang delay nothing.
 
 use std::io::Write;
 
@@ -15,7 +15,7 @@ pub fn quick() -> Setup {
 }
 
 #[tokio::test]
-async fn a_gpu_that_comes_is_offered_and_its_events_are_heard() {
+async fn new_gpu_is_offered_and_its_events_arrive() {
     let setup = quick();
     setup.tell("remove 7");
     let (node, kubelet) = setup.serve(7).await;
@@ -27,30 +27,30 @@ async fn a_gpu_that_comes_is_offered_and_its_events_are_heard() {
     until(async || node.setup.try_tell("xid 7 79")).await;
     unhealthy(&kubelet, &[7]).await;
     assert_eq!(kubelet.state().resources[GPU].registrations, 1);
-    // And one that goes.
+    // A GPU that is removed is unhealthy.
     node.setup.tell("remove 0");
     unhealthy(&kubelet, &[0, 7]).await;
 }
 
 #[tokio::test]
-async fn a_change_of_the_pci_bus_gets_a_new_process() {
+async fn changed_pci_bus_gets_a_new_agent() {
     let setup = quick();
     setup.all_on_bus();
     let (node, kubelet) = setup.serve(8).await;
     let first = node.agent(&[]).await;
     node.setup.on_bus("0000:77:00.0");
     node.process.said("the PCI bus has other GPUs than before").await;
-    until(async || if node.agent_ids().contains(&first) { Err("the first one lives") } else { Ok(()) }).await;
+    until(async || if node.agent_ids().contains(&first) { Err("the first agent lives") } else { Ok(()) }).await;
     registered(&kubelet, 1, 8).await;
 }
 
 #[tokio::test]
-async fn links_that_go_down_are_gone_from_the_graph() {
+async fn links_that_are_down_leave_the_topology() {
     let (node, kubelet) = quick().serve(8).await;
     for link in 0..6 {
         node.setup.tell(&format!("link 2 {link} down"));
     }
-    // The other ends still say that they are up: the graph was made anew, and the two sources differ.
+    // The other ends still report their links as up: the topology was built again, and the two ends differ.
     let line = node.process.said("seen from one end, 0 from the other").await;
     assert_eq!(line["level"], "WARN");
     unhealthy(&kubelet, &[2]).await;
@@ -58,7 +58,7 @@ async fn links_that_go_down_are_gone_from_the_graph() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_leaves_the_bus_is_seen_without_nvml() {
+async fn gpu_gone_from_the_bus_is_unhealthy() {
     let setup = quick();
     setup.all_on_bus();
     let (node, kubelet) = setup.serve(8).await;
@@ -69,7 +69,7 @@ async fn a_gpu_that_leaves_the_bus_is_seen_without_nvml() {
 }
 
 #[tokio::test]
-async fn files_that_hang_hold_up_neither_rounds_nor_events() {
+async fn hung_files_delay_neither_polls_nor_events() {
     let setup = quick();
     setup.all_on_bus();
     let (node, kubelet) = setup.serve(8).await;
@@ -84,7 +84,7 @@ async fn files_that_hang_hold_up_neither_rounds_nor_events() {
     unhealthy(&kubelet, &[3, 4]).await;
 }
 
-/// A machine of two packages with a GPU each, whose host is seen by hwloc alone, in a file of the test's making.
+/// A machine of two packages with a GPU each, whose host hwloc reads from a file that the test writes.
 fn seen_by_hwloc(call_ms: u128) -> Setup {
     let setup = Setup::with(&machine(&[("GPU-a", "0000:03:00.0", ""), ("GPU-b", "0000:81:00.0", "")]));
     let setup = setup.arg("--nvml-poll-ms=50").arg(format!("--nvml-call-ms={call_ms}"));
@@ -99,8 +99,8 @@ fn numa(kubelet: &KubeletBox) -> Vec<Vec<i64>> {
 }
 
 #[tokio::test]
-async fn hung_host_scan_leaves_gpus_and_counts_at_its_end() {
-    // A third of it is how long the look is waited for.
+async fn hung_host_scan_costs_no_gpu_and_counts_at_its_end() {
+    // linkwise waits for the host scan for a third of this time.
     let setup = seen_by_hwloc(1500);
     fifo(&setup.at("host.xml"));
     let (node, kubelet) = setup.serve(2).await;
@@ -116,8 +116,8 @@ async fn hung_host_scan_leaves_gpus_and_counts_at_its_end() {
 }
 
 #[tokio::test]
-async fn events_come_through_while_the_host_is_looked_at() {
-    // The look is waited for longer than the test may take.
+async fn events_arrive_during_a_scan_of_the_host() {
+    // linkwise waits for the host scan for longer than the test may take.
     let setup = seen_by_hwloc(LIMIT.as_millis() * 6);
     let xml = setup.at("host.xml");
     std::fs::write(&xml, HOST).unwrap();
@@ -128,8 +128,8 @@ async fn events_come_through_while_the_host_is_looked_at() {
     let mut host = writer(&xml).await;
     node.setup.tell("xid 0 79");
     let state = kubelet.wait(|state| state.resources[GPU].unhealthy.contains("GPU-a")).await.unwrap();
-    assert!(state.resources[GPU].healthy.contains("GPU-b"), "the look is not over: {state:?}");
-    // A look that began before the GPU went is followed by another.
+    assert!(state.resources[GPU].healthy.contains("GPU-b"), "the scan is not over: {state:?}");
+    // A scan that began before the GPU was removed is followed by another.
     replace(&xml, str::from_utf8(HOST).unwrap());
     host.write_all(HOST).unwrap();
     drop(host);
@@ -140,7 +140,6 @@ async fn events_come_through_while_the_host_is_looked_at() {
 async fn hung_driver_version_delays_nothing() {
     let setup = quick();
     let module = setup.at("sys/module/nvidia");
-    // A read of it waits for a writer.
     fifo(&module.join("version"));
     let (node, kubelet) = setup.serve(8).await;
     node.setup.tell("xid 4 79");
@@ -154,7 +153,7 @@ async fn hung_driver_version_delays_nothing() {
     let hung = node.setup.at("hung");
     std::fs::rename(module.join("version"), &hung).unwrap();
     replace(&module.join("version"), "580.95.05\n");
-    // Who waits gets nothing to read.
+    // The read that waits gets an empty file.
     drop(writer(&hung).await);
     let load = std::os::unix::fs::MetadataExt::ino(&std::fs::metadata(&module).unwrap());
     let known = async || match driver().await {
@@ -162,17 +161,21 @@ async fn hung_driver_version_delays_nothing() {
         other => Err(other),
     };
     until(known).await;
-    assert_eq!(kubelet.state().resources[GPU].unhealthy.len(), 1, "the same driver, known late, is no other one");
+    assert_eq!(
+        kubelet.state().resources[GPU].unhealthy.len(),
+        1,
+        "learning the driver's version late is not a change of driver"
+    );
 }
 
 /// As under WSL, or in a container whose /sys is not the host's.
 #[tokio::test]
-async fn a_bus_that_never_showed_a_gpu_says_nothing_of_its_health() {
+async fn gpus_that_the_bus_never_had_stay_healthy() {
     let setup = quick();
     setup.on_bus("0000:77:00.0");
     let (node, kubelet) = setup.serve(8).await;
-    // Two rounds of looks later all are what they were.
+    // Two polls later all GPUs are still healthy.
     node.setup.tell("calls nvmlDeviceGetTemperature 16");
     assert_eq!(kubelet.state().resources[GPU].healthy.len(), 8);
-    assert_eq!(node.process.count("PCI bus any more") + node.process.count("not on the PCI bus"), 0);
+    assert_eq!(node.process.count("not on the PCI bus"), 0);
 }
