@@ -37,19 +37,19 @@ pub async fn channel(path: PathBuf) -> Result<Channel, tonic::transport::Error> 
 async fn caller_with_other_uid_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let kubelet = kubelet_in(folder.path(), |_| {});
-    // A uid that no process has: not even the test may call.
+    // No process has this uid, so that even the test's own calls are refused.
     let callers = Callers::only(4_000_000_000);
     let alone = Alone::start(Settings { callers, ..Settings::new(folder.path().join("kubelet.sock")) });
-    // The kubelet dials back and is us.
-    let us = std::fs::metadata(folder.path()).unwrap().uid();
-    alone.log.has(&["refused a caller", &format!("uid={us} pid={}", std::process::id())]).await;
+    // The kubelet that dials back runs in the test's own process.
+    let own_uid = std::fs::metadata(folder.path()).unwrap().uid();
+    alone.log.has(&["refused a caller", &format!("uid={own_uid} pid={}", std::process::id())]).await;
     assert!(*alone.phase.borrow() != Phase::Serving);
     assert_eq!(kubelet.state().resources[GPU].calls.list_and_watch, 0);
     alone.end().await;
 }
 
-/// Not a test: what [`stream_of_another_process_does_not_count`] starts as a process of its own, in a folder with
-/// a socket of ours. Anywhere else it does nothing.
+/// Plays the other process of [`stream_of_another_process_does_not_count`], which starts it in a folder with one of
+/// our sockets. Does nothing in a folder without one.
 #[tokio::test]
 #[ignore = "the other process of another test"]
 async fn the_other_process() {
@@ -67,7 +67,7 @@ async fn the_other_process() {
 async fn stream_of_another_process_does_not_count() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
-    // It says that it knows us, and never calls.
+    // The kubelet accepts the registration, and never dials back.
     kubelet.set_fault(Fault::AnswerWithoutDial);
     let node = setup.start().await;
     node.process.said("\"registered\"").await;
@@ -79,13 +79,13 @@ async fn stream_of_another_process_does_not_count() {
         .spawn()
         .unwrap();
     crate::run::node::until(async || std::fs::metadata(node.setup.at("listed"))).await;
-    // It gets its list, and we are as ready as before.
+    // The other process gets its list, and linkwise stays unready.
     let answer = node.ready(503, "waiting for the kubelet's ListAndWatch").await;
     assert!(answer.body.contains(GPU));
     kubelet.set_fault(Fault::None);
     registered(&kubelet, 1, 8).await;
     node.ready(200, "").await;
-    // The session ended for want of the kubelet's stream: the other's was open all the while.
+    // The session ended because the kubelet opened no stream, although the other process had one all the time.
     node.process.said("the kubelet did not open ListAndWatch within").await;
     assert_eq!(node.process.count("PodResources does not list our devices"), 0);
     let _ = other.kill().await;
@@ -97,9 +97,9 @@ async fn refused_user_is_counted_and_logged_once() {
     let mode = |path: &Path, mode| std::fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
     let refused = format!("linkwise_refused_callers_total{{resource=\"{GPU}\"}}");
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
-    let (us, folder) = (std::fs::metadata(node.setup.at("")).unwrap().uid(), node.setup.at("k"));
-    if us != 0 {
-        // Only root can change its user.
+    let (own_uid, folder) = (std::fs::metadata(node.setup.at("")).unwrap().uid(), node.setup.at("k"));
+    if own_uid != 0 {
+        // Only root can start a process as another user.
         return;
     }
     // The file modes admit every user: only the uid that the kernel reports counts.
@@ -107,8 +107,8 @@ async fn refused_user_is_counted_and_logged_once() {
         mode(&path, open);
     }
     let program = node.setup.at("linkwise");
-    // Not by this process: a child of another test that has just been forked would keep the copy open for writing, and a
-    // program that is open so cannot be started (ETXTBSY).
+    // `cp` makes the copy, not this process: a child that another test has just forked would keep the copy open for
+    // writing, and such a program cannot be started (ETXTBSY).
     let copied = std::process::Command::new("cp").arg(&node.setup.program).arg(&program).status().unwrap();
     assert!(copied.success());
     let mut pids = Vec::new();
@@ -125,10 +125,10 @@ async fn refused_user_is_counted_and_logged_once() {
     node.metric(&refused, 2).await;
     let line = node.process.said("refused a caller").await;
     assert_eq!((line["uid"].as_u64(), line["pid"].as_u64()), (Some(NOBODY.into()), pids[0].map(Into::into)));
-    assert_eq!(node.process.count("refused a caller"), 1, "further ones are counted");
+    assert_eq!(node.process.count("refused a caller"), 1, "further refusals are only counted");
 }
 
-/// Everything is as it was: the one registration stands, and pods are admitted.
+/// Asserts that the one registration stands, and that pods are admitted.
 async fn undisturbed(node: &crate::run::node::Node, kubelet: &KubeletBox, pod: &str) {
     let state = kubelet.state().resources[GPU].clone();
     assert_eq!((state.registrations, state.open_streams, state.connected), (1, 1, true));
@@ -147,16 +147,16 @@ async fn non_http2_client_disturbs_no_other() {
         ("another protocol", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".to_vec()),
         ("noise", (0..4096_u32).map(|number| u8::try_from(number * 7 % 251).unwrap()).collect()),
         ("half a preface", preface[..10].iter().copied().chain(std::iter::repeat_n(b'x', 64)).collect()),
-        ("a frame longer than any may be", with(&[0xff, 0xff, 0xff, 0, 0, 0, 0, 0, 1])),
+        ("a frame above every size limit", with(&[0xff, 0xff, 0xff, 0, 0, 0, 0, 0, 1])),
         ("settings of a wrong length", with(&[0, 0, 5, 4, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5])),
         ("data on stream 0", with(&[0, 0, 1, 0, 0, 0, 0, 0, 0, 1])),
-        ("headers that are none", with(&[0, 0, 4, 1, 5, 0, 0, 0, 1, 0xff, 0xff, 0xff, 0xff])),
+        ("invalid headers", with(&[0, 0, 4, 1, 5, 0, 0, 0, 1, 0xff, 0xff, 0xff, 0xff])),
         ("a window of 0", with(&[0, 0, 4, 8, 0, 0, 0, 0, 0, 0, 0, 0, 0])),
         ("a continuation of nothing", with(&[0, 0, 1, 9, 4, 0, 0, 0, 1, 0])),
     ];
     for (index, (what, bytes)) in cases.into_iter().enumerate() {
         let mut stream = UnixStream::connect(&node.setup.sockets()[0]).await.unwrap();
-        // It may be closed while we still write.
+        // linkwise may close the connection while the test still writes.
         let _ = stream.write_all(&bytes).await;
         let mut answer = Vec::new();
         let end = timeout(LIMIT, stream.read_to_end(&mut answer)).await;
@@ -180,7 +180,7 @@ async fn oversized_message_is_refused() {
     let container_requests = vec![wire::ContainerAllocateRequest { devices_ids: vec!["x".repeat(5 << 20)] }];
     let refused = client.allocate(wire::AllocateRequest { container_requests }).await.unwrap_err();
     assert_eq!(refused.code(), Code::OutOfRange, "{refused}");
-    // A head without end.
+    // Headers that are too large.
     let mut request = tonic::Request::new(wire::Empty {});
     request.metadata_mut().insert("x-long", "x".repeat(1 << 20).parse().unwrap());
     assert!(client.get_device_plugin_options(request).await.is_err());
@@ -199,7 +199,7 @@ async fn many_streams_and_calls_are_all_answered() {
         for _ in 0..8 {
             let mut client = client.clone();
             let opened = timeout(LIMIT, client.list_and_watch(wire::Empty {})).await;
-            let mut stream = opened.expect("a stream in time").unwrap().into_inner();
+            let mut stream = opened.expect("the stream opens in time").unwrap().into_inner();
             assert_eq!(timeout(LIMIT, stream.message()).await.unwrap().unwrap().unwrap().devices.len(), 8);
             streams.push(stream);
         }
@@ -217,13 +217,13 @@ async fn many_streams_and_calls_are_all_answered() {
             });
         }
     }
-    // In the middle of it all a pod is admitted.
+    // Meanwhile a pod is admitted.
     kubelet.admit(&Pod::single("pod", GPU, 4), None).await.unwrap();
     let answers = timeout(LIMIT, calls.join_all()).await.unwrap();
     assert!(answers.len() == 10_000 && answers.iter().all(|answer| *answer == answers[0] && answer.len() == 4));
     node.setup.tell("xid 7 79");
     for stream in &mut streams {
-        // A list that says what the last one did may come between.
+        // A list that repeats the last one may come first.
         let told = async {
             loop {
                 let list = stream.message().await.unwrap().unwrap();

@@ -1,4 +1,4 @@
-//! The NVIDIA plugin's command as its Helm chart calls it: our binary under its name, its variables, its flags.
+//! Our binary in the place of the NVIDIA plugin's: its name, and the variables and flags that its Helm chart sets.
 
 use std::os::unix::fs::symlink;
 
@@ -18,7 +18,7 @@ fn installed(mut setup: Setup) -> Setup {
 
 const HALF: &str = "nvidia.com/mig-3g.40gb";
 
-/// What a container gets of a MIG device, by all of the ways that are asked for below.
+/// The answer for one MIG device, with all strategies that the tests below set.
 const EXPECTED: [&str; 6] = [
     "env NVIDIA_VISIBLE_DEVICES=2:0",
     "cdi k8s.device-plugin.nvidia.com/gpu=2:0",
@@ -34,14 +34,12 @@ async fn serves(setup: Setup) {
     let got = lines(&allocation(&kubelet, "pod", HALF, 1).await);
     assert_eq!(got[..6], EXPECTED);
     assert_eq!(kubelet.state().resources[GPU].healthy.len(), 1);
-    // Nothing of it is odd.
+    // No setting is warned about.
     assert_eq!(node.process.count("\"message\":\"configuration"), 0, "{:#?}", node.process.lines());
 }
 
-/// No word on the command line: by which name we are called says what to do.
-///
-/// The variables of daemonset-device-plugin.yml of the chart 0.17 to 0.20 with every value set; those that are not the
-/// plugin's own but the container runtime's are last.
+/// Sets the variables of daemonset-device-plugin.yml in the charts 0.17 to 0.20, with every value set and no argument.
+/// The last ones are for the container runtime.
 #[tokio::test]
 async fn chart_variables_are_accepted() {
     let mut setup = installed(cdi_setup(mixed())).variables(
@@ -54,7 +52,7 @@ async fn chart_variables_are_accepted() {
     let file = setup.at("config.yaml");
     std::fs::write(&file, "version: v1\nflags:\n  migStrategy: none\n").unwrap();
     setup.by_variables = true;
-    // Where the chart mounts these; on this machine they are elsewhere.
+    // The chart mounts these at fixed paths; here they are in the test's folder.
     let places = [
         ("CONFIG_FILE", file),
         ("DRIVER_ROOT_CTR_PATH", setup.at("driver")),
@@ -66,10 +64,10 @@ async fn chart_variables_are_accepted() {
 
 #[tokio::test]
 async fn nvidia_flags_are_accepted() {
-    let flags = "--mig-strategy=mixed --fail-on-init-error=true --mps-root=/run/nvidia/mps --nvidia-dev-root=/run/driver \
-         --pass-device-specs=true --device-list-strategy=envvar --device-list-strategy=cdi-cri \
-         --device-id-strategy=index --gdrcopy-enabled=false --gds-enabled=false --mofed-enabled=false \
-         --cdi-annotation-prefix=cdi.k8s.io/ --nvidia-cdi-hook-path=/usr/bin/nvidia-cdi-hook \
-         --device-discovery-strategy=nvml";
+    let flags = "--mig-strategy=mixed --fail-on-init-error=true --mps-root=/run/nvidia/mps \
+         --nvidia-dev-root=/run/driver --pass-device-specs=true --device-list-strategy=envvar \
+         --device-list-strategy=cdi-cri --device-id-strategy=index --gdrcopy-enabled=false --gds-enabled=false \
+         --mofed-enabled=false --cdi-annotation-prefix=cdi.k8s.io/ \
+         --nvidia-cdi-hook-path=/usr/bin/nvidia-cdi-hook --device-discovery-strategy=nvml";
     serves(installed(cdi_setup(mixed())).args(flags.split_whitespace())).await;
 }

@@ -1,5 +1,5 @@
-//! A wall clock that jumps, on the whole process: by a library of the tests' own (`clock.c`) between it and the C
-//! library. The kernel's clock must not be moved.
+//! A wall clock that jumps under the whole process. A preloaded library (`clock.c`) answers the calls for the time,
+//! because the kernel's clock must not be moved.
 
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -10,14 +10,14 @@ use serde_json::Value;
 use crate::run::health::{file, kept};
 use crate::run::node::{GPU, Node, Setup, registered, replace, unhealthy, until, uuid};
 
-/// Twenty years, in seconds.
-const AGES: i64 = 20 * 31_556_952;
+/// Seconds of twenty years.
+const TWENTY_YEARS: i64 = 20 * 31_556_952;
 
 fn offset(setup: &Setup) -> PathBuf {
     setup.at("wall-clock")
 }
 
-/// A machine with a wall clock that can be moved. It needs a C compiler, as Rust's linker does.
+/// A machine whose wall clock the test can move. Needs a C compiler, as Rust's linker does.
 fn movable(setup: Setup) -> Setup {
     let library = setup.at("clock.so");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/run/clock.c");
@@ -27,7 +27,7 @@ fn movable(setup: Setup) -> Setup {
     setup.env("LD_PRELOAD", library.to_str().unwrap()).env("WALL_CLOCK", file.to_str().unwrap())
 }
 
-/// Moves the wall clock to so many seconds from the true one.
+/// Sets the wall clock's distance from the true time, in seconds.
 fn jump(setup: &Setup, seconds: i64) {
     replace(&offset(setup), &seconds.to_string());
 }
@@ -37,8 +37,7 @@ fn now() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs()
 }
 
-/// Waits for the log line of an application's XID that was not logged before; returns its time by the process's wall
-/// clock.
+/// Sends an XID that was not logged before, and returns the year of its log line by the process's wall clock.
 async fn year_of(node: &Node, xid: u64) -> i64 {
     node.setup.tell(&format!("xid 5 {xid}"));
     let line = node.process.logged(|line| line["xid"] == xid).await;
@@ -46,7 +45,7 @@ async fn year_of(node: &Node, xid: u64) -> i64 {
     line["timestamp"].as_str().unwrap().rsplitn(5, '-').last().unwrap().parse().unwrap()
 }
 
-/// Since when a GPU is unhealthy, by the metrics.
+/// The time at which a GPU became unhealthy, by the metrics.
 async fn since(node: &Node, gpu: u32, reason: &str) -> u64 {
     let series = format!("linkwise_gpu_unhealthy_since_seconds{{uuid=\"{}\",reason=\"{reason}\"}} ", uuid(1, gpu));
     let ask = async || {
@@ -63,15 +62,15 @@ async fn wall_clock_jump_changes_no_state() {
     let (node, kubelet) = movable(setup).serve(8).await;
     node.setup.tell("fail 2 nvmlDeviceGetTemperature 999");
     unhealthy(&kubelet, &[2]).await;
-    // It answers again, and three rounds of eight GPUs show it: the hold of an hour has begun.
+    // The GPU answers again, and three polls of all GPUs show it: the hold time of an hour has begun.
     node.setup.tell("unfail 2 nvmlDeviceGetTemperature");
     node.setup.tell("calls nvmlDeviceGetTemperature 24");
     let this_year = year_of(&node, 13).await;
-    for (xid, jumped) in [(31, AGES), (43, -AGES), (32, -2 * AGES)] {
+    for (xid, jumped) in [(31, TWENTY_YEARS), (43, -TWENTY_YEARS), (32, -2 * TWENTY_YEARS)] {
         jump(&node.setup, jumped);
-        // The process sees it.
+        // The process sees the jump.
         let years = year_of(&node, xid).await - this_year;
-        assert!((years - jumped / (AGES / 20)).abs() <= 1, "{years} years");
+        assert!((years - jumped / (TWENTY_YEARS / 20)).abs() <= 1, "{years} years");
         node.setup.tell("calls nvmlDeviceGetTemperature 24");
         assert_eq!(kubelet.state().resources[GPU].unhealthy, [uuid(1, 2)].into());
         node.ready(200, "ready").await;
@@ -92,7 +91,7 @@ async fn wall_clock_jump_changes_no_state() {
 async fn hold_ends_despite_wall_clock_jumps() {
     let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=50").arg("--health-hold-ms=200");
     let (node, kubelet) = movable(setup).serve(8).await;
-    for (gpu, jumped) in [(2, -AGES), (3, -2 * AGES), (6, AGES)] {
+    for (gpu, jumped) in [(2, -TWENTY_YEARS), (3, -2 * TWENTY_YEARS), (6, TWENTY_YEARS)] {
         node.setup.tell(&format!("fail {gpu} nvmlDeviceGetTemperature 999"));
         unhealthy(&kubelet, &[gpu]).await;
         node.setup.tell(&format!("unfail {gpu} nvmlDeviceGetTemperature"));
@@ -108,7 +107,7 @@ async fn record_is_read_under_an_earlier_wall_clock() {
     kept(&node.setup, &uuid(1, 2)).await;
     let began = since(&node, 2, "xid").await;
     let setup = node.end().await;
-    // As on a board whose clock has lost its battery. Earlier than 1970 Linux sets no clock (clock_settime(2)).
+    // As on a board whose clock lost its battery. Linux sets no clock before 1970 (clock_settime(2)).
     let an_hour = 3600;
     jump(&setup, an_hour - i64::try_from(now()).unwrap());
     let node = setup.start().await;
@@ -117,9 +116,9 @@ async fn record_is_read_under_an_earlier_wall_clock() {
     node.setup.tell("xid 3 79");
     kept(&node.setup, &uuid(1, 3)).await;
     let early = since(&node, 3, "xid").await;
-    assert!((3600..7200).contains(&early), "by the clock of the start: {early}");
+    assert!((3600..7200).contains(&early), "the time does not follow the clock at the start: {early}");
     let setup = node.end().await;
-    jump(&setup, AGES);
+    jump(&setup, TWENTY_YEARS);
     let node = setup.start().await;
     registered(&kubelet, 3, 6).await;
     assert_eq!((since(&node, 2, "xid").await, since(&node, 3, "xid").await), (began, early));

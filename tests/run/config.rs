@@ -15,7 +15,7 @@ async fn serve(text: &str) -> (Node, KubeletBox, PathBuf) {
     (node, kubelet, file)
 }
 
-/// Waits until every GPU claims NUMA nodes, or none does.
+/// Waits until every GPU has a NUMA hint, or none has.
 pub async fn hinted(kubelet: &KubeletBox, hinted: bool) {
     let claims = |nodes: &BTreeSet<i64>| nodes.is_empty() != hinted;
     kubelet
@@ -51,7 +51,7 @@ async fn rejected_file_leaves_the_previous_one() {
     let line = node.process.logged(|line| line["level"] == "ERROR" && line["key"] == "linkwise.numaHints").await;
     assert_eq!(line["line"], 1);
     node.process.said("configuration rejected, keeping the previous one").await;
-    // It serves as before, and a container that starts again has what it had. A missing file is rejected too.
+    // Pods are admitted as before, and a restarted container keeps its devices. A missing file is rejected too.
     let held = allocation(&kubelet, "meanwhile", GPU, 1).await;
     hinted(&kubelet, false).await;
     assert_eq!(kubelet.restart_container("meanwhile", "main").unwrap()[GPU], held);
@@ -63,7 +63,7 @@ async fn rejected_file_leaves_the_previous_one() {
 }
 
 #[tokio::test]
-async fn sighup_reloads_the_file_and_is_harmless_without_one() {
+async fn sighup_reloads_the_file_if_there_is_one() {
     for setup in [Setup::on("dgx1-v100").config("version: v1\n"), Setup::on("dgx1-v100")] {
         let (node, kubelet) = setup.serve(8).await;
         node.process.signal("HUP");
@@ -74,7 +74,7 @@ async fn sighup_reloads_the_file_and_is_harmless_without_one() {
 }
 
 #[tokio::test]
-async fn key_without_effect_is_a_warning_and_the_file_applies() {
+async fn key_without_effect_warns_and_file_applies() {
     for (text, key, said) in [
         ("flags:\n  migStratgey: none\n", "flags.migStratgey", "did you mean 'migStrategy'?"),
         ("resources:\n  gpus:\n  - {pattern: '*', name: v100}\n", "resources", "linkwise: {naming: true}"),
@@ -99,7 +99,7 @@ async fn setting_without_effect_is_one_log_line() {
         assert!(line["problem"].as_str().unwrap().contains(said), "{line}");
         assert_eq!(node.process.count("\"message\":\"configuration"), 1, "{:#?}", node.process.lines());
     }
-    // The value that linkwise works by anyway is not logged.
+    // A value that asks for linkwise's only behaviour is not logged.
     let (node, _kubelet) = Setup::on("dgx1-v100").env("DEVICE_DISCOVERY_STRATEGY", "nvml").serve(8).await;
     assert_eq!(node.process.count("iscovery"), 0, "{:#?}", node.process.lines());
 }
@@ -124,7 +124,7 @@ async fn invalid_configuration_ends_the_start() {
 async fn file_overrides_the_class_of_an_xid() {
     let text = "linkwise:\n  health:\n    xids: {31: reset-gpu, 79: application}\n";
     let (node, kubelet, _file) = serve(text).await;
-    // The built-in table has it the other way round.
+    // The built-in table says the opposite.
     node.setup.tell("xid 1 79");
     node.setup.tell("xid 2 31");
     unhealthy(&kubelet, &[2]).await;

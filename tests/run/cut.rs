@@ -1,4 +1,4 @@
-//! A kubelet whose connection breaks in the middle of whatever we say, byte by byte.
+//! A kubelet whose connection breaks in the middle of our messages, each time a few bytes later.
 
 use std::io;
 use std::path::PathBuf;
@@ -22,7 +22,7 @@ use wire::registration_server::{Registration, RegistrationServer};
 use crate::run::kubelet::{Alone, quick};
 use crate::run::node::LIMIT;
 
-/// A kubelet that follows each plugin for `step` bytes more than the one before.
+/// A kubelet that reads `step` bytes more from each plugin than from the previous one, and then loses the connection.
 struct Kubelet {
     folder: PathBuf,
     step: u64,
@@ -37,7 +37,7 @@ impl Registration for Kubelet {
         let (path, left) = (self.folder.join(request.into_inner().endpoint), number * self.step);
         let connector = tower::service_fn(move |_| {
             let path = path.clone();
-            // It breaks once so many bytes have been read.
+            // The connection breaks once `left` bytes have been read.
             async move {
                 let (read, write) = UnixStream::connect(path).await?.into_split();
                 io::Result::Ok(TokioIo::new(tokio::io::join(read.take(left), write)))
@@ -64,7 +64,7 @@ async fn stream_cut_at_any_byte_leads_to_registration() {
     let incoming = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());
     let registrations = Arc::new(AtomicU64::new(0));
     let (listed, mut lists) = mpsc::channel(1);
-    // Our settings, headers and the list are some 600 bytes: twenty cuts and more in the midst of them.
+    // Our settings, headers and list are some 600 bytes, so that more than twenty cuts fall inside them.
     let kubelet = Kubelet { folder: folder.path().into(), step: 25, registrations: registrations.clone(), listed };
     let server =
         tokio::spawn(Server::builder().add_service(RegistrationServer::new(kubelet)).serve_with_incoming(incoming));

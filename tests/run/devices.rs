@@ -1,4 +1,4 @@
-//! The main road: registered, listed, chosen, allocated, and what /metrics says of it.
+//! The usual course: GPUs are registered, listed, chosen and allocated, and /metrics shows it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::run::node::{GPU, Setup, allocation, machine, uuid};
 
-/// What `linkwise allocate` would choose on a built-in machine.
+/// The choice of `linkwise allocate` on a built-in machine.
 fn chosen(machine: &str, size: u32, available: &str) -> Vec<String> {
     let size = size.to_string();
     let args = ["allocate", "--node", machine, "--size", &size, "--available", available, "--format", "json"];
@@ -34,7 +34,7 @@ async fn every_gpu_is_registered_healthy_with_its_numa_node() {
 }
 
 #[tokio::test]
-async fn a_numa_node_without_cpus_or_of_another_host_is_not_claimed() {
+async fn numa_node_unknown_to_the_host_is_not_claimed() {
     // This host has one NUMA node; NVML names two.
     let (_node, kubelet) = Setup::on("dgx1-v100").env("HWLOC_SYNTHETIC", "pack:1 numa:1 pu:2").serve(8).await;
     let gpu = &kubelet.state().resources[GPU];
@@ -48,7 +48,7 @@ async fn a_numa_node_without_cpus_or_of_another_host_is_not_claimed() {
 }
 
 #[tokio::test]
-async fn pods_get_what_the_command_line_says_they_would() {
+async fn pods_get_the_choice_of_linkwise_allocate() {
     for (name, number) in [("dgx1-v100", 1), ("dgx-h100", 2)] {
         let (node, kubelet) = Setup::on(name).serve(8).await;
         let mut free: BTreeSet<u32> = (0..8).collect();
@@ -98,7 +98,7 @@ async fn metrics_are_openmetrics_and_current() {
     let gpu = "linkwise_gpu{uuid=\"GPU-00000002-0000-4000-8000-000000000004\",index=\"4\",pci=\"0000:9d:00.0\",\
                model=\"NVIDIA H100 80GB HBM3\",numa=\"1\"}";
     node.metric(gpu, 1).await;
-    // The stream that ended with the kubelet is counted, and not as a success.
+    // The stream that ended with the kubelet counts as cancelled.
     kubelet.stop().await.unwrap();
     node.metric("linkwise_kubelet_connected{resource=\"nvidia.com/gpu\"}", 0).await;
     let gone = "linkwise_rpcs_total{resource=\"nvidia.com/gpu\",method=\"ListAndWatch\",code=\"CANCELLED\"}";

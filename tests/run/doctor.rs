@@ -1,5 +1,4 @@
-//! `linkwise doctor` on machines that are well and on machines that are not: each line that is not `ok` is produced
-//! here by what it is about.
+//! `linkwise doctor` on healthy and broken machines: each finding that is not `ok` is caused by its fault here.
 
 mod gpus;
 
@@ -15,15 +14,15 @@ use tokio::time::timeout;
 use crate::dra::published::golden;
 use crate::run::node::{LIMIT, Setup, fifo, machine, registered, started_by, stranger};
 
-/// A machine on which nothing is wrong; what is at its paths is what a container sees.
-fn well() -> (Setup, KubeletBox) {
+/// A machine without faults; the test's folder stands for the file system that a container sees.
+fn healthy() -> (Setup, KubeletBox) {
     let setup = Setup::on("dgx1-v100");
     setup.all_on_bus();
-    around(setup)
+    with_host(setup)
 }
 
-/// What is around the GPUs: device nodes (any character device will do), the kernel module's words, a kubelet.
-fn around(setup: Setup) -> (Setup, KubeletBox) {
+/// Adds the rest of a healthy node: device nodes (any character device will do), a kernel module's version, a kubelet.
+fn with_host(setup: Setup) -> (Setup, KubeletBox) {
     for folder in ["dev/nvidia-caps", "proc/driver/nvidia"] {
         fs::create_dir_all(setup.at(folder)).unwrap();
     }
@@ -36,15 +35,15 @@ fn around(setup: Setup) -> (Setup, KubeletBox) {
     (setup, kubelet)
 }
 
-/// Its exit code and its answer.
+/// Runs a command, and returns its exit code and standard output.
 async fn run(mut command: Command) -> (Option<i32>, String) {
-    let output = timeout(LIMIT, command.output()).await.expect("it ends in time").unwrap();
+    let output = timeout(LIMIT, command.output()).await.expect("the doctor ends in time").unwrap();
     let words: Vec<&str> = std::str::from_utf8(&output.stderr).unwrap().lines().collect();
     assert!(words.iter().all(|line| line.starts_with("fake-nvml:")), "{words:?}");
     (output.status.code(), String::from_utf8(output.stdout).unwrap())
 }
 
-/// What it finds, and whether anything failed.
+/// Runs the doctor, and checks that its exit code fits and that each bad finding has advice.
 async fn look(setup: &Setup, more: &[&str]) -> Value {
     let mut command = setup.doctor();
     command.args(["--format", "json"]).args(more);
@@ -58,7 +57,7 @@ async fn look(setup: &Setup, more: &[&str]) -> Value {
     report
 }
 
-/// How many findings of a check have this status and this text.
+/// The number of findings of a check with this status and this text.
 fn count(report: &Value, check: &str, status: &str, text: &str) -> usize {
     let is = |finding: &&Value| {
         let what = finding["what"].as_str().unwrap();
@@ -67,17 +66,17 @@ fn count(report: &Value, check: &str, status: &str, text: &str) -> usize {
     report["findings"].as_array().unwrap().iter().filter(is).count()
 }
 
-/// There is such a finding.
+/// Asserts that there is such a finding.
 fn found(report: &Value, check: &str, status: &str, text: &str) {
     assert!(count(report, check, status, text) > 0, "no {status} in {check} with '{text}': {report:#}");
 }
 
-/// There is no such finding.
+/// Asserts that there is no such finding.
 fn absent(report: &Value, check: &str, status: &str, text: &str) {
     assert_eq!(count(report, check, status, text), 0, "{status} in {check} with '{text}': {report:#}");
 }
 
-/// Each finding with this text has this advice.
+/// Asserts that each finding with this text has this advice.
 fn advised(report: &Value, what: &str, advice: &str) {
     let says = |value: &Value, text: &str| value.as_str().is_some_and(|words| words.contains(text));
     let findings = report["findings"].as_array().unwrap();
@@ -86,7 +85,7 @@ fn advised(report: &Value, what: &str, advice: &str) {
     assert!(advised && findings.iter().any(|finding| is(&finding)), "'{what}', '{advice}': {findings:#?}");
 }
 
-/// What people and scripts read, held in tests/snapshots.
+/// Compares a report with its golden file in tests/snapshots.
 fn holds(setup: &Setup, name: &str, text: &str) {
     let uid = std::os::unix::fs::MetadataExt::uid(&fs::metadata(setup.at("")).unwrap());
     let root = setup.at("").display().to_string();
@@ -96,7 +95,7 @@ fn holds(setup: &Setup, name: &str, text: &str) {
 
 #[tokio::test]
 async fn healthy_report_matches_golden_files() {
-    let (setup, _kubelet) = well();
+    let (setup, _kubelet) = healthy();
     let (code, text) = run(setup.doctor()).await;
     holds(&setup, "doctor-dgx1-v100.txt", &text);
     assert_eq!(code, Some(0), "{text}");
@@ -131,7 +130,7 @@ async fn unavailable_driver_reports_cause_and_remedy() {
         ("15", "NVML_ERROR_GPU_IS_LOST (15)", "reboot"),
         ("999", "NVML_ERROR_UNKNOWN (999)", "dmesg"),
     ] {
-        let (setup, _kubelet) = well();
+        let (setup, _kubelet) = healthy();
         fs::remove_file(setup.at("proc/driver/nvidia/version")).unwrap();
         setup.tell(&format!("init {code}"));
         let report = look(&setup, &[]).await;
@@ -139,7 +138,7 @@ async fn unavailable_driver_reports_cause_and_remedy() {
         remedy(&report, advice);
         found(&report, "gpus", "skipped", "NVML unavailable");
     }
-    let (mut setup, _kubelet) = well();
+    let (mut setup, _kubelet) = healthy();
     setup.tell("init 9");
     remedy(&look(&setup, &[]).await, "cannot reach it");
     setup.library = "/no/such/libnvidia-ml.so.1".into();
@@ -149,8 +148,8 @@ async fn unavailable_driver_reports_cause_and_remedy() {
 }
 
 #[tokio::test]
-async fn what_hangs_ends_with_timeout_and_hinders_no_other_check() {
-    let (setup, _kubelet) = well();
+async fn hung_check_times_out_and_delays_no_other() {
+    let (setup, _kubelet) = healthy();
     let look = async |setup: &Setup| look(setup, &["--timeout", "1"]).await;
     for call in ["nvmlInit_v2", "nvmlDeviceGetName"] {
         setup.tell(&format!("hang {call}"));
@@ -159,7 +158,7 @@ async fn what_hangs_ends_with_timeout_and_hinders_no_other_check() {
         found(&report, "sysfs", "ok", "8 NVIDIA GPUs on the PCI bus");
         setup.tell(&format!("unhang {call}"));
     }
-    // A child that does not end is killed.
+    // An agent that does not end is killed.
     setup.tell("hang nvmlShutdown");
     found(&look(&setup).await, "driver", "ok", "NVML answers");
     let recorded = setup.at("host.xml");
@@ -176,8 +175,8 @@ async fn what_hangs_ends_with_timeout_and_hinders_no_other_check() {
 }
 
 #[tokio::test]
-async fn module_of_another_version_and_gpu_without_minor_number_are_named() {
-    let (setup, _kubelet) = well();
+async fn other_module_version_and_missing_minor_are_named() {
+    let (setup, _kubelet) = healthy();
     let setup = setup.env("FAKE_NVML_FAIL", "3:nvmlDeviceGetMinorNumber:3");
     let module = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.1.2  Release Build\n";
     fs::write(setup.at("proc/driver/nvidia/version"), module).unwrap();
@@ -189,13 +188,13 @@ async fn module_of_another_version_and_gpu_without_minor_number_are_named() {
 
 #[tokio::test]
 async fn missing_or_closed_device_nodes_are_named() {
-    let (setup, _kubelet) = well();
+    let (setup, _kubelet) = healthy();
     for name in ["nvidia3", "nvidia-uvm", "nvidia4", "nvidia5"] {
         fs::remove_file(setup.at("dev").join(name)).unwrap();
     }
     fs::remove_dir(setup.at("dev/nvidia-caps")).unwrap();
     fs::write(setup.at("dev/nvidia4"), "").unwrap();
-    // Without a terminal that cannot be opened.
+    // A process without a terminal cannot open /dev/tty.
     symlink("/dev/tty", setup.at("dev/nvidia5")).unwrap();
     let mut command = started_by(&["setsid", "--wait"], &setup.doctor());
     command.args(["--format", "json"]);
@@ -212,7 +211,7 @@ async fn missing_or_closed_device_nodes_are_named() {
 
 #[tokio::test]
 async fn gpus_of_kernel_and_nvml_are_compared() {
-    let (setup, _kubelet) = well();
+    let (setup, _kubelet) = healthy();
     for (pci, driver) in [("0000:b0:00.0", Some("nvidia")), ("0000:b1:00.0", Some("vfio-pci")), ("0000:b2:00.0", None)]
     {
         setup.on_bus(pci);
@@ -230,14 +229,14 @@ async fn gpus_of_kernel_and_nvml_are_compared() {
     found(&report, "sysfs", "warning", "1 of 8 GPUs that NVML lists are not on the PCI bus");
     fs::remove_dir_all(setup.at("sys")).unwrap();
     found(&look(&setup, &[]).await, "sysfs", "failed", "there is no PCI bus under");
-    // Whether there is a GPU is not known then, and a driver that is not to be had is a failure.
+    // Without a PCI bus the node may have GPUs, so that an unavailable driver is a failure.
     setup.tell("init 9");
     found(&look(&setup, &[]).await, "driver", "failed", "NVML_ERROR_DRIVER_NOT_LOADED (9)");
 }
 
 #[tokio::test]
 async fn same_finding_on_eight_gpus_is_one_entry() {
-    let (setup, _kubelet) = well();
+    let (setup, _kubelet) = healthy();
     let faults: Vec<String> = (0..8).map(|gpu| format!("{gpu}:nvmlDeviceRegisterEvents:999")).collect();
     let setup = setup.env("FAKE_NVML_FAIL", &faults.join(","));
     for minor in 0..8 {
@@ -270,7 +269,7 @@ async fn same_finding_on_eight_gpus_is_one_entry() {
 async fn topology_warnings_come_with_advice() {
     let link = ", nvlinks: [{links: [0, 1], remote: {gpu: \"0000:02:00.0\"}}]";
     let gpus = [("GPU-a", "0000:01:00.0", link), ("GPU-b", "0000:02:00.0", ", nvlinks: []")];
-    let (setup, _kubelet) = around(Setup::with(&machine(&gpus)));
+    let (setup, _kubelet) = with_host(Setup::with(&machine(&gpus)));
     setup.on_bus("0000:01:00.0");
     setup.on_bus("0000:02:00.0");
     let report = look(&setup, &[]).await;
@@ -279,14 +278,14 @@ async fn topology_warnings_come_with_advice() {
 }
 
 #[tokio::test]
-async fn odd_gpu_and_unknown_nvlinks_are_told() {
+async fn odd_gpu_and_unknown_nvlinks_are_reported() {
     let links = ", nvlinks: [{links: [0, 1], remote: {switch: null}}]";
     let gpus = [
         ("GPU-a", "0000:01:00.0", links),
         ("GPU-b", "0000:02:00.0", ", nvlinks: []"),
         ("GPU-c", "0000:03:00.0", links),
     ];
-    let (setup, _kubelet) = around(Setup::with(&machine(&gpus)));
+    let (setup, _kubelet) = with_host(Setup::with(&machine(&gpus)));
     let report = look(&setup, &[]).await;
     let odd = "GPU 0000:02:00.0 is the odd one of 3 GPUs of its model: 0 of its NVLinks are up";
     found(&report, "topology", "warning", odd);
@@ -300,7 +299,7 @@ async fn odd_gpu_and_unknown_nvlinks_are_told() {
 
 #[tokio::test]
 async fn absent_kubelet_is_reported_by_cause() {
-    let (mut setup, kubelet) = well();
+    let (mut setup, kubelet) = healthy();
     kubelet.stop().await.unwrap();
     found(&look(&setup, &[]).await, "kubelet", "failed", "kubelet.sock: no process listens on it");
     fs::remove_file(&setup.kubelet_socket).unwrap();
@@ -308,7 +307,7 @@ async fn absent_kubelet_is_reported_by_cause() {
     fs::write(&setup.kubelet_socket, "").unwrap();
     found(&look(&setup, &[]).await, "kubelet", "failed", "kubelet.sock: is not a socket");
     found(&look(&setup, &[]).await, "kubelet", "skipped", "p/kubelet.sock: no process listens on it");
-    // One that hangs: the kernel goes on taking connections for it, until as many wait as it takes.
+    // A kubelet that hangs: the kernel accepts connections for it until its queue is full.
     fs::remove_file(&setup.kubelet_socket).unwrap();
     let _hanging = UnixListener::bind(&setup.kubelet_socket).unwrap();
     let silent = "kubelet.sock: a process listens, and does not answer within 2s";
@@ -324,7 +323,7 @@ async fn absent_kubelet_is_reported_by_cause() {
     found(&look(&setup, &[]).await, "kubelet", "failed", "No such file or directory");
     fs::write(setup.at("k"), "").unwrap();
     found(&look(&setup, &[]).await, "kubelet", "failed", "Not a directory");
-    // A folder in which no file can be made, and none at all.
+    // A folder that takes no file, and a path without a folder.
     setup.kubelet_socket = "/proc/kubelet.sock".into();
     found(&look(&setup, &[]).await, "kubelet", "failed", "/proc: ");
     setup.kubelet_socket = "kubelet.sock".into();
@@ -333,16 +332,16 @@ async fn absent_kubelet_is_reported_by_cause() {
 
 #[tokio::test]
 async fn other_plugins_in_kubelet_folder_are_named() {
-    let (setup, kubelet) = well();
+    let (setup, kubelet) = healthy();
     let node = setup.start().await;
     registered(&kubelet, 1, 8).await;
     let setup = &node.setup;
     let own = setup.sockets().remove(0);
     let report = look(setup, &[]).await;
     found(&report, "plugins", "ok", "linkwise serves linkwise-nvidia.com_gpu-");
-    assert_eq!(kubelet.state().resources["nvidia.com/gpu"].open_streams, 1, "nobody was disturbed");
+    assert_eq!(kubelet.state().resources["nvidia.com/gpu"].open_streams, 1, "the kubelet keeps its stream");
 
-    // Other names for a plugin that works.
+    // More names of the plugin that works.
     let folder = own.parent().unwrap();
     let mig = "linkwise-nvidia.com_mig-1g.10gb-";
     let twins = [format!("{mig}00000000.sock"), format!("{mig}11111111.sock")];
@@ -364,12 +363,12 @@ async fn other_plugins_in_kubelet_folder_are_named() {
     found(&report, "plugins", "ok", "other plugins: sriov.sock");
     let both = format!("2 linkwise serve nvidia.com/mig-1g.10gb: {}", twins.join(", "));
     found(&report, "plugins", "warning", &both);
-    assert!(!report.to_string().contains("dead.sock"), "nobody's, and removed by the next kubelet");
+    assert!(!report.to_string().contains("dead.sock"), "no plugin is known to own it, and the next kubelet removes it");
 }
 
 #[tokio::test]
 async fn broken_and_duplicate_cdi_specs_are_reported() {
-    let (setup, _kubelet) = well();
+    let (setup, _kubelet) = healthy();
     let spec = "cdiVersion: 0.6.0\nkind: nvidia.com/gpu\ndevices: [{name: '0'}, {name: all}]\ncontainerEdits: {}\n";
     let write = |path: &str, text: &str| {
         fs::create_dir_all(setup.at(path).parent().unwrap()).unwrap();
@@ -402,32 +401,32 @@ async fn broken_and_duplicate_cdi_specs_are_reported() {
 
 #[tokio::test]
 async fn topology_manager_findings_advise_numa_hints() {
-    let of = async |synthetic: &str, gpus: &[(&str, &str, &str)], more: &[&str]| {
-        let (setup, _kubelet) = around(Setup::with(&machine(gpus)).env("HWLOC_SYNTHETIC", synthetic));
+    let examine = async |synthetic: &str, gpus: &[(&str, &str, &str)], more: &[&str]| {
+        let (setup, _kubelet) = with_host(Setup::with(&machine(gpus)).env("HWLOC_SYNTHETIC", synthetic));
         look(&setup, more).await
     };
     let on = |node: u32| format!(", numa: {node}");
     let (near, far) = (on(0), on(1));
     let two = [("GPU-a", "0000:01:00.0", near.as_str()), ("GPU-b", "0000:02:00.0", far.as_str())];
-    let report = of("pack:1 numa:2 pu:2", &two, &[]).await;
+    let report = examine("pack:1 numa:2 pu:2", &two, &[]).await;
     found(&report, "topology manager", "warning", "packages have several NUMA nodes with CPUs");
-    let report = of("pack:1 numa:2 pu:2", &two, &["--numa-hints=package"]).await;
+    let report = examine("pack:1 numa:2 pu:2", &two, &["--numa-hints=package"]).await;
     assert!(!report.to_string().contains("packages have several"), "{report}");
-    let report = of("pack:9 numa:1 pu:2", &two, &[]).await;
+    let report = examine("pack:9 numa:1 pu:2", &two, &[]).await;
     found(&report, "topology manager", "warning", "9 NUMA nodes, 0 of them without CPUs: more than the 8");
     let some = [("GPU-a", "0000:01:00.0", near.as_str()), ("GPU-b", "0000:02:00.0", "")];
-    let report = of("pack:2 numa:1 pu:2", &some, &[]).await;
+    let report = examine("pack:2 numa:1 pu:2", &some, &[]).await;
     found(&report, "topology manager", "warning", "1 of 2 GPUs have no NUMA node (-1)");
-    let report = of("pack:2 numa:1 pu:2", &some, &["--numa-hints=off"]).await;
+    let report = examine("pack:2 numa:1 pu:2", &some, &["--numa-hints=off"]).await;
     absent(&report, "topology manager", "warning", "");
-    let report = of("pack:2 numa:1 pu:2", &[("GPU-a", "0000:01:00.0", "")], &[]).await;
+    let report = examine("pack:2 numa:1 pu:2", &[("GPU-a", "0000:01:00.0", "")], &[]).await;
     found(&report, "topology manager", "ok", "no GPU has a NUMA node (-1)");
-    // A node that NVML reports and the host does not list.
+    // A NUMA node that NVML reports and the host does not list.
     let beyond = [("GPU-a", "0000:01:00.0", ", numa: 7")];
-    let report = of("pack:2 numa:1 pu:2", &beyond, &[]).await;
+    let report = examine("pack:2 numa:1 pu:2", &beyond, &[]).await;
     found(&report, "topology manager", "warning", "1 of 1 GPU are on NUMA nodes unknown to this host (such as 7)");
     absent(&report, "topology manager", "warning", "without CPUs");
-    let report = of("pack:2 numa:1 pu:2", &beyond, &["--numa-hints=off"]).await;
+    let report = examine("pack:2 numa:1 pu:2", &beyond, &["--numa-hints=off"]).await;
     absent(&report, "topology manager", "warning", "");
 }
 
@@ -435,7 +434,7 @@ async fn topology_manager_findings_advise_numa_hints() {
 async fn gpu_faults_are_reported_by_gpu() {
     let faults =
         "1:nvmlDeviceGetName:999,1:nvmlDeviceRegisterEvents:999,2:nvmlDeviceGetUUID:999,4:nvmlDeviceGetName:16";
-    let (setup, _kubelet) = well();
+    let (setup, _kubelet) = healthy();
     let setup = setup.env("FAKE_NVML_FAIL", faults);
     setup.tell("lost 6");
     let report = look(&setup, &[]).await;
@@ -453,24 +452,24 @@ async fn gpu_faults_are_reported_by_gpu() {
     advised(&report, "nvmlDeviceRegisterEvents", "XIDs");
     advised(&report, "(16)", "nvidia-smi --gpu-reset");
     advised(&report, "(15)", "fallen off the bus");
-    // The kernel still has the two that NVML does not list.
+    // The PCI bus still has GPUs that NVML does not list.
     found(&report, "sysfs", "failed", "0000:0a:00.0");
 }
 
 #[tokio::test]
 async fn driver_facts_warn_but_missing_count_fails() {
     for (fault, status) in [("nvmlEventSetCreate", "warning"), ("nvmlDeviceGetCount_v2", "failed")] {
-        let (setup, _kubelet) = around(Setup::on("dgx1-v100"));
+        let (setup, _kubelet) = with_host(Setup::on("dgx1-v100"));
         let report = look(&setup.env("FAKE_NVML_FAIL", &format!("*:{fault}:999")), &[]).await;
         found(&report, "gpus", status, &format!("driver: {fault}: NVML_ERROR_UNKNOWN (999)"));
     }
-    let (setup, _kubelet) = around(Setup::with("version: 1\nname: bare\nobserved: {gpus: []}\n"));
+    let (setup, _kubelet) = with_host(Setup::with("version: 1\nname: bare\nobserved: {gpus: []}\n"));
     found(&look(&setup, &[]).await, "gpus", "skipped", "NVML lists no GPU");
 }
 
 #[tokio::test]
 async fn pods_too_large_for_policy_are_named() {
-    let (setup, _kubelet) = well();
+    let (setup, _kubelet) = healthy();
     fs::create_dir_all(setup.at("var/lib/kubelet")).unwrap();
     let refused = "single-numa-node never admits a pod of 8 GPUs here";
     for (policy, hints, refuses) in [
@@ -490,8 +489,8 @@ async fn pods_too_large_for_policy_are_named() {
 }
 
 #[tokio::test]
-async fn what_dra_lacks_is_named() {
-    let (setup, _kubelet) = well();
+async fn missing_prerequisites_of_dra_are_named() {
+    let (setup, _kubelet) = healthy();
     let command = |env: &[(&str, &str)]| {
         let mut command = setup.doctor();
         command.args(["--format", "json"]).envs(env.iter().copied());
@@ -528,7 +527,7 @@ async fn what_dra_lacks_is_named() {
 
 #[tokio::test]
 async fn second_writer_of_labels_is_named() {
-    let (setup, _kubelet) = well();
+    let (setup, _kubelet) = healthy();
     absent(&look(&setup, &[]).await, "labels", "skipped", "");
     let folder = setup.at("etc/kubernetes/node-feature-discovery/features.d");
     fs::create_dir_all(&folder).unwrap();

@@ -1,5 +1,5 @@
 //! The configurations of the NVIDIA plugin's README (`tests/configs/nvidia`), each in a whole process: the resources,
-//! their devices, and what a container gets. Goldens, to be compared with that README.
+//! their devices, and what a container gets. The snapshots are to be compared with that README.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -50,7 +50,7 @@ fn listing(kubelet: &KubeletBox) -> String {
     text
 }
 
-/// What pods of one container get, or why they are refused.
+/// The devices that pods of one container get, or the cause of their refusal.
 async fn pods(kubelet: &KubeletBox, asks: &[(&str, u32)]) -> String {
     let mut text = String::new();
     for (number, (resource, count)) in asks.iter().enumerate() {
@@ -60,7 +60,7 @@ async fn pods(kubelet: &KubeletBox, asks: &[(&str, u32)]) -> String {
                 let allocation = &admitted.grant("main", resource).unwrap().allocation;
                 writeln!(text, "  devices {}", allocation.devices.join(" ")).unwrap();
                 for line in lines(allocation) {
-                    // Control nodes are those of the machine that runs the test, where it has some.
+                    // Control nodes depend on the machine that runs the test.
                     if !["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-modeset"].iter().any(|it| line.contains(it))
                     {
                         writeln!(text, "  {line}").unwrap();
@@ -94,7 +94,7 @@ fn file(setup: Setup, name: &str) -> Setup {
     setup.arg("--config-file").arg(path)
 }
 
-/// A100s with so much memory, each cut into MIG devices of so many slices and so much memory; whole without any.
+/// A machine of A100s. A layout has the slices and MiB of a GPU's MIG devices; an empty one is a whole GPU.
 fn a100s(memory: u64, layouts: &[&[(u32, u64)]]) -> String {
     let mut text = "version: 1\nname: test\nobserved:\n  gpus:\n".to_owned();
     for (gpu, devices) in layouts.iter().enumerate() {
@@ -124,7 +124,7 @@ fn a100s(memory: u64, layouts: &[&[(u32, u64)]]) -> String {
 }
 
 #[tokio::test]
-async fn without_settings_and_with_all_defaults() {
+async fn explicit_defaults_act_as_no_settings() {
     let asks = [(GPU, 2), (GPU, 7)];
     let silent = story(Setup::on("dgx1-v100"), &[(GPU, 8)], &asks).await;
     insta::assert_snapshot!(silent);
@@ -162,14 +162,14 @@ async fn mig_strategy_single() {
     insta::assert_snapshot!(story(setup.arg("--pass-device-specs"), &[(GPU, 14)], &[(GPU, 1), (GPU, 2)]).await);
 }
 
-/// What `mixed` makes of the machine with different layouts.
+/// The resources of `mixed()` under the MIG strategy `mixed`.
 const MIXED_OFFER: [(&str, usize); 6] = [
     (GPU, 1),
     ("nvidia.com/mig-1g.10gb", 8),
     ("nvidia.com/mig-1g.10gb.me", 1),
     ("nvidia.com/mig-2g.20gb", 1),
     ("nvidia.com/mig-3g.40gb", 1),
-    // Not in the NVIDIA plugin (docs/mig.md).
+    // The NVIDIA plugin lacks this one (docs/mig.md).
     ("nvidia.com/mig-2c.4g.40gb", 2),
 ];
 

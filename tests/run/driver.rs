@@ -1,4 +1,4 @@
-//! What the driver reports and how it dies: one GPU's trouble is that GPU's, and admissions go on.
+//! An agent that dies, and a library in the driver root: admissions go on, and the log names the cause.
 
 use std::path::PathBuf;
 
@@ -8,11 +8,11 @@ const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";
 
 #[tokio::test]
-async fn the_nvml_process_starts_again_after_the_binary_was_replaced() {
+async fn agent_restarts_after_its_binary_was_deleted() {
     let mut setup = Setup::on("dgx1-v100");
     let binary = setup.program.clone();
     setup.program = binary.with_file_name(format!("linkwise-replaced-{}", std::process::id()));
-    // A link and no copy: what was just written may still be busy.
+    // A hard link, because a copy that was just written may still be busy (ETXTBSY).
     std::fs::hard_link(&binary, &setup.program).unwrap();
     let (node, kubelet) = setup.serve(8).await;
     std::fs::remove_file(&node.setup.program).unwrap();
@@ -20,7 +20,7 @@ async fn the_nvml_process_starts_again_after_the_binary_was_replaced() {
     unhealthy(&kubelet, &[1]).await;
     let first = node.agent(&[]).await;
     signal("KILL", first);
-    // Admissions go on, a new child comes, and what was known stays known.
+    // Admissions go on, a new agent starts, and GPU 1 stays unhealthy.
     allocation(&kubelet, "meanwhile", GPU, 2).await;
     node.agent(&[first]).await;
     node.metric(STARTS, 2).await;
@@ -32,7 +32,7 @@ async fn the_nvml_process_starts_again_after_the_binary_was_replaced() {
 }
 
 #[tokio::test]
-async fn the_end_of_the_nvml_process_is_not_laid_to_an_old_failure() {
+async fn killed_agent_is_not_blamed_on_an_old_failure() {
     let (node, _kubelet) = Setup::on("dgx1-v100").serve(8).await;
     node.setup.tell("fail * nvmlEventSetWait_v2 999");
     node.process.logged(|line| line["message"] == "NVML call failed").await;
@@ -41,7 +41,7 @@ async fn the_end_of_the_nvml_process_is_not_laid_to_an_old_failure() {
     assert!(line["cause"].as_str().unwrap().contains("SIGKILL"), "{line}");
 }
 
-/// A machine whose linkwise is given no library, and the place of one in the driver's root.
+/// A machine whose linkwise is given no library, and the path of the library in the driver root.
 fn with_driver_root() -> (Setup, PathBuf) {
     let mut setup = Setup::on("dgx1-v100");
     let folder = setup.at("driver/usr/lib/x86_64-linux-gnu");
@@ -58,7 +58,7 @@ async fn library_in_the_driver_root_is_loaded() {
     let (node, kubelet) = setup.serve(8).await;
     let line = node.process.said("NVML library loaded").await;
     assert_eq!(line["path"], library.to_str().unwrap());
-    // The next agent loads the same, which is no news.
+    // The next agent loads the same library, which is not logged again.
     signal("KILL", node.agent(&[]).await);
     node.metric(STARTS, 2).await;
     node.metric(UP, 1).await;
@@ -68,7 +68,7 @@ async fn library_in_the_driver_root_is_loaded() {
 }
 
 #[tokio::test]
-async fn broken_library_in_the_driver_root_is_named_unless_another_is_given() {
+async fn broken_library_in_the_driver_root_is_named() {
     let (setup, library) = with_driver_root();
     std::fs::write(&library, "no library").unwrap();
     let (status, words) = setup.arg("--fail-on-init-error=true").spawn().ended().await;

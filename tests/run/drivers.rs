@@ -20,11 +20,11 @@ fn quick() -> Setup {
 }
 
 fn version(setup: &Setup, version: &str) {
-    // Whole or not at all, as the kernel's is.
+    // In one step, as the kernel's file changes.
     replace(&setup.at("sys/module/nvidia/version"), &format!("{version}\n"));
 }
 
-/// Another driver, or the same one loaded again.
+/// Loads another driver, or the same one again.
 #[tokio::test]
 async fn loaded_driver_gets_a_new_agent_at_once() {
     for is_other in [true, false] {
@@ -48,14 +48,13 @@ async fn loaded_driver_gets_a_new_agent_at_once() {
         let driver = if is_other { "590.44.01" } else { "580.95.05" };
         node.process.logged(|line| line["message"] == "NVML available" && line["driver"] == driver).await;
         node.metric(UP, 1).await;
-        // What needed a reset has had one.
+        // Loading a driver resets the GPUs.
         unhealthy(&kubelet, &[]).await;
         assert_eq!(kubelet.state().resources[GPU].registrations, 1);
     }
 }
 
-/// A linkwise that forgot its GPUs would take a node with nothing on the PCI bus for one without GPUs, and wait for the
-/// bus; and with GPUs on the bus it would end.
+/// A linkwise that forgot its GPUs would idle if the PCI bus shows none, and would end if the bus shows some.
 #[tokio::test]
 async fn gone_driver_is_awaited_however_the_agent_ended() {
     for (is_released, is_on_bus) in [(false, false), (true, false), (false, true), (true, true)] {
@@ -73,13 +72,13 @@ async fn gone_driver_is_awaited_however_the_agent_ended() {
         if is_released {
             node.process.signal("USR2");
         } else {
-            // The agent is killed: its driver has gone.
+            // linkwise kills the agent, because its driver has gone.
             std::fs::remove_file(node.setup.at("sys/module/nvidia/version")).unwrap();
         }
         node.process.said("NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
         node.metric("linkwise_nvml_away", 1).await;
         node.process.said("NVML unavailable for longer than the grace period").await;
-        // Ready is whether the kubelet is served, and it is.
+        // linkwise is ready, because it serves the kubelet.
         node.ready(200, "ready").await;
         node.metric("linkwise_driver_released", 0).await;
         allocation(&kubelet, "meanwhile", GPU, 4).await;
@@ -90,7 +89,7 @@ async fn gone_driver_is_awaited_however_the_agent_ended() {
         node.metric("linkwise_idle", 0).await;
         let gpus = &kubelet.state().resources[GPU];
         assert_eq!((gpus.registrations, gpus.healthy.len()), (1, 8));
-        // A process that has heard of it may be the one that the driver's return ends.
+        // The return of the driver may end the agent that receives the XID: send it again.
         until(async || {
             node.setup.try_tell("xid 3 79").map_err(|error| error.to_string())?;
             let unhealthy = kubelet.state().resources[GPU].unhealthy.clone();
@@ -100,14 +99,14 @@ async fn gone_driver_is_awaited_however_the_agent_ended() {
     }
 }
 
-/// The pauses that the log has said of such lines.
+/// The pauses in the log lines with this message.
 fn pauses(node: &Node, message: &str) -> Vec<String> {
     let lines = node.process.lines().into_iter().filter_map(|line| serde_json::from_str::<Value>(&line).ok());
-    let told = lines.filter(|line| line["message"] == message);
-    told.map(|line| line["again_in"].as_str().unwrap().to_owned()).collect()
+    let lines_of_message = lines.filter(|line| line["message"] == message);
+    lines_of_message.map(|line| line["again_in"].as_str().unwrap().to_owned()).collect()
 }
 
-/// The same, once there are so many; those after the first `known`.
+/// Waits for `wanted` pauses after the first `known` ones, and returns them.
 async fn next_pauses(node: &Node, message: &str, known: usize, wanted: usize) -> Vec<String> {
     let ask = async || {
         let pauses = pauses(node, message).split_off(known);
@@ -120,7 +119,7 @@ async fn next_pauses(node: &Node, message: &str, known: usize, wanted: usize) ->
 
 #[tokio::test]
 async fn pauses_double_without_nvml_until_another_cause() {
-    const NOT: &str = "NVML unavailable";
+    const UNAVAILABLE: &str = "NVML unavailable";
     let setup = Setup::on("dgx1-v100").args(["--fail-on-init-error=false", "--log=debug"]);
     let setup = setup.args(["--nvml-pause-ms=100", "--nvml-poll-ms=50"]);
     setup.all_on_bus();
@@ -128,23 +127,23 @@ async fn pauses_double_without_nvml_until_another_cause() {
     version(&setup, "580.95.05");
     setup.tell("init 9");
     let (node, kubelet) = setup.start_beside_kubelet().await;
-    assert_eq!(next_pauses(&node, NOT, 0, 3).await, ["100ms", "200ms", "400ms"]);
-    // One cause is logged once.
-    let told = |line: &&String| line.contains(NOT) && line.contains("WARN");
-    assert_eq!(node.process.lines().iter().filter(told).count(), 1);
+    assert_eq!(next_pauses(&node, UNAVAILABLE, 0, 3).await, ["100ms", "200ms", "400ms"]);
+    // The same cause is logged once.
+    let is_warning = |line: &&String| line.contains(UNAVAILABLE) && line.contains("WARN");
+    assert_eq!(node.process.lines().iter().filter(is_warning).count(), 1);
     // An operator's order ends the pause.
     node.process.signal("USR1");
     node.metric("linkwise_driver_released", 1).await;
-    let known = pauses(&node, NOT).len();
+    let known = pauses(&node, UNAVAILABLE).len();
     node.process.signal("USR2");
-    assert_eq!(next_pauses(&node, NOT, known, 2).await, ["100ms", "200ms"]);
-    // Another driver, after a process that has worked.
+    assert_eq!(next_pauses(&node, UNAVAILABLE, known, 2).await, ["100ms", "200ms"]);
+    // Another driver, after an agent that has worked.
     node.setup.tell("init 0");
     registered(&kubelet, 1, 8).await;
     node.setup.tell("init 9");
-    let known = pauses(&node, NOT).len();
+    let known = pauses(&node, UNAVAILABLE).len();
     version(&node.setup, "590.44.01");
-    assert_eq!(next_pauses(&node, NOT, known, 2).await, ["100ms", "200ms"]);
+    assert_eq!(next_pauses(&node, UNAVAILABLE, known, 2).await, ["100ms", "200ms"]);
 }
 
 #[tokio::test]
@@ -172,7 +171,7 @@ async fn replaced_library_is_loaded_by_the_next_agent() {
         with(&new);
         std::fs::rename(&new, &library).unwrap();
     };
-    // Half a library: the agent works on with the one that it has loaded.
+    // A truncated library: the agent goes on with the one that it has loaded.
     replace(&|new| std::fs::write(new, b"\x7fELF").unwrap());
     node.setup.tell("calls nvmlDeviceGetTemperature 16");
     node.setup.tell("xid 1 79");
@@ -192,7 +191,7 @@ async fn replaced_library_is_loaded_by_the_next_agent() {
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 2))).await.unwrap();
 }
 
-/// What happens while no agent listens is found by polls.
+/// Polls find the changes that come while no agent listens.
 #[tokio::test]
 async fn first_poll_finds_what_happened_between_two_agents() {
     let setup = quick();

@@ -1,4 +1,4 @@
-//! Calls that fail during a scan: the value of the scan before stays, and the scan is repeated until the call works.
+//! Calls that fail during a scan: the value of the previous scan stays, and the scan is repeated until the call works.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -10,27 +10,27 @@ use crate::run::config::hinted;
 use crate::run::mig;
 use crate::run::node::{GPU, Setup, allocation, registered, replace, unhealthy, until};
 
-/// A machine whose driver has a word for what to do, looked at often, with a hold that is over at once.
+/// A machine with frequent polls and almost no hold time, whose driver reports recovery actions.
 fn quick(setup: Setup) -> Setup {
     setup.tell("recovery * 0");
     setup.args(["--nvml-poll-ms=50", "--health-hold-ms=1", "--pass-device-specs"])
 }
 
-/// What the kubelet knows of each resource: ids and NUMA nodes.
+/// The ids and NUMA nodes of each resource, as the kubelet knows them.
 fn listed(kubelet: &KubeletBox) -> BTreeMap<String, BTreeMap<String, BTreeSet<i64>>> {
     kubelet.state().resources.iter().map(|(name, resource)| (name.clone(), resource.numa.clone())).collect()
 }
 
 #[tokio::test]
-async fn gpus_lost_during_a_scan_are_offered_whole_when_back() {
+async fn gpus_lost_during_a_scan_return_with_all_facts() {
     let (node, kubelet) = quick(Setup::on("dgx1-v100")).serve(8).await;
     node.setup.tell("hang 4 nvmlDeviceGetName");
     node.setup.tell("link 0 0 down");
-    // The scan stands still in the middle: it has had the first GPUs, and not the others.
+    // The scan hangs at GPU 4: it has read the GPUs before it, and not those after it.
     node.setup.tell("blocked nvmlDeviceGetName");
     node.setup.tell("lost 2");
     node.setup.tell("lost 6");
-    // What it says of itself fails for longer than it is lost, and each look is as incomplete.
+    // These calls fail even after GPU 6 is back, so that each further scan is incomplete.
     node.setup.tell("fail 6 nvmlDeviceGetMinorNumber 999");
     node.setup.tell("fail 6 nvmlDeviceGetNvLinkState 999");
     node.setup.tell("unhang 4 nvmlDeviceGetName");
@@ -45,12 +45,12 @@ async fn gpus_lost_during_a_scan_are_offered_whole_when_back() {
 }
 
 #[tokio::test]
-async fn a_fact_that_was_never_said_is_asked_for_until_it_is() {
+async fn missing_fact_is_read_again_until_known() {
     let setup = quick(Setup::on("dgx1-v100"));
     setup.tell("fail 3 nvmlDeviceGetMinorNumber 999");
     let (node, kubelet) = setup.serve(8).await;
     let pod = Pod::single("pod", GPU, 8);
-    assert!(kubelet.admit(&pod, None).await.is_err(), "nobody knows which node GPU 3 has");
+    assert!(kubelet.admit(&pod, None).await.is_err(), "the device node of GPU 3 is unknown");
     node.setup.tell("unfail 3 nvmlDeviceGetMinorNumber");
     until(async || kubelet.admit(&pod, None).await.map(drop)).await;
 }
@@ -64,14 +64,14 @@ async fn unanswered_mig_mode_offers_no_whole_gpu() {
     for call in ["nvmlDeviceGetMigMode", "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetAttributes_v2"] {
         node.setup.tell(&format!("fail 2 {call} 999"));
     }
-    // Something else changes, and everything is looked at.
+    // A change elsewhere causes a full scan.
     node.setup.tell(
         "mig 3 {enabled: true, devices: [{index: 0, uuid: MIG-00000099-0000-0000-0000-000000000000, gpu_instance: 1, \
          compute_instance: 0, gpu_slices: 7, compute_slices: 7, memory_mib: 80384, extension: none}]}",
     );
     kubelet.wait(|state| state.resources.get("nvidia.com/mig-7g.80gb").is_some()).await.unwrap();
     let state = kubelet.state();
-    assert_eq!(state.resources[GPU].healthy, BTreeSet::from([mig::gpu(0)]), "GPU 2 is divided up");
+    assert_eq!(state.resources[GPU].healthy, BTreeSet::from([mig::gpu(0)]), "GPU 2 is in MIG mode");
     assert_eq!(state.resources[HALF].healthy.len(), 2);
 }
 
@@ -93,7 +93,7 @@ async fn failed_host_scan_keeps_the_host_and_is_repeated() {
     node.setup.tell("link 0 0 down");
     unhealthy(&kubelet, &[0]).await;
     until(async || {
-        // It was looked at once more, in vain.
+        // The host was scanned again, in vain.
         if node.process.count("hwloc_topology_load") == 2 { Ok(()) } else { Err(node.process.lines()) }
     })
     .await;
@@ -107,10 +107,10 @@ async fn failed_call_costs_its_gpu_and_no_known_fact() {
     let (node, kubelet) = quick(Setup::on("dgx1-v100")).config(&config).serve(8).await;
     let before = listed(&kubelet);
     for (call, code) in CALLS.iter().map(|call| call.name).chain(IDENTITY).flat_map(|call| [(call, 15), (call, 999)]) {
-        // Without these a GPU cannot be reached, or identified by a scan.
+        // Without these calls a scan cannot reach or identify the GPU.
         let needed = IDENTITY.contains(&call) || call == "nvmlDeviceGetTemperature";
         node.setup.tell(&format!("fail 2 {call} {code}"));
-        // Something else changes, and everything is looked at.
+        // A change elsewhere causes a full scan.
         node.setup.tell("link 0 0 down");
         unhealthy(&kubelet, if needed { &[0, 2] } else { &[0] }).await;
         node.setup.tell("link 0 0 up");

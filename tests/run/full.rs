@@ -1,9 +1,8 @@
-//! A disk without room: what cannot be written costs neither an admission nor the life with the kubelet, and is written
-//! once there is room.
+//! A full disk: a failed write costs no admission and no registration, and is repeated until there is room.
 //!
-//! For what is written, the room is the process's own limit on the size of files (RLIMIT_FSIZE of setrlimit(2)), taken
-//! and given while it runs: a write then fails with EFBIG, as it does with ENOSPC on a disk that is full. A socket has
-//! no size: for ours there is a file system that is full, in namespaces of the process's own.
+//! For files, a test lowers the process's limit on file sizes (RLIMIT_FSIZE of setrlimit(2)) while it runs: a write
+//! then fails with EFBIG, as it fails with ENOSPC on a full disk. A socket has no size: for ours there is a full file
+//! system in namespaces of the process's own.
 
 use std::io::ErrorKind;
 use std::path::PathBuf;
@@ -14,34 +13,37 @@ use crate::run::handover::{cdi_setup, spec_file};
 use crate::run::health::{file, kept};
 use crate::run::node::{GPU, Setup, allocation, kubelet_in, limit, machine, registered, unhealthy, until, uuid};
 
-/// A machine whose linkwise does not die of the limit's signal: what ignores it hands that on to the program it
-/// becomes.
-fn setup(setup: Setup) -> Setup {
-    by(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/run/full.sh"), setup)
+/// A machine whose linkwise survives the limit's signal, SIGXFSZ: a script ignores it, and exec keeps that.
+fn ignoring_sigxfsz(setup: Setup) -> Setup {
+    started_by_script(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/run/full.sh"), setup)
 }
 
 /// A machine whose linkwise is started by a script.
-fn by(script: &str, mut setup: Setup) -> Setup {
+fn started_by_script(script: &str, mut setup: Setup) -> Setup {
     let linkwise = std::mem::replace(&mut setup.program, script.into());
     setup.env("LINKWISE_UNDER_TEST", linkwise.to_str().unwrap())
 }
 
 #[tokio::test]
 async fn full_disk_delays_only_the_health_record() {
-    let (node, kubelet) = setup(Setup::on("dgx1-v100")).serve(8).await;
+    let (node, kubelet) = ignoring_sigxfsz(Setup::on("dgx1-v100")).serve(8).await;
     limit(node.process.id(), "fsize=0:unlimited");
     node.setup.tell("xid 2 79");
     node.process.said("cannot write the health record").await;
     unhealthy(&kubelet, &[2]).await;
-    // A new kubelet: our socket is made anew meanwhile.
+    // After a kubelet restart linkwise creates its socket again, on the full disk.
     kubelet.restart(Restart::Kubelet).await.unwrap();
     registered(&kubelet, 2, 7).await;
     kubelet.admit(&Pod::single("meanwhile", GPU, 4), None).await.unwrap();
     let text = std::fs::read_to_string(file(&node.setup)).unwrap_or_default();
     let record: serde_json::Value = serde_json::from_str(&text).unwrap();
-    assert_eq!(record["gpus"][uuid(1, 2)]["reasons"], serde_json::json!([]), "the last one that was written, whole");
+    assert_eq!(
+        record["gpus"][uuid(1, 2)]["reasons"],
+        serde_json::json!([]),
+        "the last record that was written is whole"
+    );
     limit(node.process.id(), "fsize=unlimited:unlimited");
-    // Nothing new happens: it is tried again every 10 s.
+    // Without a new event the write is repeated every 10 s.
     kept(&node.setup, &uuid(1, 2)).await;
     node.process.said("health record written again").await;
 }
@@ -50,14 +52,14 @@ async fn full_disk_delays_only_the_health_record() {
 async fn full_disk_leaves_last_cdi_spec_whole() {
     let machine = Setup::with(&machine(&[("GPU-a", "0000:01:00.0", ""), ("GPU-b", "0000:41:00.0", "")]));
     let machine = cdi_setup(machine).arg("--device-list-strategy=cdi-cri");
-    let (node, kubelet) = setup(machine).serve(2).await;
+    let (node, kubelet) = ignoring_sigxfsz(machine).serve(2).await;
     let spec = spec_file(&node.setup);
     let whole = std::fs::read_to_string(&spec).unwrap();
     limit(node.process.id(), "fsize=0:unlimited");
-    // Somebody empties the folder: the next look, within 10 s, finds no room for the spec.
+    // Someone empties the folder: the next check, within 10 s, finds no room for the spec.
     std::fs::remove_file(&spec).unwrap();
     node.process.said("keeping the previous ones").await;
-    // It is tried again every 10 s, each time through another temporary file, and said once.
+    // The write is repeated every 10 s, each time with another temporary file, and its failure is logged once.
     node.metric("linkwise_cdi_spec_writes_total{outcome=\"failed\"}", 2).await;
     assert_eq!(node.process.count("keeping the previous ones"), 1);
     let left: Vec<_> = std::fs::read_dir(node.setup.at("cdi")).unwrap().collect();
@@ -71,7 +73,7 @@ async fn full_disk_leaves_last_cdi_spec_whole() {
 #[cfg_attr(not(may_mount_as_user), ignore = "no mounts in a user's namespace here")]
 async fn full_disk_delays_our_socket_and_is_named() {
     const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/run/small.sh");
-    let setup = by(SCRIPT, Setup::on("dgx1-v100"));
+    let setup = started_by_script(SCRIPT, Setup::on("dgx1-v100"));
     let (inside, state) = (setup.at("k"), setup.at("state"));
     std::fs::create_dir(&inside).unwrap();
     let setup = setup.env("SMALL_FOLDER", inside.to_str().unwrap()).arg("--state-dir").arg(state);
@@ -81,7 +83,11 @@ async fn full_disk_delays_our_socket_and_is_named() {
     node.ready(503, "there is no").await;
     let fill = |name: u32| std::fs::write(seen.join(name.to_string()), "");
     let (room, full) = (0..).find_map(|name| Some((name, fill(name).err()?))).unwrap();
-    assert_eq!((room, full.kind()), (7, ErrorKind::StorageFull), "the folder is one of twelve, and linkwise has four");
+    assert_eq!(
+        (room, full.kind()),
+        (7, ErrorKind::StorageFull),
+        "of twelve inodes the folder takes one, and linkwise four"
+    );
     // Room for the kubelet's socket, and not for ours.
     std::fs::remove_file(seen.join("0")).unwrap();
     let kubelet = kubelet_in(&seen, |_| {});

@@ -1,4 +1,4 @@
-//! How containers get their GPUs: each way's answer to Allocate, and CDI specs that follow the machine.
+//! The strategies by which containers get their GPUs: their answers to Allocate, and CDI specs that follow the machine.
 
 use std::fs;
 use std::path::PathBuf;
@@ -12,12 +12,12 @@ use crate::run::refusals::refused;
 
 const TWO: [(&str, &str, &str); 2] = [("GPU-a", "0000:01:00.0", ""), ("GPU-b", "0000:41:00.0", "")];
 
-/// These GPUs, a driver root and a folder for specs.
+/// A machine of these GPUs, with a driver root and a folder for CDI specs.
 fn setup(gpus: &[(&str, &str, &str)]) -> Setup {
     cdi_setup(Setup::with(&machine(gpus)))
 }
 
-/// The machine with a driver root and a folder for specs.
+/// Adds a driver root and a folder for CDI specs to a machine.
 pub fn cdi_setup(setup: Setup) -> Setup {
     let (root, specs) = (setup.at("driver"), setup.at("cdi"));
     Root::full(&root);
@@ -29,7 +29,7 @@ pub fn spec_file(setup: &Setup) -> PathBuf {
     setup.at("cdi").join("k8s.device-plugin.nvidia.com-gpu.json")
 }
 
-/// The names of all devices of the spec, once it is as wanted.
+/// Waits until the CDI spec has exactly these devices, and checks it against the schema.
 pub async fn spec_with(node: &Node, wanted: &[&str]) {
     let ask = async || {
         let text = fs::read_to_string(spec_file(&node.setup)).unwrap_or_default();
@@ -41,7 +41,7 @@ pub async fn spec_with(node: &Node, wanted: &[&str]) {
     assert_eq!(schema::check(&text), [""; 0], "{text}");
 }
 
-/// An answer, a line for each thing that a container gets.
+/// An answer to Allocate, one line for each thing that a container gets.
 pub fn lines(allocation: &Allocation) -> Vec<String> {
     let envs = allocation.envs.iter().map(|(name, value)| format!("env {name}={value}"));
     let mounts = allocation.mounts.iter();
@@ -62,18 +62,18 @@ async fn strategies_alone_and_combined_answer_allocate() {
         "--device-list-strategy=cdi-annotations",
         "--device-list-strategy=cdi-annotations --cdi-annotation-prefix=nvidia.cdi.k8s.io/ \
          --device-id-strategy=index",
-        // With CDI alone nothing else is handed over, asked for or not.
+        // With CDI alone nothing else is passed, even if it is asked for.
         "--device-list-strategy=cdi-cri --pass-device-specs",
         "--device-list-strategy=cdi-cri,cdi-annotations --device-id-strategy=index",
         "--device-list-strategy=envvar,cdi-cri --pass-device-specs",
-        // Both name the same variable; the mounts need it to say where they are.
+        // Both strategies set one variable; with mounts it has to name their folder.
         "--device-list-strategy=envvar,volume-mounts --device-id-strategy=index",
-        // Variables that a chart sets to nothing.
+        // Options that a chart leaves empty.
         "--pass-device-specs --dev-root= --nvidia-cdi-hook-path= --driver-root-ctr-path=/nowhere",
     ];
     let mut text = String::new();
     for args in ways {
-        // An option that is given again is the test's.
+        // An option can be given once: these arguments bring their own driver root.
         let has_no_root = args.contains("--driver-root-ctr-path");
         let setup =
             if has_no_root { Setup::with(&machine(&TWO)).arg("--nvidia-driver-root=/run/driver") } else { setup(&TWO) };
@@ -94,7 +94,7 @@ async fn strategies_alone_and_combined_answer_allocate() {
 #[tokio::test]
 async fn strategies_from_the_environment_apply() {
     let setup = setup(&TWO).env("DEVICE_LIST_STRATEGY", "cdi-cri,envvar").env("DEVICE_ID_STRATEGY", "index");
-    // One that is read by a flag alone, and one that is misspelt.
+    // A variable of a flag that no configuration file has, and a misspelt one.
     let (node, kubelet) = setup.env("LINKWISE_POD_UID", "u").env("LINKWISE_STATE_DI", "s").serve(2).await;
     let got = lines(&allocation(&kubelet, "pod", GPU, 1).await);
     assert_eq!(got, ["env NVIDIA_VISIBLE_DEVICES=0", "cdi k8s.device-plugin.nvidia.com/gpu=0"]);
@@ -111,7 +111,7 @@ async fn cdi_spec_follows_the_machine() {
     spec_with(&node, &["0", "GPU-a", "1", "GPU-b", "all"]).await;
     node.process.said("libraries are mounted under the names of their links").await;
     node.metric("linkwise_cdi_spec_writes_total{outcome=\"ok\"}", 1).await;
-    // A third GPU, and the driver anew; then the first one leaves.
+    // A third GPU comes with a new agent; then the first GPU leaves.
     let change = |gpus: &[(&str, &str, &str)]| {
         fs::write(node.setup.at("machine.yaml"), machine(gpus)).unwrap();
         node.setup.tell("crash");
@@ -122,7 +122,7 @@ async fn cdi_spec_follows_the_machine() {
     registered(&kubelet, 1, 3).await;
     node.agent(&[first]).await;
     change(&[TWO[1], ("GPU-c", "0000:81:00.0", "")]);
-    // Its containers may be started again: it stays under its UUID. Its index is another's.
+    // GPU-a stays under its UUID, because its containers may be restarted. Its index is now GPU-b's.
     spec_with(&node, &["GPU-a", "0", "GPU-b", "1", "GPU-c", "all"]).await;
     node.metric("linkwise_cdi_spec_writes_total{outcome=\"ok\"}", 3).await;
 }
@@ -130,13 +130,13 @@ async fn cdi_spec_follows_the_machine() {
 #[tokio::test]
 async fn no_plugin_registers_before_its_cdi_spec_exists() {
     let setup = setup(&TWO).arg("--device-list-strategy=cdi-cri");
-    // Who reads it waits until somebody writes to it: a disk that takes its time.
+    // A reader of this pipe waits for a writer, as on a slow disk.
     let slow = spec_file(&setup);
     fifo(&slow);
     let (node, kubelet) = setup.start_beside_kubelet().await;
     node.metric("linkwise_gpus", 2).await;
     node.ready(503, "nvidia.com/gpu: waiting for CDI specs").await;
-    // Time for whoever does not wait.
+    // Time for a plugin that does not wait.
     for code in 0..20 {
         node.setup.tell(&format!("xid 0 {}", 200 + code));
         node.metric(&format!("linkwise_xid_errors_total{{uuid=\"GPU-a\",xid=\"{}\"}}", 200 + code), 1).await;
@@ -163,14 +163,14 @@ async fn cdi_folder_lost_later_is_logged_once() {
     let folder = node.setup.at("cdi");
     fs::remove_dir_all(&folder).unwrap();
     fs::write(&folder, "").unwrap();
-    // Each change of the snapshot is a reason to look.
+    // Each change of the node's state makes linkwise check the spec.
     node.setup.tell("xid 0 79");
     node.metric("linkwise_cdi_spec_writes_total{outcome=\"failed\"}", 1).await;
     node.setup.tell("xid 1 79");
     node.metric("linkwise_cdi_spec_writes_total{outcome=\"failed\"}", 2).await;
     registered(&kubelet, 1, 0).await;
     assert_eq!(node.process.count("keeping the previous ones"), 1);
-    // It comes back by itself when the folder does.
+    // The spec is back as soon as the folder is.
     fs::remove_file(&folder).unwrap();
     spec_with(&node, &["0", "GPU-a", "1", "GPU-b", "all"]).await;
 }

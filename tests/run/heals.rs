@@ -1,17 +1,16 @@
-//! GPUs in trouble that come back: each is taken out, the others are not, and all eight are healthy in the end, by
-//! polls alone.
+//! GPUs that fail and recover: only the failed GPU is unhealthy, and polls make it healthy again without an operator.
 
 use crate::run::node::{Node, Setup, registered, signal, unhealthy, until, uuid};
 
 const UP: &str = "linkwise_nvml_agent_up";
 const UNHEARD: &str = "linkwise_nvml_unheard_gpus";
 
-/// A machine whose driver has a word for what to do, looked at often, with a short hold.
+/// A machine with frequent polls, frequent trials and short hold times, whose driver reports recovery actions.
 fn quick() -> Setup {
     without_trials().arg("--nvml-trial-ms=50")
 }
 
-/// Such a machine, in which no process is started for a GPU in trouble.
+/// The same machine, with trials so rare that a test sees none.
 fn without_trials() -> Setup {
     let setup = Setup::on("dgx1-v100");
     setup.tell("recovery * 0");
@@ -28,14 +27,14 @@ async fn reason(node: &Node, gpu: u32, reason: &str) {
 }
 
 #[tokio::test]
-async fn gpu_lost_for_the_life_of_a_process_returns_with_a_new_one() {
+async fn gpu_lost_to_one_agent_returns_with_a_new_one() {
     let (node, kubelet) = quick().serve(8).await;
     let first = node.agent(&[]).await;
     node.setup.tell("fall 3");
     unhealthy(&kubelet, &[3]).await;
     reason(&node, 3, "says that the GPU is lost").await;
-    // New processes do not find it either, and the others are served and heard throughout.
-    until(async || if node.agent_ids().contains(&first) { Err("the first one lives") } else { Ok(()) }).await;
+    // New agents do not find GPU 3 either; the other GPUs are served, and their events arrive.
+    until(async || if node.agent_ids().contains(&first) { Err("the first agent lives") } else { Ok(()) }).await;
     node.process.said("GPU GPU-00000001-0000-4000-8000-000000000003 is out of reach").await;
     until(async || node.setup.try_tell("xid 5 63")).await;
     unhealthy(&kubelet, &[3]).await;
@@ -46,9 +45,9 @@ async fn gpu_lost_for_the_life_of_a_process_returns_with_a_new_one() {
     assert_eq!(kubelet.violations(), []);
 }
 
-/// The process that works knows the handles and goes on with them; the next one does not find the GPUs.
+/// The running agent goes on with the handles that it has; the next agent does not find the GPUs.
 #[tokio::test]
-async fn gpus_that_an_agent_does_not_find_are_out_until_found() {
+async fn gpus_an_agent_misses_are_unhealthy_until_found() {
     for (which, call, code, gpus, why) in [
         ("3", "nvmlDeviceGetHandleByIndex_v2", 15, &[3][..], "nvmlDeviceGetHandleByIndex_v2 says that the GPU is lost"),
         (
@@ -71,7 +70,7 @@ async fn gpus_that_an_agent_does_not_find_are_out_until_found() {
 }
 
 #[tokio::test]
-async fn gpu_unidentified_by_a_scan_is_out_until_identified() {
+async fn unidentified_gpu_is_unhealthy_until_identified() {
     for (call, code, why) in [
         ("nvmlDeviceGetHandleByIndex_v2", 999, "nvmlDeviceGetHandleByIndex_v2 failed: NVML_ERROR_UNKNOWN (999)"),
         ("nvmlDeviceGetUUID", 16, "nvmlDeviceGetUUID says that the GPU has to be reset"),
@@ -89,9 +88,9 @@ async fn gpu_unidentified_by_a_scan_is_out_until_identified() {
     }
 }
 
-/// One lost GPU ends the wait for all: the next agent registers the others, and the one after it all.
+/// One lost GPU ends the wait for all events: the next agent registers the other GPUs, and the one after it all GPUs.
 #[tokio::test]
-async fn lost_gpu_leaves_the_others_events() {
+async fn lost_gpu_costs_no_event_of_others() {
     let setup = without_trials();
     setup.tell("loss-ends-waits");
     let (node, kubelet) = setup.serve(8).await;
@@ -115,7 +114,7 @@ async fn lost_gpu_leaves_the_others_events() {
 }
 
 #[tokio::test]
-async fn unregistered_gpus_are_heard_by_a_later_agent() {
+async fn later_agent_registers_the_events_of_all_gpus() {
     for (call, which, unheard) in
         [("nvmlDeviceRegisterEvents", "1", 1), ("nvmlDeviceRegisterEvents", "*", 8), ("nvmlEventSetCreate", "*", 8)]
     {
@@ -132,7 +131,7 @@ async fn unregistered_gpus_are_heard_by_a_later_agent() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_is_divided_up_misses_no_links() {
+async fn gpu_in_mig_mode_has_no_missing_links() {
     let setup = quick();
     setup.tell("mig 6 {enabled: false}");
     let (node, kubelet) = setup.serve(8).await;
@@ -140,7 +139,7 @@ async fn a_gpu_that_is_divided_up_misses_no_links() {
     unhealthy(&kubelet, &[6]).await;
     node.setup.tell("mig 6 {enabled: true}");
     registered(&kubelet, 1, 8).await;
-    // What it did not offer meanwhile is asked for again.
+    // Out of MIG mode, polls cover the whole GPU again.
     node.setup.tell("rows 6 false true");
     node.setup.tell("mig 6 {enabled: false}");
     unhealthy(&kubelet, &[6]).await;
@@ -151,15 +150,15 @@ async fn a_gpu_that_is_divided_up_misses_no_links() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_is_divided_up_takes_no_peer_with_it() {
+async fn gpu_in_mig_mode_makes_no_peer_unhealthy() {
     let setup = quick();
     setup.tell("mig 6 {enabled: false}");
     let (node, kubelet) = setup.serve(8).await;
-    // The driver shuts both ends down: the GPU's, which is not asked, and those of its peers.
+    // The driver shuts down both ends of its links: the GPU's, which polls skip, and its peers'.
     node.setup.tell("mig 6 {enabled: true}");
     node.setup.tell("links 6 down");
     node.setup.tell("calls nvmlDeviceGetTemperature 80");
-    // What shows later is published later.
+    // GPU 0 fails last, so that failures of its peers would be known by then.
     node.setup.tell("recovery 0 1");
     unhealthy(&kubelet, &[0]).await;
 }

@@ -1,4 +1,4 @@
-//! Health over restarts of the process, and what operators say of XIDs.
+//! Health over restarts of the process, and operators' settings for XIDs.
 
 use std::path::PathBuf;
 
@@ -10,7 +10,7 @@ pub fn file(setup: &Setup) -> PathBuf {
     setup.at("k/linkwise/linkwise_health.json")
 }
 
-/// Waits until the GPU is in what is kept.
+/// Waits until the health record has a reason for this GPU.
 pub async fn kept(setup: &Setup, gpu: &str) {
     let ask = async || {
         let text = std::fs::read_to_string(file(setup)).unwrap_or_default();
@@ -32,13 +32,13 @@ async fn reset_reason_survives_restarts_until_reboot() {
     assert!(line["since"].as_u64().unwrap() > 1_700_000_000, "{line}");
     node.metric(&format!("linkwise_gpu_failures_total{{uuid=\"{bad}\",reason=\"xid\"}}"), 1).await;
 
-    // Started again on the same boot: unhealthy on the first list.
+    // After a restart on the same boot the GPU is unhealthy on the first list.
     let node = node.end().await.start().await;
     registered(&kubelet, 2, 7).await;
     unhealthy(&kubelet, &[2]).await;
     let setup = node.end().await;
 
-    // After another boot it stands against no GPU.
+    // A record of another boot makes no GPU unhealthy.
     let text = std::fs::read_to_string(file(&setup)).unwrap();
     let mut record: Value = serde_json::from_str(&text).unwrap();
     assert!(record["identity"]["boot"].is_string(), "{text}");
@@ -50,12 +50,12 @@ async fn reset_reason_survives_restarts_until_reboot() {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_clears_its_folder_leaves_the_record() {
+async fn kubelet_that_clears_its_folder_keeps_the_record() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     node.setup.tell("xid 2 79");
     kept(&node.setup, &uuid(1, 2)).await;
     let setup = node.end().await;
-    // What kubelets do at their start: every file goes but their checkpoint, and folders stay.
+    // At its start a kubelet removes every file but its checkpoint, and leaves folders.
     for entry in std::fs::read_dir(setup.at("k")).unwrap().map(Result::unwrap) {
         if !entry.file_type().unwrap().is_dir() && entry.file_name() != "kubelet.sock" {
             std::fs::remove_file(entry.path()).unwrap();
@@ -67,7 +67,7 @@ async fn a_kubelet_that_clears_its_folder_leaves_the_record() {
 }
 
 #[tokio::test]
-async fn a_record_that_is_broken_or_new_costs_a_line_in_the_log() {
+async fn broken_or_newer_record_costs_one_log_line() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
     std::fs::create_dir(file(&setup).parent().unwrap()).unwrap();
@@ -87,14 +87,13 @@ async fn a_record_that_is_broken_or_new_costs_a_line_in_the_log() {
 }
 
 #[tokio::test]
-async fn a_record_that_cannot_be_written_is_told_of_once() {
-    let (node, kubelet) = Setup::on("dgx1-v100").arg("--state-dir=/dev/null/nowhere").serve(8).await;
+async fn unwritable_record_is_logged_once() {
+    let (mut node, kubelet) = Setup::on("dgx1-v100").arg("--state-dir=/dev/null/nowhere").serve(8).await;
     node.setup.tell("xid 2 79");
     node.setup.tell("xid 3 79");
     registered(&kubelet, 1, 6).await;
     let line = node.process.said("cannot write the health record").await;
     assert_eq!(line["file"], "/dev/null/nowhere/linkwise_health.json");
-    let mut node = node;
     node.process.end().await;
     assert_eq!(node.process.count("cannot write the health record"), 1);
 }
@@ -112,7 +111,7 @@ async fn disabled_health_checks_leave_gpus_in_service() {
     node.setup.tell("xid 2 79");
     node.setup.tell("xid 3 13");
     unhealthy(&kubelet, &[3]).await;
-    // What polls find is reported and changes nothing.
+    // A reason that polls find is reported and changes nothing.
     node.setup.tell("lost 4");
     let line = node.process.said("health checks are disabled: the GPU stays healthy").await;
     assert_eq!(line["gpu"], uuid(1, 4));

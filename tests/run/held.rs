@@ -1,4 +1,4 @@
-//! Devices that pods hold while linkwise is down, and that are not there any more when it is back.
+//! Devices that pods hold, and that disappear while linkwise is down.
 
 use std::collections::BTreeSet;
 
@@ -8,20 +8,20 @@ use crate::run::node::{GPU, Setup, registered, unhealthy, uuid};
 use crate::run::rediscovery::quick;
 
 #[tokio::test]
-async fn held_gpu_lost_during_restart_stays_listed_until_pod_ends() {
+async fn lost_gpu_stays_listed_until_its_pod_ends() {
     let (node, kubelet) = quick().serve(8).await;
     for pod in ["first", "second"] {
         kubelet.admit(&Pod::single(pod, GPU, 4), None).await.unwrap();
     }
     let setup = node.end().await;
-    // One does not answer any more, the other has been taken out; each is one pod's.
+    // GPU 7 is lost, GPU 0 is taken out; each is held by another pod.
     setup.tell("lost 7");
     setup.tell("remove 0");
     let (lost, removed) = (uuid(1, 7), uuid(1, 0));
     let node = setup.start().await;
     registered(&kubelet, 2, 6).await;
     unhealthy(&kubelet, &[0, 7]).await;
-    // No list, not the first either, lacked what the kubelet looks up.
+    // No list, not even the first one, lacked a device that the kubelet looks up.
     assert_eq!(kubelet.violations(), []);
     node.ready(200, "").await;
     let line = node.process.said("pods hold devices that this node does not offer").await;
@@ -29,10 +29,10 @@ async fn held_gpu_lost_during_restart_stays_listed_until_pod_ends() {
     node.metric("linkwise_devices{resource=\"nvidia.com/gpu\",health=\"unhealthy\"}", 2).await;
     node.metric("linkwise_gpus", 6).await;
 
-    // One is back, and well.
+    // GPU 0 is back and healthy.
     node.setup.tell("add 0");
     unhealthy(&kubelet, &[7]).await;
-    // The pods of the other have ended: it leaves the list.
+    // Once its pod has ended, GPU 7 leaves the list.
     for pod in ["first", "second"] {
         assert!(kubelet.remove_pod(pod));
     }
@@ -41,7 +41,7 @@ async fn held_gpu_lost_during_restart_stays_listed_until_pod_ends() {
     assert_eq!(kubelet.violations(), []);
 }
 
-/// The kubelet's own list of devices, as it writes it; PodResources leaves out init containers that have ended.
+/// Writes the kubelet's checkpoint of devices. PodResources does not list init containers that have ended.
 fn checkpoint(setup: &Setup, ids: &[&str]) {
     let entries: Vec<serde_json::Value> = ids
         .iter()
@@ -56,7 +56,7 @@ fn checkpoint(setup: &Setup, ids: &[&str]) {
 }
 
 #[tokio::test]
-async fn device_of_an_init_container_stays_listed_until_its_pod_ends() {
+async fn init_containers_device_stays_listed_until_pod_ends() {
     let setup = quick();
     let kubelet = setup.kubelet_with(|options| options.writes_checkpoint = false);
     checkpoint(&setup, &["GPU-gone"]);
@@ -69,7 +69,7 @@ async fn device_of_an_init_container_stays_listed_until_its_pod_ends() {
 }
 
 #[tokio::test]
-async fn unreadable_checkpoint_is_logged_and_hinders_nothing() {
+async fn unreadable_checkpoint_is_logged_and_delays_nothing() {
     let setup = quick();
     let kubelet = setup.kubelet_with(|options| options.writes_checkpoint = false);
     std::fs::write(setup.kubelet_socket.with_file_name("kubelet_internal_checkpoint"), "{").unwrap();

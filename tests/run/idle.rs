@@ -1,15 +1,15 @@
-//! Nodes without GPUs: up, ready, idle, and awake once a GPU comes.
+//! Nodes without GPUs: linkwise is up, ready and idle, and serves once a GPU appears.
 
 use crate::run::node::{GPU, Setup, machine, registered};
 
 const BARE: &str = "version: 1\nname: bare\nobserved: {gpus: []}\n";
-/// The PCI bus is looked at so often, and not every 10 s.
-const SOON: &str = "--bus-look-ms=50";
+/// Makes linkwise check the PCI bus this often, instead of every 10 s.
+const FREQUENT_BUS_CHECKS: &str = "--bus-look-ms=50";
 const STARTS: &str = "linkwise_nvml_agent_starts_total";
 
 #[tokio::test]
-async fn a_node_without_gpus_stays_up_and_is_as_ready_as_it_will_be() {
-    // That NVML has nothing to list is no failure of it.
+async fn node_without_gpus_is_up_and_ready() {
+    // NVML that lists no GPU has not failed.
     let setup = Setup::with(BARE).arg("--fail-on-init-error=true");
     let (node, kubelet) = setup.start_beside_kubelet().await;
     let answer = node.ready(200, "no NVIDIA GPU on the PCI bus").await;
@@ -21,7 +21,7 @@ async fn a_node_without_gpus_stays_up_and_is_as_ready_as_it_will_be() {
 }
 
 #[tokio::test]
-async fn idle_node_that_is_a_tegra_is_named() {
+async fn idle_tegra_node_is_named() {
     let setup = Setup::with(BARE);
     std::fs::create_dir_all(setup.at("sys/devices/soc0")).unwrap();
     std::fs::write(setup.at("sys/devices/soc0/family"), "Tegra\n").unwrap();
@@ -29,9 +29,9 @@ async fn idle_node_that_is_a_tegra_is_named() {
     node.ready(200, "this is a Tegra, whose integrated GPU needs the NVIDIA device plugin").await;
 }
 
-/// Another container may see the GPU.
+/// linkwise ends, because a new container may see the GPU.
 #[tokio::test]
-async fn gpu_on_the_bus_that_nvml_never_lists_ends_the_process() {
+async fn gpu_on_the_bus_unlisted_by_nvml_ends_the_process() {
     for option in ["--nvml-grace-ms=300", "--fail-on-init-error=true"] {
         let setup = Setup::with(BARE).arg(option);
         setup.on_bus("0000:3b:00.0");
@@ -41,7 +41,7 @@ async fn gpu_on_the_bus_that_nvml_never_lists_ends_the_process() {
         assert_eq!(status.code(), Some(1), "{last}");
         assert!(last.contains("but the PCI bus has 0000:3b:00.0") && last.contains("recreate the container"), "{last}");
     }
-    let setup = Setup::with(BARE).arg("--nvml-grace-ms=10").arg("--fail-on-init-error=false").arg(SOON);
+    let setup = Setup::with(BARE).arg("--nvml-grace-ms=10").arg("--fail-on-init-error=false").arg(FREQUENT_BUS_CHECKS);
     setup.on_bus("0000:3b:00.0");
     let node = setup.start().await;
     node.ready(503, "NVML lists no GPU on this node, but the PCI bus has 0000:3b:00.0: the driver could not").await;
@@ -50,24 +50,24 @@ async fn gpu_on_the_bus_that_nvml_never_lists_ends_the_process() {
 }
 
 #[tokio::test]
-async fn gpu_before_its_driver_is_tried_after_first_pause() {
-    let setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false").arg(SOON);
+async fn new_gpu_without_driver_begins_with_first_pause() {
+    let setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false").arg(FREQUENT_BUS_CHECKS);
     setup.tell("init 9");
     let node = setup.start().await;
     node.ready(200, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
     node.setup.all_on_bus();
-    // The failures before had another cause: the pauses begin anew.
+    // The cause of the failures has changed, so that the pauses begin again.
     let line = node.process.said("NVML unavailable").await;
     assert_eq!(line["again_in"], "1s");
     node.ready(503, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
 }
 
 #[tokio::test]
-async fn a_gpu_that_comes_late_is_picked_up_in_place() {
+async fn late_gpu_is_served_without_a_restart() {
     for option in ["--fail-on-init-error=false", "--log=info"] {
-        let setup = Setup::on("dgx1-v100").arg(option).arg(SOON);
+        let setup = Setup::on("dgx1-v100").arg(option).arg(FREQUENT_BUS_CHECKS);
         setup.tell("init 9");
-        // All at once: one that comes after the look at the first is looked at by a third process.
+        // All GPUs appear at once: one that came after the agent's first scan would need a third agent.
         setup.all_on_bus();
         let (bus, later) = (setup.at("sys/bus"), setup.at("bus"));
         std::fs::rename(&bus, &later).unwrap();
@@ -76,7 +76,6 @@ async fn a_gpu_that_comes_late_is_picked_up_in_place() {
         node.process.said("no NVIDIA GPU on this node").await;
         node.metric(STARTS, 1).await;
         node.setup.tell("init 0");
-        // Seen at the next look at the bus.
         std::fs::rename(&later, &bus).unwrap();
         registered(&kubelet, 1, 8).await;
         node.ready(200, "ready").await;
@@ -87,7 +86,7 @@ async fn a_gpu_that_comes_late_is_picked_up_in_place() {
 
 #[tokio::test]
 async fn new_gpu_is_unready_until_scanned() {
-    let setup = Setup::on("dgx1-v100").arg(SOON);
+    let setup = Setup::on("dgx1-v100").arg(FREQUENT_BUS_CHECKS);
     setup.tell("init 9");
     let node = setup.start().await;
     node.ready(200, "no NVIDIA GPU on the PCI bus").await;
@@ -99,8 +98,8 @@ async fn new_gpu_is_unready_until_scanned() {
 }
 
 #[tokio::test]
-async fn a_late_gpu_that_cannot_be_opened_ends_it_with_that_cause() {
-    let mut setup = Setup::on("dgx1-v100").arg(SOON);
+async fn late_gpu_without_library_ends_the_process() {
+    let mut setup = Setup::on("dgx1-v100").arg(FREQUENT_BUS_CHECKS);
     setup.library = "/no/such/libnvidia-ml.so.1".into();
     let mut node = setup.start().await;
     node.ready(200, "no NVIDIA GPU on the PCI bus").await;
@@ -141,7 +140,7 @@ fn bind(setup: &Setup, pci: &str, driver: &str) -> std::path::PathBuf {
 async fn foreign_driver_idles_node_until_gpus_are_back() {
     for option in ["--log=info", "--fail-on-init-error=false"] {
         let pci = "0000:3b:00.0";
-        let setup = Setup::with(&machine(&[("GPU-a", pci, "")])).arg(SOON).arg(option);
+        let setup = Setup::with(&machine(&[("GPU-a", pci, "")])).arg(FREQUENT_BUS_CHECKS).arg(option);
         setup.tell("init 9");
         setup.on_bus(pci);
         let link = bind(&setup, pci, "vfio-pci");

@@ -1,4 +1,4 @@
-//! A kubelet that is late, restarts, refuses, drops us or lies; sockets that go.
+//! A kubelet that is late, restarts, refuses, hangs or drops its stream; sockets and folders that disappear.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -33,7 +33,7 @@ fn socket(node: &Node) -> PathBuf {
     sockets[0].clone()
 }
 
-/// Registered a second time, and all is as it was.
+/// Waits for the second registration, and asserts that nothing else has changed.
 async fn registered_again(node: &Node, kubelet: &KubeletBox) {
     let state = registered(kubelet, 2, 8).await;
     assert_eq!((state.registrations, state.open_streams, kubelet.violations().len()), (2, 1, 0));
@@ -95,7 +95,7 @@ async fn late_kubelet_folder_is_found() {
     let kubelet = node.setup.kubelet();
     registered(&kubelet, 1, 8).await;
     assert_eq!(node.ready(200, "ready").await.body, "ready\n");
-    // The folder is made anew, as when an operator cleans up: the new one is followed.
+    // linkwise follows a folder that is removed and created again, as when an operator cleans up.
     kubelet.stop().await.unwrap();
     node.ready(503, GPU).await;
     assert_eq!(node.get("/livez").await.status, 200);
@@ -108,7 +108,7 @@ async fn late_kubelet_folder_is_found() {
 #[tokio::test]
 async fn failed_bind_names_folder_and_is_retried() {
     let mut setup = Setup::on("dgx1-v100");
-    // A path of a socket has at most 107 bytes: the kubelet's fits into this folder, ours does not.
+    // A socket's path has at most 107 bytes: the kubelet's fits into this folder, ours does not.
     let room = 107 - "/kubelet.sock".len() - setup.at("").to_str().unwrap().len();
     let folder = setup.at(&"f".repeat(room));
     setup.kubelet_socket = folder.join("kubelet.sock");
@@ -119,7 +119,7 @@ async fn failed_bind_names_folder_and_is_retried() {
     node.ready(503, &cause).await;
     assert_eq!((node.get("/livez").await.status, kubelet.state().resources.len()), (200, 0));
 
-    // Again and again, whatever the cause.
+    // A failed bind is repeated without end.
     let socket = node.setup.kubelet_socket.clone();
     let alone = Alone::start(quick(socket));
     alone.log.has_times(3, &[&format!("\"{cause}")]).await;
@@ -226,7 +226,7 @@ fn plugin(settings: Settings) -> Plugin {
         metrics: PluginMetrics::register(&mut Registry::default()),
         readiness: Readiness::new(Idle::Waiting(String::new())),
         events: mpsc::channel(1).0,
-        // Lists end with their sender: it lives as long as the plugin.
+        // Streams end with this sender: the closure keeps it as long as the plugin lives.
         chosen: Arc::new(move |_, _, _| drop(sender.subscribe())),
         renew: watch::channel(0).1,
     };

@@ -1,4 +1,4 @@
-//! The labels' file, written by `gpu-feature-discovery`, a process without a kubelet, and by `linkwise run`.
+//! The labels file, written by `gpu-feature-discovery`, a process without a kubelet, and by `linkwise run`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -27,7 +27,7 @@ pub fn file(setup: &Setup) -> PathBuf {
     setup.at("features.d/gfd")
 }
 
-/// The labels in the file; none where there is no file.
+/// The labels in the file; none if there is no file.
 fn read(file: &Path) -> BTreeMap<String, String> {
     let text = fs::read_to_string(file).unwrap_or_default();
     let label = |line: &str| {
@@ -37,7 +37,7 @@ fn read(file: &Path) -> BTreeMap<String, String> {
     text.lines().map(label).collect()
 }
 
-/// Waits until a label in the file has this value; then all of them.
+/// Waits until a label in the file has this value, and returns all labels.
 pub async fn has(file: &Path, key: &str, value: &str) -> BTreeMap<String, String> {
     let ask = async || {
         let labels = read(file);
@@ -48,10 +48,9 @@ pub async fn has(file: &Path, key: &str, value: &str) -> BTreeMap<String, String
 
 #[tokio::test]
 async fn labels_file_follows_the_mig_layout() {
-    let setup = discovery(four_gpus()).arg("--mig-strategy=mixed");
-    let setup = setup.arg("--nvml-poll-ms=50");
+    let setup = discovery(four_gpus()).arg("--mig-strategy=mixed").arg("--nvml-poll-ms=50");
     let path = file(&setup);
-    let process = setup.spawn();
+    let _process = setup.spawn();
     let labels = has(&path, "nvidia.com/mig-1g.10gb.count", "8").await;
     let expected = "nvidia.com/gpu.count=4 nvidia.com/gpu.product=NVIDIA-A100-SXM4-80GB nvidia.com/gpu.replicas=1 \
                     nvidia.com/mig.strategy=mixed nvidia.com/mig-1g.10gb.multiprocessors=14 \
@@ -75,12 +74,11 @@ async fn labels_file_follows_the_mig_layout() {
     };
     until(gone).await;
     let names: Vec<_> = fs::read_dir(path.parent().unwrap()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    assert_eq!(names, ["gfd"], "nothing that NFD would read beside it");
-    drop(process);
+    assert_eq!(names, ["gfd"], "NFD would read other files in the folder too");
 }
 
 #[tokio::test]
-async fn labels_file_stays_while_nvml_is_away() {
+async fn labels_file_stays_while_nvml_is_unavailable() {
     let setup = discovery(Setup::on("dgx-h100")).arg("--nvml-pause-ms=10").arg("--nvml-grace-ms=10");
     let path = file(&setup);
     let process = setup.spawn();
@@ -90,7 +88,7 @@ async fn labels_file_stays_while_nvml_is_away() {
     setup.tell("crash");
     process.said("NVML unavailable for longer than the grace period").await;
     assert_eq!(fs::read(&path).unwrap(), before);
-    // Back with a GPU less: the labels follow.
+    // NVML is back with one GPU less, and the labels follow.
     setup.tell("remove 7");
     setup.tell("init 0");
     has(&path, "nvidia.com/gpu.count", "7").await;
@@ -117,11 +115,10 @@ async fn labels_file_is_there_throughout_a_restart() {
     let (status, _) = process.ended().await;
     assert!(status.success(), "{status}");
     let setup = setup.arg("--mig-strategy=single");
-    let process = setup.spawn();
+    let _process = setup.spawn();
     has(&path, "nvidia.com/mig.strategy", "single").await;
     ended.store(true, Ordering::Relaxed);
     assert_eq!(watch.join().unwrap(), 0, "the file was absent or torn");
-    drop(process);
 }
 
 #[tokio::test]
@@ -137,13 +134,13 @@ async fn sighup_reloads_the_labels_configuration() {
     process.said("configuration rejected, keeping the previous one").await;
     process.signal("HUP");
     process.logged(|line| line["why"] == "SIGHUP" && line["level"] == "ERROR").await;
-    // The next valid one applies, by the signal too.
+    // The next valid file applies, also by the signal.
     replace(&config, "version: v1\n");
     process.signal("HUP");
     has(&path, "nvidia.com/gpu.replicas", "1").await;
 }
 
-/// Runs to its end; returns what it printed.
+/// Runs gpu-feature-discovery to its end, and returns its success and standard output.
 async fn printed(setup: &Setup) -> (bool, String) {
     let output = setup.command().stdout(Stdio::piped()).stderr(Stdio::piped()).output().await.unwrap();
     (output.status.success(), String::from_utf8(output.stdout).unwrap())
@@ -155,7 +152,7 @@ async fn oneshot_prints_labels_once() {
     let (ok, text) = printed(&setup).await;
     assert!(ok && text.contains("\nnvidia.com/gpu.count=8\n") && !text.contains("timestamp"), "{text}");
     assert!(!file(&setup).exists());
-    // NVML that fails on a node with GPUs writes nothing.
+    // If NVML fails on a node with GPUs, no labels are written.
     setup.all_on_bus();
     setup.tell("init 9");
     assert_eq!(printed(&setup).await, (false, String::new()));
@@ -177,7 +174,7 @@ async fn node_without_gpus_gets_the_labels_of_gfd() {
 }
 
 #[tokio::test]
-async fn plugin_writes_labels_and_admits_pods_without_the_folder() {
+async fn pods_are_admitted_without_the_labels_folder() {
     let setup = Setup::on("dgx-h100").arg("--write-labels-file").env("NODE_NAME", "gpu-1");
     let features = setup.at("features.d");
     fs::write(&features, "a file where a folder should be").unwrap();

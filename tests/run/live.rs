@@ -46,7 +46,7 @@ fn mapped(setup: Setup, text: &str) -> (Setup, ConfigMap) {
     (setup.arg("--config-file").arg(file), map)
 }
 
-/// Waits until exactly these devices of a resource are on the list as unhealthy, and so many as healthy.
+/// Waits until the kubelet lists exactly these devices as unhealthy, and this number of healthy ones.
 async fn lists(kubelet: &KubeletBox, resource: &str, healthy: usize, unhealthy: &[String]) {
     let unhealthy: BTreeSet<String> = unhealthy.iter().cloned().collect();
     let wanted = |state: &linkwise_kubelet_box::State| {
@@ -57,7 +57,7 @@ async fn lists(kubelet: &KubeletBox, resource: &str, healthy: usize, unhealthy: 
     seen.unwrap_or_else(|error| panic!("{healthy} healthy, unhealthy {unhealthy:?}: {error}"));
 }
 
-/// The pod's container is started again, and has what it had.
+/// Restarts the pod's container, and asserts that it keeps its devices.
 async fn keeps(kubelet: &KubeletBox, pod: &str, resource: &str, held: &Allocation) {
     assert_eq!(&kubelet.restart_container(pod, "main").unwrap()[resource], held);
 }
@@ -74,9 +74,9 @@ async fn sharing_changes_while_pods_keep_their_devices() {
     map.swap("..2", SHARED);
     // All ids change. Ids that no pod holds leave the list; the pod's ids stay, and the slots of its GPUs are not
     // offered.
-    let promised: Vec<String> =
+    let slots_of_held: Vec<String> =
         whole.devices.iter().flat_map(|gpu| [format!("{gpu}::0"), format!("{gpu}::1")]).collect();
-    lists(&kubelet, GPU, 12, &[whole.devices.clone(), promised].concat()).await;
+    lists(&kubelet, GPU, 12, &[whole.devices.clone(), slots_of_held].concat()).await;
     keeps(&kubelet, "whole", GPU, &whole).await;
     let slots = allocation(&kubelet, "slots", GPU, 6).await;
     assert!(slots.devices.iter().all(|id| id.ends_with("::0")), "{slots:?}");
@@ -114,7 +114,7 @@ async fn renamed_shared_resource_gets_its_own_plugin() {
     assert_eq!(kubelet.violations(), []);
 }
 
-/// The file as the NVIDIA plugin's config-manager has it: a link into a folder that is not watched.
+/// A configuration file as the NVIDIA plugin's config-manager makes it: a link into a folder that is not watched.
 fn linked(setup: Setup, text: &str) -> (Setup, PathBuf) {
     let (folder, elsewhere) = (setup.at("config"), setup.at("available-configs"));
     std::fs::create_dir(&folder).unwrap();

@@ -1,5 +1,5 @@
-//! The lock of the state folder on a disk that hangs, or that cannot have a lock at first: no two owners, and the
-//! process joins the others as soon as the disk answers.
+//! The lock of the state folder on a disk that hangs, or that cannot be locked at first: there are never two owners,
+//! and the process takes part as soon as the disk answers.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -8,21 +8,21 @@ use std::path::{Path, PathBuf};
 use super::node::{GPU, KUBELETS, Setup, fifo, machine, ready, registered};
 use crate::upgrade::fleet::{GPUS, World, stage};
 
-/// The longest owner that is read: a pipe that gives so much has answered.
+/// The most bytes of the owner's name that linkwise reads: a pipe that gives this many has answered.
 const MAX_OWNER: usize = 1 << 16;
 
 fn state_folder(setup: &Setup) -> PathBuf {
     setup.kubelet_socket.with_file_name("linkwise")
 }
 
-/// A file of the lock from which nothing can be read: a pipe.
+/// Makes the lock's file a pipe, so that reading it hangs.
 fn hang(folder: &Path) -> PathBuf {
     let pipe = folder.join("owner.lock");
     fifo(&pipe);
     pipe
 }
 
-/// The disk answers the call that waits, with nothing that names an owner.
+/// Answers the read that hangs, with bytes that name no owner.
 fn answer(pipe: &Path) {
     OpenOptions::new().read(true).write(true).open(pipe).unwrap().write_all(&[b'-'; MAX_OWNER]).unwrap();
 }
@@ -35,11 +35,11 @@ async fn hung_disk_is_waited_for_and_makes_no_second_owner() {
     let first = world.spawn("first");
     first.said("the state folder does not answer").await;
     ready(first.up().await, 503, "").await;
-    assert!(!kubelet.state().resources.contains_key(GPU), "serves, and another might");
+    assert!(!kubelet.state().resources.contains_key(GPU), "it serves without knowing the lock");
     answer(&pipe);
     stage(&first, "Owning").await;
     registered(kubelet, 1, GPUS.len()).await;
-    // The next one learns as late that the lock is held, and takes over.
+    // The second one waits for the disk too, learns that the lock is held, and takes over.
     let second = world.spawn("second");
     second.said("the state folder does not answer").await;
     ready(second.up().await, 503, "").await;
@@ -51,10 +51,10 @@ async fn hung_disk_is_waited_for_and_makes_no_second_owner() {
 }
 
 #[tokio::test]
-async fn owner_that_could_have_no_lock_takes_it_later() {
+async fn owner_without_a_lock_takes_it_later() {
     let setup = Setup::with(&machine(&GPUS));
     let folder = state_folder(&setup);
-    // No folder can be made here.
+    // A file in its place keeps linkwise from making the folder.
     std::fs::create_dir_all(folder.parent().unwrap()).unwrap();
     File::create(&folder).unwrap();
     let world = World::of(setup, KUBELETS[0]);
@@ -62,7 +62,7 @@ async fn owner_that_could_have_no_lock_takes_it_later() {
     let first = world.spawn("first");
     first.said("cannot lock the state folder").await;
     registered(kubelet, 1, GPUS.len()).await;
-    // Now it can, and another process has the lock.
+    // Now there is a folder, in which another process has the lock.
     let other = folder.with_file_name("other");
     std::fs::create_dir(&other).unwrap();
     let lock = File::create(other.join("owner.lock")).unwrap();
@@ -72,10 +72,9 @@ async fn owner_that_could_have_no_lock_takes_it_later() {
     first.said("another linkwise has the lock").await;
     ready(first.up().await, 503, "").await;
     kubelet.wait(|state| state.resources[GPU].open_streams == 0).await.unwrap();
-    // The other one ends.
+    // The other process ends.
     drop(lock);
     registered(kubelet, 2, GPUS.len()).await;
-    let second = world.spawn("second");
+    let _second = world.spawn("second");
     first.said("another linkwise has taken over this node").await;
-    drop(second);
 }

@@ -1,4 +1,4 @@
-//! The log of what a test runs in its own thread.
+//! The log of the code that a test runs in its own thread.
 
 use std::io;
 
@@ -13,7 +13,7 @@ use tracing_subscriber::util::SubscriberInitExt;
 
 use crate::run::node::LIMIT;
 
-/// Our own lines of the log, of all levels, until it is dropped.
+/// Collects linkwise's own log lines, from DEBUG up, until it is dropped.
 pub struct Log {
     pub lines: watch::Sender<Vec<String>>,
     _guard: DefaultGuard,
@@ -38,21 +38,21 @@ impl Log {
         let writer = lines.clone();
         let plain = tracing_subscriber::fmt::layer().with_ansi(false).with_target(false).without_time();
         let plain = plain.with_writer(move || Lines(writer.clone()));
-        // The lines of the libraries are many.
+        // Libraries log too much.
         let ours = Targets::new().with_target("linkwise", Level::DEBUG);
         Self { lines, _guard: tracing_subscriber::registry().with(plain.with_filter(ours)).set_default() }
     }
 
-    /// Waits for a line with all of this in it.
+    /// Waits for a line that contains all of these words.
     pub async fn has(&self, words: &[&str]) {
         self.has_times(1, words).await;
     }
 
-    /// Waits for so many lines with all of this in each.
+    /// Waits for this many lines that each contain all of these words.
     pub async fn has_times(&self, times: usize, words: &[&str]) {
-        let is_it = |line: &&String| words.iter().all(|word| line.contains(word));
+        let is_match = |line: &&String| words.iter().all(|word| line.contains(word));
         let mut lines = self.lines.subscribe();
-        let found = timeout(LIMIT, lines.wait_for(|lines| lines.iter().filter(is_it).count() >= times)).await;
+        let found = timeout(LIMIT, lines.wait_for(|lines| lines.iter().filter(is_match).count() >= times)).await;
         let found = found.map(|found| drop(found.unwrap()));
         found.unwrap_or_else(|_| panic!("{words:?} is not {times} times in {:#?}", self.lines.borrow()));
     }

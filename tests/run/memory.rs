@@ -1,5 +1,5 @@
-//! The memory of the process that calls NVML: a library that maps much and uses little is no trouble, one that leaks
-//! costs its process, and one that needs more than it may have is named with the setting.
+//! The agent's memory: a library that maps much and uses little works, one that leaks costs its agent, and one that
+//! needs more than the bound is reported with the setting.
 
 use linkwise_kubelet_box::KubeletBox;
 use serde_json::Value;
@@ -10,12 +10,12 @@ use crate::run::node::{GPU, LIMIT, Node, Setup, allocation, kib, unhealthy, unti
 const UP: &str = "linkwise_nvml_agent_up";
 const OVER_MEMORY: &str = "linkwise_nvml_agent_ends_total{cause=\"memory\"}";
 
-/// A machine on which agents may have little, and follow each other soon.
+/// A machine whose agents may use little memory, and follow each other soon.
 fn tight() -> Setup {
     Setup::on("dgx1-v100").args(["--nvml-poll-ms=20", "--nvml-pause-ms=10", "--nvml-memory-mib=24"])
 }
 
-/// An agent works again; no GPU was blamed, and the kubelet noticed nothing.
+/// Asserts that an agent works again, that no GPU was blamed, and that the kubelet noticed nothing.
 async fn heals(node: &Node, kubelet: &KubeletBox) {
     node.metric(UP, 1).await;
     until(async || node.setup.try_tell("xid 7 79")).await;
@@ -30,8 +30,7 @@ fn is_over_memory(line: &Value) -> bool {
     line["message"] == "NVML unavailable" && cause.contains("more than 24 MiB (--nvml-memory-mib, LINKWISE_NVML_MEM")
 }
 
-/// The library leaks in each process that loads it, also while a call hangs: the calls may hang for 30 s, and the memory
-/// ends the agents long before.
+/// The library leaks in each agent, also while a call hangs: memory ends the agents long before the call's 30 s do.
 #[tokio::test]
 async fn leaking_library_costs_its_process_only() {
     for hung in [None, Some("3 nvmlDeviceGetTemperature")] {
@@ -58,9 +57,9 @@ pub const TOOLS: [&[&str]; 5] = [
     &["doctor", "--timeout=20"],
 ];
 
-/// Its exit code, and all that it said.
+/// Runs a command, and returns its exit code and output.
 pub async fn ran(mut command: tokio::process::Command) -> (Option<i32>, String) {
-    let output = timeout(LIMIT, command.output()).await.expect("it ends in time").unwrap();
+    let output = timeout(LIMIT, command.output()).await.expect("the command ends in time").unwrap();
     let words = [output.stdout, output.stderr].map(|words| String::from_utf8(words).unwrap());
     (output.status.code(), words.concat())
 }
@@ -72,7 +71,7 @@ async fn library_with_a_runtime_works_with_every_command() {
     setup.tell("runtime");
     for (words, says) in TOOLS.into_iter().zip(["GPU7", "GPU-00000001", "uuid: GPU-", "gpu.count=8", "8 GPUs"]) {
         let (code, said) = ran(setup.tool(words)).await;
-        // The doctor misses a kubelet.
+        // The doctor fails, because there is no kubelet.
         assert!(said.contains(says) && (code == Some(0) || words[0] == "doctor"), "{words:?}: {said}");
     }
     let (node, kubelet) = setup.serve(8).await;
@@ -82,7 +81,7 @@ async fn library_with_a_runtime_works_with_every_command() {
     node.metric("linkwise_nvml_agent_starts_total", 1).await;
 }
 
-/// Each command fails on this machine, for this cause.
+/// Asserts that each command fails on this machine with this cause.
 pub async fn every_command_fails(setup: &Setup, cause: &str) {
     for words in TOOLS {
         let (code, said) = ran(setup.tool(words)).await;
@@ -103,7 +102,7 @@ async fn every_command_bounds_its_agent() {
 }
 
 #[tokio::test]
-async fn bound_that_is_no_number_is_refused_by_name() {
+async fn invalid_memory_bound_is_refused_by_name() {
     let setup = Setup::on("dgx1-v100");
     for wrong in ["0", "-1", "much", "48Mi", "1048577"] {
         for words in TOOLS.into_iter().chain([&["run"][..]]) {

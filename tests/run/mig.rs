@@ -1,4 +1,4 @@
-//! MIG through the whole process: what NVML and the kernel say of it, in what containers get and in the CDI spec.
+//! MIG through the whole process: from NVML and the kernel's capabilities to Allocate and the CDI spec.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -13,7 +13,7 @@ use linkwise_kubelet_box::KubeletBox;
 /// GPU 0 whole, GPU 1 in seven, GPU 2 in a 3g and two halves of a 4g, GPU 3 in two 1g, one with media, and a 2g.
 pub const MIXED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/four-gpus-mig.yaml");
 
-/// The kernel's list of what a machine file says of capabilities, below a /proc of the test's own.
+/// Writes the kernel's list of a machine's MIG capabilities, below a /proc of the test's own.
 fn minors(proc: &Path, machine: &NodeObservation) {
     let mut list = "config 1\nmonitor 2\n".to_owned();
     for gpu in &machine.gpus {
@@ -35,7 +35,7 @@ pub fn four_gpus() -> Setup {
     Setup::with(&fs::read_to_string(MIXED).unwrap())
 }
 
-/// A machine of the test's own, with the kernel's list of its MIG devices' nodes.
+/// Adds the kernel's list of MIG capabilities to a machine of the test's own.
 pub fn with_minors(setup: Setup) -> Setup {
     let (proc, machine) = (setup.at("proc"), setup.at("machine.yaml"));
     minors(&proc, &machines::load(machine.to_str().unwrap()).unwrap().observed);
@@ -47,7 +47,7 @@ pub fn mixed() -> Setup {
     with_minors(four_gpus())
 }
 
-/// The same, with a driver root and a folder for specs, by the strategy `mixed`.
+/// The same, with a driver root, a folder for CDI specs, and the strategy `mixed`.
 fn setup() -> Setup {
     cdi_setup(mixed()).arg("--mig-strategy=mixed")
 }
@@ -72,7 +72,7 @@ async fn spec(node: &Node, gpus: &[u32], migs: &[(u32, u32, u32)]) {
     spec_with(node, &names.iter().map(String::as_str).collect::<Vec<_>>()).await;
 }
 
-/// All MIG devices of the machine: parent, index, and what its UUID is made of.
+/// All MIG devices of the machine: parent, index, and the number in the UUID.
 fn all() -> Vec<(u32, u32, u32)> {
     let indices: [(u32, &[u32]); 3] = [(1, &[0, 1, 2, 3, 4, 5, 6]), (2, &[0, 1, 2]), (3, &[0, 1, 4])];
     let of = |(gpu, indices): (u32, &'static [u32])| indices.iter().map(move |index| (gpu, *index, 16 * gpu + index));
@@ -90,7 +90,7 @@ pub async fn listed(kubelet: &KubeletBox, resource: &str, healthy: usize) {
 }
 
 #[tokio::test]
-async fn the_spec_has_each_mig_device_with_its_nodes() {
+async fn cdi_spec_has_each_mig_device_with_its_nodes() {
     let setup = setup().arg("--device-list-strategy=cdi-cri");
     let (node, kubelet) = setup.serve(1).await;
     listed(&kubelet, "nvidia.com/mig-1g.10gb", 8).await;
@@ -128,7 +128,7 @@ async fn spec_follows_mig_layout_and_drops_old_devices() {
     listed(&kubelet, "nvidia.com/mig-3g.40gb", 1).await;
     let held = allocation(&kubelet, "pod", "nvidia.com/mig-3g.40gb", 1).await;
     assert_eq!(held.devices, [mig_uuid(0x20)]);
-    // The same instance numbers, and so the same nodes, for another device.
+    // Another device gets the same instance numbers, and with them the same device nodes.
     node.setup.tell(
         "mig 2 {enabled: true, devices: [{index: 0, uuid: MIG-00000099-0000-0000-0000-000000000000, gpu_instance: 1, \
          compute_instance: 0, gpu_slices: 3, compute_slices: 3, memory_mib: 40192, extension: none}]}",

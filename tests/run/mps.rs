@@ -1,5 +1,5 @@
-//! GPUs shared by MPS, both processes being real: `linkwise run` between a kubelet and the driver's fake, and `linkwise
-//! mps-control-daemon` with the fake of nvidia-cuda-mps-control that tests/mps has.
+//! GPUs shared by MPS, with two real processes: `linkwise run` between a kubelet and the fake NVML, and
+//! `linkwise mps-control-daemon` with the fake nvidia-cuda-mps-control of tests/mps.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -23,12 +23,12 @@ const GPUS: [(&str, &str, &str); 3] = [
     ("GPU-c", "0000:81:00.0", ", memory_mib: 40960"),
 ];
 
-/// The example with another number.
+/// The example with another number of replicas.
 fn replicas(count: u32) -> String {
     README.replace("10", &count.to_string())
 }
 
-/// The folders that both processes have.
+/// The files that both processes use.
 struct Shared {
     folder: PathBuf,
     machine: PathBuf,
@@ -90,7 +90,7 @@ impl Shared {
         pid_in(&self.root().join(GPU).join("pipe/nvidia-cuda-mps-control.pid"))
     }
 
-    /// Other GPUs: the NVML agent starts again.
+    /// Replaces the machine's GPUs, and crashes the agent so that the next one sees them.
     fn replace_gpus(&self, node: &Node, gpus: &[(&str, &str, &str)]) {
         replace(&self.machine, &machine(gpus));
         node.setup.tell("crash");
@@ -109,14 +109,14 @@ impl Drop for Shared {
     }
 }
 
-/// Both processes, and all `slots` offered.
+/// Starts both processes, and waits until all `slots` are offered.
 async fn serve((shared, setup): (Shared, Setup), slots: usize) -> (Shared, Process, Node, KubeletBox) {
     let daemons = shared.daemons();
     let (node, kubelet) = setup.serve(slots).await;
     (shared, daemons, node, kubelet)
 }
 
-/// Waits until so many slots are healthy, and so many are not.
+/// Waits for these numbers of healthy and unhealthy slots.
 async fn slots(kubelet: &KubeletBox, healthy: usize, unhealthy: usize) {
     let counts = |resource: &linkwise_kubelet_box::ResourceState| (resource.healthy.len(), resource.unhealthy.len());
     kubelet.wait(|state| counts(&state.resources[GPU]) == (healthy, unhealthy)).await.unwrap();
@@ -181,7 +181,7 @@ async fn dead_control_daemon_withdraws_its_slots() {
     let held = kubelet.state().resources[GPU].in_use();
     shared.refuse_start(true);
     signal("KILL", shared.control());
-    // A pod may hold any of them: they stay on the list.
+    // Each slot stays on the list, because a pod may hold it.
     slots(&kubelet, 0, 6).await;
     let line = daemons.said("nvidia-cuda-mps-control ended: signal: 9 (SIGKILL)").await;
     assert_eq!(line["level"], "WARN");
@@ -205,7 +205,7 @@ async fn killed_daemon_process_withdraws_its_slots() {
     let daemons = shared.daemons();
     slots(&kubelet, 6, 0).await;
     assert_ne!(shared.control(), left_behind);
-    // In order: nothing is left, and nothing is offered.
+    // A daemon that ends in order leaves nothing behind; its slots are unhealthy too.
     daemons.signal("TERM");
     slots(&kubelet, 0, 6).await;
     assert_eq!((kubelet.state().resources[GPU].registrations, kubelet.violations().len()), (1, 0));
@@ -242,7 +242,7 @@ async fn new_replicas_are_offered_with_their_limits() {
     kubelet.admit(&Pod::single("before", GPU, 1), None).await.unwrap();
     let before = shared.control();
     shared.refuse_start(true);
-    // As config-manager does, whatever has changed.
+    // config-manager sends SIGHUP for each change, whatever has changed.
     daemons.signal("HUP");
     replace(&shared.config(), &replicas(5));
     daemons.said("its limits changed").await;
@@ -251,7 +251,7 @@ async fn new_replicas_are_offered_with_their_limits() {
     slots(&kubelet, 10, 0).await;
     assert_ne!(shared.control(), before);
     daemons.logged(|line| line["message"] == "MPS daemon serving, limits confirmed" && line["threads"] == 20).await;
-    // Whole again, once no pod can hold a slot any more.
+    // The GPUs are offered whole again once no pod can hold a slot.
     assert!(kubelet.remove_pod("before"));
     replace(&shared.config(), "version: v1\n");
     registered(&kubelet, 1, 2).await;
@@ -277,11 +277,11 @@ async fn mps_daemon_survives_a_lost_gpu_and_takes_a_new_one() {
         if text.contains("GPU-b") { Err(text) } else { Ok(()) }
     })
     .await;
-    assert_eq!(shared.control(), control, "its clients on the GPU that stays work on");
+    assert_eq!(shared.control(), control, "clients on the remaining GPU go on");
     shared.replace_gpus(&node, &GPUS);
     slots(&kubelet, 9, 0).await;
     assert_ne!(shared.control(), control);
-    assert_eq!((daemons.count("limits confirmed"), kubelet.violations()), (2, vec![]), "the GPU that left ended none");
+    assert_eq!((daemons.count("limits confirmed"), kubelet.violations()), (2, vec![]), "the lost GPU ended no daemon");
 }
 
 #[tokio::test]

@@ -1,5 +1,5 @@
-//! What the tests stand on: a folder with a machine in it, the process on that machine, and ways to
-//! wait for what it does. Knows no test.
+//! The tests' fixtures: a folder with a machine in it, the process on that machine, and ways to wait for what it does.
+//! Contains no test.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -25,11 +25,11 @@ use tokio::time::timeout;
 
 pub const GPU: &str = "nvidia.com/gpu";
 
-/// After this long, what should have happened will not.
+/// The time after which a wait has failed.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
-/// How often a state is polled that makes no event.
-const ASK_AGAIN: Duration = Duration::from_millis(10);
+/// The pause between two looks at a state that sends no event.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The kinds of kubelets: up to 1.36, from 1.37.
 pub const KUBELETS: [Connections; 2] = [Connections::ByResource, Connections::BySocket];
@@ -49,11 +49,10 @@ pub const DGX1_V100: [&str; 8] = [
 /// A machine before linkwise starts on it.
 pub struct Setup {
     folder: TempDir,
-    /// The binary to start.
     pub program: PathBuf,
-    /// Its first word.
+    /// The first argument, if there is one.
     pub subcommand: Option<&'static str>,
-    /// Whether it gets no other words, and all that they say by variables; those of [`Self::arg`] are not given then.
+    /// True if all settings are passed as variables; the arguments of [`Self::arg`] are then left out.
     pub by_variables: bool,
     pub library: PathBuf,
     pub kubelet_socket: PathBuf,
@@ -63,7 +62,7 @@ pub struct Setup {
 }
 
 impl Setup {
-    /// A built-in machine, by NVML; a host of two packages with a NUMA node each, and nothing on its PCI bus.
+    /// A built-in machine's GPUs, on a host of two packages with a NUMA node each, and with nothing on its PCI bus.
     pub fn on(machine: &str) -> Self {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("crates/host/src/machines/{machine}.yaml"));
         Self::new(|_| file)
@@ -113,7 +112,7 @@ impl Setup {
         self
     }
 
-    /// With a configuration file of this text, in a folder of its own.
+    /// Adds a configuration file of this text, in a folder of its own.
     pub fn config(self, text: &str) -> Self {
         let file = self.config_file();
         std::fs::create_dir_all(file.parent().unwrap()).unwrap();
@@ -125,7 +124,7 @@ impl Setup {
         self.at("config/config.yaml")
     }
 
-    /// With such options as `--nvml-poll-ms`.
+    /// Adds options such as `--nvml-poll-ms`.
     pub fn nvml_ms(self, options: &[(&str, u32)]) -> Self {
         self.args(options.iter().map(|(option, milliseconds)| format!("--nvml-{option}-ms={milliseconds}")))
     }
@@ -135,13 +134,13 @@ impl Setup {
         self
     }
 
-    /// With variables, as words `NAME=VALUE`.
+    /// Adds variables, written as `NAME=VALUE`.
     pub fn variables(self, words: &'static str) -> Self {
         let pairs = words.split_whitespace().filter_map(|word| word.split_once('='));
         pairs.fold(self, |setup, (variable, value)| setup.env(variable, value))
     }
 
-    /// A host as hwloc recorded it, instead of the two packages.
+    /// Replaces the two packages by a host that hwloc recorded.
     pub fn host(mut self, xml: &str) -> Self {
         self.environment.retain(|(variable, _)| *variable != "HWLOC_SYNTHETIC");
         self.env("HWLOC_XMLFILE", xml)
@@ -152,12 +151,12 @@ impl Setup {
         self.folder.path().join(name)
     }
 
-    /// A GPU on the PCI bus, as the kernel lists it.
+    /// Puts a GPU on the PCI bus, as the kernel lists it.
     pub fn on_bus(&self, pci: &str) {
         put_on_bus(&self.at("sys/bus"), pci);
     }
 
-    /// All GPUs of dgx1-v100 on the PCI bus: one that is missing there is unhealthy.
+    /// Puts all GPUs of dgx1-v100 on the PCI bus: from then on a GPU that is missing there is unhealthy.
     pub fn all_on_bus(&self) {
         DGX1_V100.iter().for_each(|pci| put_on_bus(&self.at("bus"), pci));
         // In one step: a reader sees none of them or all.
@@ -165,27 +164,26 @@ impl Setup {
         std::fs::rename(self.at("bus"), self.at("sys/bus")).unwrap();
     }
 
-    /// A GPU on the PCI bus of which a file does not answer.
+    /// Puts a GPU on the PCI bus whose `vendor` file hangs its reader.
     pub fn hung_on_bus(&self) {
         fifo(&self.at("sys/bus/pci/devices/0000:06:00.0/vendor"));
     }
 
-    /// Tells the library what happens.
+    /// Sends a command to the fake NVML of every process.
     pub fn tell(&self, command: &str) {
         Control::new(self.at("control")).send(command).unwrap();
     }
 
-    /// Sends it, if the agent has a child that receives it.
+    /// The same; fails if no process receives the command.
     pub fn try_tell(&self, command: &str) -> std::io::Result<()> {
         Control::new(self.at("control")).send(command)
     }
 
-    /// A kubelet on this machine.
     pub fn kubelet(&self) -> KubeletBox {
         self.kubelet_with(|_| {})
     }
 
-    /// A kubelet on this machine, with options of the test's.
+    /// A kubelet on this machine, with options that the test changes.
     pub fn kubelet_with(&self, change: impl FnOnce(&mut Options)) -> KubeletBox {
         kubelet_in(self.kubelet_socket.parent().unwrap(), |options| {
             options.pod_resources = Some(self.pod_resources());
@@ -193,12 +191,12 @@ impl Setup {
         })
     }
 
-    /// Where a kubelet on this machine serves PodResources.
+    /// The socket on which a kubelet on this machine serves PodResources.
     pub fn pod_resources(&self) -> PathBuf {
         self.at("p/kubelet.sock")
     }
 
-    /// Where linkwise serves an admin socket on this machine, if it is configured to.
+    /// The admin socket of linkwise on this machine, if it is configured to serve one.
     pub fn admin_socket(&self) -> PathBuf {
         self.at("admin/admin.sock")
     }
@@ -208,12 +206,12 @@ impl Setup {
         sockets_in(self.kubelet_socket.parent().unwrap())
     }
 
-    /// How linkwise is started on this machine.
+    /// The command that starts linkwise on this machine.
     pub fn command(&self) -> Command {
         let mut command = Command::new(&self.program);
-        // The tests' own environment is not the configuration of the agent.
+        // The environment of the tests must not configure linkwise.
         command.env_clear();
-        // As root it would sweep the folder of this machine.
+        // Without this, linkwise as root would change the CDI folder of the host that runs the tests.
         command.env("LINKWISE_CDI_DIR", self.at("cdi"));
         command.args(self.subcommand);
         let (address, pod_resources) = (self.metrics_address.to_string(), self.pod_resources());
@@ -247,7 +245,7 @@ impl Setup {
         command
     }
 
-    /// How the doctor looks at this machine; more arguments can follow.
+    /// `linkwise doctor` on this machine; more arguments can follow.
     pub fn doctor(&self) -> Command {
         let mut command = self.tool(&["doctor"]);
         command.arg("--kubelet-socket").arg(&self.kubelet_socket);
@@ -264,7 +262,6 @@ impl Setup {
         command
     }
 
-    /// Starts linkwise.
     pub fn spawn(&self) -> Process {
         Process::of(self.command())
     }
@@ -292,7 +289,7 @@ impl Setup {
     }
 }
 
-/// A kubelet with this folder, and with options of the test's.
+/// A kubelet with this folder, and with options that the test changes.
 pub fn kubelet_in(folder: impl Into<PathBuf>, change: impl FnOnce(&mut Options)) -> KubeletBox {
     let mut options = Options::new(folder);
     (options.dial_retry, options.wait_timeout) = (Duration::from_millis(10), LIMIT);
@@ -300,14 +297,14 @@ pub fn kubelet_in(folder: impl Into<PathBuf>, change: impl FnOnce(&mut Options))
     KubeletBox::start(options).unwrap()
 }
 
-/// Waits until exactly these GPUs of a machine of eight, by their index on dgx1-v100, are unhealthy on the kubelet's list.
+/// Waits until exactly these of eight GPUs, by their index on dgx1-v100, are unhealthy on the kubelet's list.
 pub async fn unhealthy(kubelet: &KubeletBox, gpus: &[u32]) {
     let wanted: BTreeSet<String> = gpus.iter().map(|index| uuid(1, *index)).collect();
     let state = kubelet.wait(|state| state.resources[GPU].unhealthy == wanted).await.unwrap();
     assert_eq!(state.resources[GPU].healthy.len(), 8 - gpus.len(), "{state:?}");
 }
 
-/// Admits a pod of one container, and gives what it gets.
+/// Admits a pod of one container, and returns its allocation.
 pub async fn allocation(kubelet: &KubeletBox, pod: &str, resource: &str, count: u32) -> Allocation {
     let admitted = kubelet.admit(&Pod::single(pod, resource, count), None).await.unwrap();
     admitted.grant("main", resource).unwrap().allocation.clone()
@@ -328,7 +325,7 @@ pub async fn registered(kubelet: &KubeletBox, times: u64, gpus: usize) -> Resour
     kubelet.wait(|state| wanted(&state.resources[GPU])).await.unwrap().resources[GPU].clone()
 }
 
-/// The same command, started by another program with these words.
+/// The same command, started by another program with these arguments.
 pub fn started_by(words: &[&str], command: &Command) -> Command {
     let command = command.as_std();
     let mut starter = Command::new(words[0]);
@@ -367,25 +364,25 @@ pub fn replace(file: &Path, text: &str) {
     std::fs::rename(new, file).unwrap();
 }
 
-/// A file whose reader waits for a writer, in the place of another one.
+/// Puts a pipe, whose reader waits for a writer, in the place of a file.
 pub fn fifo(path: &Path) {
     std::fs::create_dir_all(path.parent().unwrap()).unwrap();
     let _ = std::fs::remove_file(path);
     assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
 }
 
-/// The other end of such a file, once somebody reads it; what is read goes on until it is dropped.
+/// Waits until a process reads the pipe, and opens its other end. The reader waits until that is dropped.
 pub async fn writer(path: &Path) -> File {
-    // Linux opens it, without waiting, where somebody reads.
+    // With this flag, opening the pipe fails at once while no process reads it.
     const O_NONBLOCK: i32 = 0o4000;
     until(async || OpenOptions::new().write(true).custom_flags(O_NONBLOCK).open(path)).await
 }
 
-/// Answers as many requests as a stranger's server would, whatever they are.
+/// Plays another program's server: gives the same answer to this many requests.
 pub fn stranger(listener: UnixListener, times: usize, answer: &'static [u8]) -> JoinHandle<()> {
     std::thread::spawn(move || {
         for stream in listener.incoming().take(times).map(Result::unwrap) {
-            // All of the head: closing with something unread resets the connection.
+            // Reads the whole head, because closing with unread bytes resets the connection.
             let mut lines = std::io::BufReader::new(&stream).lines().map_while(Result::ok);
             let _ = lines.find(String::is_empty);
             let _ = (&stream).write_all(answer);
@@ -393,13 +390,13 @@ pub fn stranger(listener: UnixListener, times: usize, answer: &'static [u8]) -> 
     })
 }
 
-/// Sets a soft limit of a process: the hard one stays as it is, which only root may raise again.
+/// Sets a soft limit of a process. The hard limit stays, because only root may raise it again.
 pub fn limit(process: u32, limit: &str) {
     let set = std::process::Command::new("prlimit").args([format!("--{limit}"), format!("--pid={process}")]).status();
     assert!(set.unwrap().success());
 }
 
-/// A number of KiB in the kernel's word on a process, if it lives.
+/// A value in KiB from /proc/PID/status, if the process lives.
 pub fn kib(process: u32, name: &str) -> Option<u64> {
     let status = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
     let value = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
@@ -412,14 +409,14 @@ struct Log {
     ended: bool,
 }
 
-/// A linkwise that may or may not stay up.
+/// A linkwise that has been started, and may end at any time.
 pub struct Process {
     pub child: Child,
     log: watch::Receiver<Log>,
 }
 
 impl Process {
-    /// One that runs from now on, its standard error being its log.
+    /// Starts a command, and collects its standard error as the log.
     pub fn of(mut command: Command) -> Self {
         let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
@@ -440,11 +437,11 @@ impl Process {
         let seen = timeout(LIMIT, log.wait_for(|log| log.ended || find(log).is_some())).await;
         let last = || self.lines().split_off(self.lines().len().saturating_sub(20)).join("\n");
         let seen =
-            seen.unwrap_or_else(|_| panic!("the line is not logged in time; the last ones:\n{}", last())).unwrap();
+            seen.unwrap_or_else(|_| panic!("the line is not logged in time; the last lines:\n{}", last())).unwrap();
         find(&seen).expect("the line is logged before the process ends")
     }
 
-    /// Waits until it is up, and gives the address at which it serves metrics and probes.
+    /// Waits until linkwise is up, and returns the address at which it serves metrics and probes.
     pub async fn up(&self) -> SocketAddr {
         let up = self.logged(|line| line["message"] == "linkwise is up").await;
         up["metrics"].as_str().unwrap().parse().unwrap()
@@ -460,20 +457,19 @@ impl Process {
         self.log.borrow().lines.iter().filter(|line| line.contains(text)).count()
     }
 
-    /// All lines so far.
     pub fn lines(&self) -> Vec<String> {
         self.log.borrow().lines.clone()
     }
 
-    /// Waits until it ends by itself: how, and what it said last to people.
+    /// Waits until linkwise ends; returns its status and the lines that are not JSON, which are for people.
     pub async fn ended(&mut self) -> (ExitStatus, Vec<String>) {
-        let status = timeout(LIMIT, self.child.wait()).await.expect("it ends in time").unwrap();
+        let status = timeout(LIMIT, self.child.wait()).await.expect("linkwise ends in time").unwrap();
         let mut log = self.log.clone();
         let seen = timeout(LIMIT, log.wait_for(|log| log.ended)).await.expect("its standard error ends").unwrap();
         (status, seen.lines.iter().filter(|line| !line.starts_with('{')).cloned().collect())
     }
 
-    /// Ends it as a kubelet does.
+    /// Ends linkwise as a kubelet does.
     pub async fn end(&mut self) {
         self.signal("TERM");
         let (status, last) = self.ended().await;
@@ -493,7 +489,7 @@ impl Drop for Process {
     fn drop(&mut self) {
         let lines = self.lines();
         if std::thread::panicking() {
-            // The harness shows what goes through the macro, and only where the test failed.
+            // The test harness captures what this macro prints, and shows it only if the test fails.
             #[allow(clippy::print_stderr, reason = "the log explains the failure")]
             {
                 eprintln!("the log of linkwise:\n{}", lines.join("\n"));
@@ -520,7 +516,6 @@ pub struct Node {
     pub address: SocketAddr,
 }
 
-/// What came back over HTTP.
 #[derive(Debug)]
 pub struct Answer {
     pub status: u16,
@@ -528,12 +523,12 @@ pub struct Answer {
     pub body: String,
 }
 
-/// The text of `GET path` at an address that answers.
+/// The answer to `GET path` at an address that must answer.
 pub async fn get(address: SocketAddr, path: &str) -> Answer {
     try_get(address, path).await.unwrap()
 }
 
-/// The text of `GET path` at an address.
+/// The answer to `GET path` at an address.
 pub async fn try_get(address: SocketAddr, path: &str) -> std::io::Result<Answer> {
     let exchange = async {
         let mut stream = TcpStream::connect(address).await?;
@@ -549,7 +544,7 @@ pub async fn try_get(address: SocketAddr, path: &str) -> std::io::Result<Answer>
     Ok(Answer { status, head: head.to_ascii_lowercase(), body: body.to_owned() })
 }
 
-/// Waits until /readyz at an address answers so, with this text in it.
+/// Waits until /readyz at an address answers with this status and with this text in it.
 pub async fn ready(address: SocketAddr, status: u16, text: &str) -> Answer {
     let ask = async || {
         let answer = get(address, "/readyz").await;
@@ -560,17 +555,16 @@ pub async fn ready(address: SocketAddr, status: u16, text: &str) -> Answer {
 }
 
 impl Node {
-    /// The text of `GET path`.
     pub async fn get(&self, path: &str) -> Answer {
         get(self.address, path).await
     }
 
-    /// Waits until /readyz answers so, with this text in it.
+    /// Waits until /readyz answers with this status and with this text in it.
     pub async fn ready(&self, status: u16, text: &str) -> Answer {
         ready(self.address, status, text).await
     }
 
-    /// Waits until a series has this value; one that is missing has none.
+    /// Waits until a series exists and has this value.
     pub async fn metric(&self, series: &str, wanted: u64) {
         let ask = async || {
             let text = self.get("/metrics").await.body;
@@ -580,7 +574,7 @@ impl Node {
         until(ask).await;
     }
 
-    /// The process that speaks to NVML, once there is one beside those known.
+    /// Waits for an agent that is not among those known, and returns its process id.
     pub async fn agent(&self, known: &[u32]) -> u32 {
         until(async || self.agent_ids().into_iter().find(|child| !known.contains(child)).ok_or(known)).await
     }
@@ -591,17 +585,17 @@ impl Node {
         self.setup
     }
 
-    /// The processes that speak to NVML.
+    /// The process ids of the agents.
     pub fn agent_ids(&self) -> Vec<u32> {
         children(self.process.id())
     }
 }
 
-/// Asks until the answer is good; then gives it.
+/// Asks until the answer is `Ok`, and returns its value.
 pub async fn until<T, E: std::fmt::Debug>(ask: impl AsyncFn() -> Result<T, E>) -> T {
     let mut last = None;
     let asking = async {
-        let mut again = tokio::time::interval(ASK_AGAIN);
+        let mut again = tokio::time::interval(POLL_INTERVAL);
         loop {
             again.tick().await;
             match ask().await {
@@ -611,7 +605,7 @@ pub async fn until<T, E: std::fmt::Debug>(ask: impl AsyncFn() -> Result<T, E>) -
         }
     };
     let found = timeout(LIMIT, asking).await.ok();
-    found.unwrap_or_else(|| panic!("what was waited for did not come; last: {last:?}"))
+    found.unwrap_or_else(|| panic!("the wait has failed; the last answer: {last:?}"))
 }
 
 /// The living children of a process.
@@ -632,7 +626,7 @@ pub fn uuid(machine: u32, index: u32) -> String {
     format!("GPU-{machine:08}-0000-4000-8000-{index:012}")
 }
 
-/// A machine file with these GPUs, all of one kind; `more` is what else is said of each.
+/// A machine file with these GPUs, all of one model; `more` are further fields of a GPU.
 pub fn machine(gpus: &[(&str, &str, &str)]) -> String {
     let gpus: Vec<String> = gpus
         .iter()

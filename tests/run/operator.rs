@@ -1,4 +1,4 @@
-//! What an operator orders: let go of the driver, take it up, vouch for a GPU; by socket and by signal.
+//! An operator's orders: release and resume the driver, clear and cordon GPUs, accept missing hardware.
 
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
@@ -21,7 +21,6 @@ fn setup() -> Setup {
     setup.arg("--admin-socket").arg(socket)
 }
 
-/// `linkwise admin` beside it.
 async fn admin(node: &Node, order: &[&str]) -> Output {
     node.setup.admin(order).output().await.unwrap()
 }
@@ -36,14 +35,14 @@ async fn state(node: &Node) -> Value {
     serde_json::from_str(&ordered(node, &["state"]).await).unwrap()
 }
 
-/// Whether a process has the driver's library loaded.
+/// True if a process has the driver's library loaded.
 fn driver_is_held(node: &Node) -> bool {
     Control::new(node.setup.at("control")).is_heard()
 }
 
 #[tokio::test]
 async fn taken_metrics_port_is_retried_until_free() {
-    // An address of its own: a port of 127.0.0.1 that is given up goes to the next who asks for any.
+    // An address of its own: another test that asks for any port of 127.0.0.1 could get a port that is freed there.
     let taken = TcpListener::bind("127.1.2.4:0").unwrap();
     let mut setup = setup();
     setup.metrics_address = taken.local_addr().unwrap();
@@ -69,14 +68,14 @@ async fn pods_are_admitted_while_driver_is_released() {
     assert!(driver_is_held(&node));
     let said = ordered(&node, &["release"]).await;
     assert!(said.contains("no process of linkwise on this node holds the driver"), "{said}");
-    assert!(!driver_is_held(&node), "the answer comes after the child's end");
+    assert!(!driver_is_held(&node), "the answer comes after the agent's end");
     node.metric("linkwise_driver_released", 1).await;
     assert_eq!(state(&node).await["driver_released"], true);
     kubelet.admit(&Pod::single("meanwhile", GPU, 2), None).await.unwrap();
     node.ready(200, "ready; driver: released; an operator released it").await;
-    // That is not long yet.
+    // The grace period has not passed yet.
     node.metric("linkwise_nvml_away", 0).await;
-    // A second time changes nothing; and no child was started anew.
+    // A second order changes nothing, and no agent was started.
     ordered(&node, &["release"]).await;
     node.metric("linkwise_nvml_agent_starts_total", 1).await;
     assert_eq!(node.process.count("an operator releases the driver"), 1);
@@ -96,8 +95,8 @@ fn discovery(node: &Node) -> Process {
     Process::of(command)
 }
 
-/// Waits until a process has so many lines with these words.
-async fn said(process: &Process, times: usize, words: &str) {
+/// Waits until a process has logged these words this many times.
+async fn said_times(process: &Process, times: usize, words: &str) {
     until(async || if process.count(words) >= times { Ok(()) } else { Err(words.to_owned()) }).await;
 }
 
@@ -107,7 +106,7 @@ async fn gpu_is_reset_between_release_and_resume() {
     setup.tell("recovery * 0");
     let (node, kubelet) = setup.serve(8).await;
     let labels = discovery(&node);
-    said(&labels, 1, "NVML available").await;
+    said_times(&labels, 1, "NVML available").await;
     node.setup.tell("recovery 3 1");
     node.setup.tell("fall 3");
     unhealthy(&kubelet, &[3]).await;
@@ -117,7 +116,7 @@ async fn gpu_is_reset_between_release_and_resume() {
     assert!(!driver_is_held(&node), "nor does gpu-feature-discovery");
     // The release holds for processes that start later.
     let second = discovery(&node);
-    said(&second, 1, "an operator releases the driver").await;
+    said_times(&second, 1, "an operator releases the driver").await;
     let mut tool = node.setup.tool(&["topology"]);
     tool.env("KUBELET_SOCKET", &node.setup.kubelet_socket);
     let (code, words) = ran(tool).await;
@@ -127,8 +126,8 @@ async fn gpu_is_reset_between_release_and_resume() {
     node.setup.tell("reset 3");
     ordered(&node, &["resume"]).await;
     registered(&kubelet, 1, 8).await;
-    said(&labels, 2, "NVML available").await;
-    said(&second, 1, "NVML available").await;
+    said_times(&labels, 2, "NVML available").await;
+    said_times(&second, 1, "NVML available").await;
     assert_eq!(kubelet.violations(), []);
 }
 
@@ -148,10 +147,10 @@ async fn release_holds_over_a_restart() {
 }
 
 #[tokio::test]
-async fn release_names_who_still_holds_the_driver() {
+async fn release_names_processes_that_hold_the_driver() {
     let (node, _kubelet) = setup().serve(8).await;
     let labels = discovery(&node);
-    said(&labels, 1, "NVML available").await;
+    said_times(&labels, 1, "NVML available").await;
     labels.signal("STOP");
     let refused = admin(&node, &["release"]).await;
     labels.signal("CONT");
@@ -182,12 +181,12 @@ async fn processes_initialise_nvml_one_after_the_other() {
     assert_eq!(loaded(), 2, "the third process loads no library while the second is in nvmlInit");
     node.setup.tell("unhang nvmlInit_v2");
     for process in [&first, &second] {
-        said(process, 1, "NVML available").await;
+        said_times(process, 1, "NVML available").await;
     }
 }
 
 #[tokio::test]
-async fn agent_that_does_not_answer_lets_go_of_the_driver() {
+async fn hung_or_stopped_agent_releases_the_driver() {
     for is_stopped in [false, true] {
         let (node, _kubelet) = setup().serve(8).await;
         if is_stopped {
@@ -198,17 +197,17 @@ async fn agent_that_does_not_answer_lets_go_of_the_driver() {
         }
         assert!(driver_is_held(&node));
         ordered(&node, &["release"]).await;
-        assert!(!driver_is_held(&node), "the answer waits for its end");
+        assert!(!driver_is_held(&node), "the answer comes after the agent's end");
     }
 }
 
 #[tokio::test]
-async fn driver_released_before_its_answer_ends_no_node() {
+async fn release_during_nvml_init_ends_no_process() {
     let setup = setup();
     setup.all_on_bus();
     setup.tell("hang nvmlInit_v2");
     let node = setup.start().await;
-    until(async || if driver_is_held(&node) { Ok(()) } else { Err("nobody calls") }).await;
+    until(async || if driver_is_held(&node) { Ok(()) } else { Err("no agent has loaded the library") }).await;
     ordered(&node, &["release"]).await;
     node.ready(503, "an operator released the driver before the GPUs were discovered").await;
     node.setup.tell("unhang nvmlInit_v2");
@@ -218,7 +217,7 @@ async fn driver_released_before_its_answer_ends_no_node() {
 }
 
 #[tokio::test]
-async fn an_operator_vouches_for_a_gpu() {
+async fn cleared_gpu_is_healthy_again() {
     let (node, kubelet) = setup().serve(8).await;
     node.setup.tell("xid 2 79");
     unhealthy(&kubelet, &[2]).await;
@@ -239,7 +238,7 @@ async fn an_operator_vouches_for_a_gpu() {
 }
 
 #[tokio::test]
-async fn cordoned_gpu_gets_no_new_pod_over_restarts_until_uncordon() {
+async fn cordoned_gpu_gets_no_new_pod_until_uncordon() {
     let (node, kubelet) = setup().serve(8).await;
     allocation(&kubelet, "before", GPU, 8).await;
     let gpu = uuid(1, 2);
@@ -292,18 +291,18 @@ async fn cordoned_gpu_gets_no_new_pod_over_restarts_until_uncordon() {
 }
 
 #[tokio::test]
-async fn node_that_boots_with_fewer_gpus_says_so_until_they_are_back_or_accepted() {
+async fn missing_gpu_is_reported_until_back_or_accepted() {
     let gpu = uuid(1, 7);
     let what = format!("GPU 0000:8a:00.0 ({gpu}): missing (Tesla V100-SXM2-32GB)");
     let series = format!("{{uuid=\"{gpu}\",pci=\"0000:8a:00.0\",what=\"gpu\"}}");
     let (node, kubelet) = setup().arg("--expect-gpus").arg("8").serve(8).await;
-    let lacks = async |node: &Node| state(node).await["shortfalls"].as_array().unwrap().clone();
-    assert_eq!(lacks(&node).await, Vec::<Value>::new());
+    let shortfalls = async |node: &Node| state(node).await["shortfalls"].as_array().unwrap().clone();
+    assert_eq!(shortfalls(&node).await, Vec::<Value>::new());
     let setup = node.end().await;
     setup.tell("remove 7");
     let node = setup.start().await;
     registered(&kubelet, 2, 7).await;
-    let told = lacks(&node).await;
+    let told = shortfalls(&node).await;
     assert_eq!(
         (told.len(), &told[0]["what"], &told[1]["what"]),
         (2, &what.as_str().into(), &"this node: 7 GPUs, 8 are expected".into())
@@ -319,22 +318,22 @@ async fn node_that_boots_with_fewer_gpus_says_so_until_they_are_back_or_accepted
     assert!(String::from_utf8(doctor.stdout).unwrap().contains(&format!("lacking: {what}")));
     node.process.said("the node lacks hardware").await;
 
-    // It comes back by itself.
+    // The shortfall ends when the GPU is back.
     node.setup.tell("add 7");
-    until(async || if lacks(&node).await.is_empty() { Ok(()) } else { Err(lacks(&node).await) }).await;
+    until(async || if shortfalls(&node).await.is_empty() { Ok(()) } else { Err(shortfalls(&node).await) }).await;
     node.setup.tell("remove 7");
-    until(async || if lacks(&node).await.len() == 2 { Ok(()) } else { Err(lacks(&node).await) }).await;
+    until(async || if shortfalls(&node).await.len() == 2 { Ok(()) } else { Err(shortfalls(&node).await) }).await;
     let accepted = ordered(&node, &["accept"]).await;
     assert_eq!(accepted, format!("accepted: {what}; this node: 7 GPUs, 8 are expected\n"));
-    until(async || if lacks(&node).await.is_empty() { Ok(()) } else { Err(lacks(&node).await) }).await;
+    until(async || if shortfalls(&node).await.is_empty() { Ok(()) } else { Err(shortfalls(&node).await) }).await;
     let node = node.end().await.start().await;
     registered(&kubelet, 3, 7).await;
-    assert_eq!(lacks(&node).await, Vec::<Value>::new());
+    assert_eq!(shortfalls(&node).await, Vec::<Value>::new());
     assert_eq!(ordered(&node, &["accept"]).await, "this node lacks no hardware\n");
 }
 
 #[tokio::test]
-async fn a_stranger_on_the_admin_socket_is_no_linkwise() {
+async fn other_program_on_the_admin_socket_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("admin.sock");
     let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();

@@ -1,10 +1,10 @@
-//! Who holds what, from the kubelet's word to the metrics: series that come, change and go with pods.
+//! Placements, from the kubelet's PodResources to the metrics: series that appear, change and disappear with pods.
 
 use linkwise_kubelet_box::Pod;
 
 use crate::run::node::{GPU, Node, Setup, place, until, uuid};
 
-/// Waits until the metrics are so; then gives them.
+/// Waits until the metrics meet a condition, and returns them.
 async fn metrics(node: &Node, wanted: impl Fn(&str) -> bool) -> String {
     let ask = async || {
         let text = node.get("/metrics").await.body;
@@ -39,14 +39,14 @@ async fn series_come_and_go_with_pods() {
     assert!(text.contains(&format!("linkwise_allocation_quality{{{}}} 1.0", labels("first"))), "{text}");
     assert!(!text.contains("linkwise_free_collective_megabytes_per_second{size=\"4\"}"), "2 are left: {text}");
     assert!(kubelet.remove_pod("first"));
-    // The next Allocate has the kubelet asked.
+    // The next Allocate makes linkwise ask the kubelet.
     kubelet.admit(&Pod::single("last", GPU, 1), None).await.unwrap();
     let text = metrics(&node, |text| gpus(text, "pod=\"last\"") == 1 && !text.contains("pod=\"first\"")).await;
     assert!(!text.contains(&at_admission("last")), "one GPU has no links: {text}");
-    // The series of the others stay over a restart, and so does what was free then.
+    // The series of the other pods survive a restart, and so does the quality at admission.
     let node = node.end().await.start().await;
     metrics(&node, |text| best(text, &long) && gpus(text, "pod=\"last\"") == 1).await;
-    // A kubelet that is away has said what it said.
+    // The series stay while the kubelet is away.
     kubelet.stop().await.unwrap();
     node.ready(503, "").await;
     assert_eq!(gpus(&node.get("/metrics").await.body, &long), 4);

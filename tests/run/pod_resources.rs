@@ -27,7 +27,7 @@ async fn forgotten_registration_is_made_again() {
     kubelet.wait(|state| state.resources[GPU].open_streams == 1).await.unwrap();
     node.ready(503, "waiting for PodResources to list our devices").await;
     kubelet.set_fault(Fault::None);
-    // What was not listened to is not said again on its own: only a new registration helps.
+    // The kubelet has forgotten the registration, so that only a new one helps.
     registered(&kubelet, 2, 8).await;
     node.process.said("PodResources does not list our devices").await;
     node.ready(200, "").await;
@@ -35,7 +35,7 @@ async fn forgotten_registration_is_made_again() {
 
 #[tokio::test]
 async fn stream_confirms_without_pod_resources() {
-    // Nothing there; something that does not speak; something that never answers.
+    // No socket; a file that is not a socket; a socket that never answers.
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     std::fs::write(at("file"), "").unwrap();
@@ -52,7 +52,7 @@ async fn stream_confirms_without_pod_resources() {
 }
 
 #[tokio::test]
-async fn resource_of_sick_devices_is_confirmed_by_stream() {
+async fn resource_of_unhealthy_devices_is_confirmed() {
     let setup = Setup::with(&crate::run::node::machine(&[("GPU-a", "0000:01:00.0", "")]));
     let (node, kubelet) = setup.serve(1).await;
     node.setup.tell("xid 0 79");
@@ -82,7 +82,7 @@ async fn holders_are_known_only_with_pod_resources() {
     let observed = machines::load("dgx1-v100").unwrap().observed;
     events.send(Event::Observed(Box::new(observed))).await.unwrap();
     let known = timeout(LIMIT, snapshots.wait_for(|state| state.ledger().is_known())).await.unwrap().unwrap().clone();
-    // Held devices are named also where no plugin of ours lists them.
+    // Held devices are known even if no plugin of ours lists them.
     let gpu = |id: &str| (ResourceName::gpu(), id.to_owned());
     let named: Vec<(ResourceName, String)> =
         known.ledger().devices().map(|(name, id)| (name.clone(), id.to_string())).collect();
@@ -93,7 +93,7 @@ async fn holders_are_known_only_with_pod_resources() {
 }
 
 #[tokio::test]
-async fn who_holds_what_is_not_known_any_more_when_nobody_answers() {
+async fn holders_are_unknown_while_the_kubelet_is_silent() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("p/kubelet.sock");
     let kubelet = kubelet_in(folder.path().join("k"), |options| options.pod_resources = Some(socket.clone()));
@@ -113,11 +113,11 @@ async fn who_holds_what_is_not_known_any_more_when_nobody_answers() {
 }
 
 #[tokio::test]
-async fn readers_of_page_and_metrics_ask_the_kubelet_nothing() {
-    /// Longer than the shortest pause between two questions.
+async fn reading_page_and_metrics_asks_the_kubelet_nothing() {
+    /// Longer than the shortest pause between two requests.
     const QUIET: Duration = Duration::from_millis(1500);
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
-    // Nothing waits for an answer: the next question comes half a minute later.
+    // Waits until linkwise is at rest, when it asks the kubelet only every half minute.
     let mut before = 0;
     while std::mem::replace(&mut before, kubelet.lists()) != kubelet.lists() {
         tokio::time::sleep(QUIET).await;
@@ -129,5 +129,5 @@ async fn readers_of_page_and_metrics_ask_the_kubelet_nothing() {
         }
     }
     let asked = kubelet.lists() - before;
-    assert!(asked <= 1, "{asked} questions in {:?}", 2 * QUIET);
+    assert!(asked <= 1, "{asked} requests in {:?}", 2 * QUIET);
 }

@@ -1,9 +1,9 @@
-//! What linkwise does not start with: one line that names the cause. NVML that cannot be initialised is in
+//! Settings with which linkwise does not start: one line names the cause. NVML that cannot be initialised is in
 //! `unavailable.rs`.
 
 use crate::run::node::{Process, Setup};
 
-/// Ends with code 1 and one line for people, which is given.
+/// Waits until linkwise ends with code 1 and one line for people, and returns that line.
 pub async fn refused(mut process: Process) -> String {
     let (status, words) = process.ended().await;
     assert_eq!(status.code(), Some(1), "{words:?}");
@@ -42,7 +42,7 @@ async fn invalid_option_is_named() {
 #[tokio::test]
 async fn foreign_metrics_address_is_named() {
     let mut setup = Setup::on("dgx1-v100");
-    // Of a block for documentation (RFC 5737): no host has it.
+    // An address from a block for documentation (RFC 5737): no host has it.
     setup.metrics_address = ([192, 0, 2, 1], 9400).into();
     let words = refused(setup.spawn()).await;
     let expected = format!("linkwise: cannot listen on {} for metrics and probes: ", setup.metrics_address);

@@ -1,4 +1,4 @@
-//! The plugin's calls, asked by a client of the tests' own: advice never fails, orders are strict.
+//! The device plugin's calls, made by a client of the tests' own: advice never fails, orders are strict.
 
 use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_box::KubeletBox;
@@ -62,13 +62,13 @@ async fn options_offer_preferred_allocation_only() {
     client.pre_start_container(request).await.unwrap();
 }
 
-/// What may be in it, what must, the size, the answer, the reason why it is no choice.
+/// The available ids, the ids that must be included, the size, the answer, the reason of the fallback.
 type Case = (&'static [&'static str], &'static [&'static str], i32, &'static [&'static str], &'static str);
 
 #[tokio::test]
 async fn preferred_allocation_never_errors() {
     let (node, _kubelet, mut client) = serve(four(), 4).await;
-    // What must be in it first, then what may, each in sorted order, up to the size.
+    // An answer has the ids that must be included, then available ids, each in sorted order, up to the size.
     let cases: [Case; 11] = [
         (&["GPU-d", "GPU-z", "GPU-a"], &[], 2, &["GPU-a", "GPU-d"], "unknown_device"),
         (&["GPU-z", "GPU-y", "GPU-x"], &[], 2, &["GPU-x", "GPU-y"], "unknown_device"),
@@ -98,7 +98,7 @@ async fn preferred_allocation_never_errors() {
     node.process.said("in sorted order, size").await;
     let logged = |line: &&String| line.contains("preferred in sorted order") && line.contains("WARN");
     assert_eq!(node.process.lines().iter().filter(logged).count(), 2);
-    // Repetitions of what is known are no fault.
+    // Repeated ids are not a fault.
     let answers = preferred(&mut client, vec![question(&["GPU-a", "GPU-b", "GPU-a", "GPU-b"], &["GPU-b"], 2)]).await;
     assert_eq!(answers, [strings(&["GPU-a", "GPU-b"])]);
     node.metric(&format!("{total}\"exact\"}}"), 1).await;
@@ -111,7 +111,7 @@ async fn each_container_request_gets_one_answer() {
     let questions = vec![question(&["GPU-b"], &[], 1), question(&["GPU-z"], &[], 1), question(&["GPU-d"], &[], 1)];
     let answers = preferred(&mut client, questions).await;
     assert_eq!(answers, [strings(&["GPU-b"]), strings(&["GPU-z"]), strings(&["GPU-d"])]);
-    // A question as long as a kubelet could ever ask, and longer.
+    // More ids than a kubelet could ever send.
     let many: Vec<String> = (0..5_000).map(|number| format!("GPU-{number:05}")).collect();
     let many: Vec<&str> = many.iter().map(String::as_str).collect();
     assert_eq!(preferred(&mut client, vec![question(&many, &[], 3)]).await, [strings(&many[..3])]);
@@ -167,5 +167,5 @@ async fn unknown_method_is_unimplemented_in_one_series() {
     let unknown = format!("linkwise_rpcs_total{{resource=\"{GPU}\",method=\"unknown\",code=\"UNIMPLEMENTED\"}}");
     node.metric(&unknown, 3).await;
     let text = node.get("/metrics").await.body;
-    assert!(!text.contains("Dance") && !text.contains("Any"), "what a caller makes up makes no series: {text}");
+    assert!(!text.contains("Dance") && !text.contains("Any"), "an unknown method makes no series of its own: {text}");
 }

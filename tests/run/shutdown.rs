@@ -1,4 +1,4 @@
-//! The end of the process, and what an earlier one left behind.
+//! The end of the process, and the sockets that an earlier one left behind.
 
 use std::io::Write;
 use std::os::fd::OwnedFd;
@@ -55,13 +55,13 @@ async fn unread_log_loses_lines_not_time() {
     let setup = setup.arg("--log=debug");
     let mut process = setup.command().stderr(OwnedFd::from(full)).spawn().unwrap();
     registered(&kubelet, 1, 8).await;
-    // More lines than may wait to be written.
+    // More lines than the log's queue takes.
     let mut client = crate::run::callers::client(setup.sockets().remove(0)).await.unwrap();
     for _ in 0..2_000 {
         timeout(LIMIT, client.get_device_plugin_options(Empty {})).await.expect("an answer in time").unwrap();
     }
     signal("TERM", process.id().unwrap());
-    let status = timeout(LIMIT, process.wait()).await.expect("it ends in time").unwrap();
+    let status = timeout(LIMIT, process.wait()).await.expect("linkwise ends in time").unwrap();
     assert_eq!(status.code(), Some(0));
     assert!(setup.sockets().is_empty());
 }
@@ -71,7 +71,6 @@ async fn hung_sysfs_file_delays_nothing() {
     let mut setup = Setup::on("dgx1-v100");
     setup.library = "/no/such/libnvidia-ml.so.1".into();
     setup.on_bus("0000:3b:00.0");
-    // Reading it waits for a writer.
     let vendor = setup.at("sys/bus/pci/devices/0000:3b:00.0/vendor");
     fifo(&vendor);
     let mut node = setup.start().await;
@@ -83,7 +82,7 @@ async fn hung_sysfs_file_delays_nothing() {
 #[tokio::test]
 async fn hung_disk_delays_no_admission_and_no_shutdown() {
     let setup = Setup::on("dgx1-v100");
-    // Opening it waits for a writer, which never comes: the agent's thread hangs in the kernel to the end.
+    // No writer ever comes: the thread of linkwise that opens the file hangs in the kernel to the end.
     fifo(&setup.at("k/linkwise/linkwise_health.json"));
     let (mut node, kubelet) = setup.serve(8).await;
     node.process.said("it cannot be read in time").await;
@@ -103,8 +102,8 @@ async fn only_dead_predecessors_socket_is_removed() {
     predecessor.signal("KILL");
     assert!(!predecessor.ended().await.0.success());
     let left = setup.sockets();
-    assert_eq!(left.len(), 1, "what is killed cannot clean up");
-    // One of ours and of another MIG layout that died; one that lives, a stranger's.
+    assert_eq!(left.len(), 1, "a killed process cannot clean up");
+    // A dead socket of ours from another MIG layout, and a dead one of a stranger; two live ones with our names.
     let at = |name: &str| setup.at(&format!("k/{name}"));
     let dead = at("linkwise-nvidia.com_mig-3g.20gb-01234567.sock");
     let foreign = at("linkwise-nvidia.com_gpu-00000000.sock");
@@ -114,7 +113,7 @@ async fn only_dead_predecessors_socket_is_removed() {
     let node = setup.start().await;
     registered(&kubelet, 2, 8).await;
     let sockets = node.setup.sockets();
-    // The new socket may have its second name already: to linkwise the foreign one is a predecessor that stays.
+    // The new socket may have its second name already: to linkwise the foreign socket is a predecessor that lives.
     assert!(sockets.contains(&foreign) && !sockets.contains(&left[0]), "{sockets:?}");
     assert!(!dead.exists() && others.iter().all(|path| path.exists()), "{sockets:?}");
 }

@@ -1,4 +1,4 @@
-//! What else can stand where a socket should: on the kubelet's side, on ours, and in the way of both.
+//! Sockets in a wrong state, the kubelet's and ours, and a shortage of file descriptors and inotify watches.
 
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
@@ -52,7 +52,7 @@ async fn kubelet_found_after_any_file_at_its_socket() {
 async fn chmod_of_kubelet_sock_ends_no_session() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     std::fs::set_permissions(&node.setup.kubelet_socket, std::fs::Permissions::from_mode(0o660)).unwrap();
-    // The agent that notices this has checked that too, and would report a restart of the kubelet first.
+    // A linkwise that notices this removal has checked the mode too, and would report a kubelet restart first.
     std::fs::remove_file(&node.setup.sockets()[0]).unwrap();
     registered(&kubelet, 2, 8).await;
     node.ready(200, "").await;
@@ -68,7 +68,7 @@ async fn polling_suffices_without_inotify() {
     let mut alone = Alone::start(settings);
     let kubelet = kubelet_in(folder.path().join("k"), |_| {});
     alone.reaches(Phase::Serving).await;
-    // Only the file shows this one.
+    // Only a look at the file shows this change.
     std::fs::remove_file(&sockets_in(&folder.path().join("k"))[0]).unwrap();
     alone.log.has(&["the session with the kubelet ended", "why=\"our socket is gone or was replaced\""]).await;
     registered(&kubelet, 2, 8).await;
@@ -83,7 +83,7 @@ async fn polling_suffices_without_inotify() {
 async fn exhausted_descriptors_recover() {
     let mut setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
-    // As many as it takes to start, and some for connections.
+    // Enough descriptors to start, and some for connections.
     let script = setup.at("few");
     std::fs::write(&script, format!("#!/bin/sh\nulimit -n 64\nexec {} \"$@\"\n", setup.program.display())).unwrap();
     std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o700)).unwrap();
@@ -107,15 +107,15 @@ async fn exhausted_descriptors_recover() {
     for _ in 0..100 {
         callers.push(UnixStream::connect(&own).await.unwrap());
     }
-    // A kubelet that restarts now: no socket can be bound, no call made.
+    // The kubelet restarts while no socket can be bound and no call made.
     kubelet.restart(Restart::Kubelet).await.unwrap();
     drop(callers);
     registered(&kubelet, 2, 8).await;
     node.ready(200, "").await;
     assert_eq!(node.setup.sockets().len(), 1);
     let said = node.process.count("cannot accept a connection");
-    assert!(said <= 2, "said once for each time that it served, not once for each caller: {said}");
-    // Ten times a second at most, for as long as a test may last: not as often as a processor can.
+    assert!(said <= 2, "logged once for each session, not once for each caller: {said}");
+    // linkwise accepts at most ten times a second, and not as often as the processor can.
     let again = node.process.logged(|line| line["phase"] == "serving" && line["repeated"].as_u64() > Some(0)).await;
     assert!(again["repeated"].as_u64().unwrap() <= 10 * LIMIT.as_secs(), "{again}");
 }
@@ -123,7 +123,7 @@ async fn exhausted_descriptors_recover() {
 #[tokio::test]
 async fn failed_inotify_watch_is_retried() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
-    // Those of the kubelet's folder, by its inode.
+    // The number of watches on the kubelet's folder, found by its inode.
     let watches = || {
         let folder = format!(" ino:{:x} ", std::fs::metadata(node.setup.at("k")).unwrap().ino());
         let files = std::fs::read_dir(format!("/proc/{}/fdinfo", node.process.id())).unwrap().flatten();
@@ -132,7 +132,7 @@ async fn failed_inotify_watch_is_retried() {
     };
     assert_eq!(watches(), 1);
     limit(node.process.id(), "nofile=3:");
-    // Another folder, which no watch can be had of, and no socket bound in.
+    // A new folder, which cannot be watched and in which no socket can be bound.
     kubelet.stop().await.unwrap();
     std::fs::rename(node.setup.at("k"), node.setup.at("old")).unwrap();
     kubelet.start_again(Restart::Kubelet).unwrap();
@@ -141,7 +141,7 @@ async fn failed_inotify_watch_is_retried() {
     limit(node.process.id(), "nofile=1024:");
     registered(&kubelet, 2, 8).await;
     node.ready(200, "").await;
-    // At the next look, a second later at most.
+    // The next look, at most a second later, adds the watch.
     until(async || if watches() == 1 { Ok(()) } else { Err("the new folder is not watched") }).await;
 }
 

@@ -1,4 +1,4 @@
-//! Processes that stop, two of a kind, and connections that do not end.
+//! Processes that are stopped (SIGSTOP), and connections that do not end.
 
 use linkwise_kubelet_box::{Pod, Restart};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -12,14 +12,14 @@ async fn stopped_process_catches_up() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     kubelet.admit(&Pod::single("pod", GPU, 4), None).await.unwrap();
     node.process.signal("STOP");
-    // The kubelet does not notice by itself; it notices what it asks for, and its own restart.
+    // The kubelet notices a stopped plugin only when it calls it or restarts.
     kubelet.restart(Restart::Kubelet).await.unwrap();
     let state = kubelet.state();
     assert!(!state.resources[GPU].connected && state.resources[GPU].in_use().len() == 4);
     node.process.signal("CONT");
     registered(&kubelet, 2, 8).await;
     node.ready(200, "").await;
-    // And one that slept through nothing goes on as if nothing had been.
+    // A process that was stopped during a single call answers it, and keeps its registration.
     node.process.signal("STOP");
     let pod = Pod::single("other", GPU, 4);
     let asked = kubelet.admit(&pod, None);
@@ -32,7 +32,7 @@ async fn stopped_process_catches_up() {
     assert_eq!(state.violations, []);
 }
 
-/// Stops linkwise with its child for so long, as a freezer does; nothing must have happened meanwhile.
+/// Stops linkwise and its agent for a time, as a freezer does, and asserts that nothing has changed.
 async fn frozen(seconds: f64) {
     let limits = if seconds < 10.0 { ["--nvml-call-ms=500", "--nvml-poll-ms=50"].as_slice() } else { &[] };
     let (node, kubelet) = Setup::on("dgx1-v100").args(limits).serve(8).await;
@@ -48,7 +48,7 @@ async fn frozen(seconds: f64) {
     while uptime() < over {
         look.tick().await;
     }
-    // The child later: a parent that was stopped itself does not take that for a hung call.
+    // The agent continues later: linkwise, which was stopped too, must not take this for a hung call.
     node.process.signal("CONT");
     node.ready(200, "ready").await;
     signal("CONT", agent);
@@ -71,7 +71,7 @@ async fn node_frozen_for_a_minute_resumes_unchanged() {
     frozen(61.0).await;
 }
 
-/// Lets an admission run until its first call is made; it cannot be answered.
+/// Runs an admission until its first call is made, which a stopped process cannot answer.
 async fn kubelet_asks(
     kubelet: &linkwise_kubelet_box::KubeletBox,
     admission: &mut (impl Future<Output: std::fmt::Debug> + Unpin),
@@ -118,16 +118,16 @@ async fn stuck(socket: &std::path::Path) -> UnixStream {
 async fn unclosed_connection_is_cut_before_registration() {
     let (mut node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let mut stuck_one = stuck(&node.setup.sockets()[0]).await;
-    // It was heard: our settings and their acknowledgement came.
+    // linkwise has read the request: its settings and an acknowledgement have come.
     let mut some = [0; 16];
     stuck_one.read_exact(&mut some).await.unwrap();
     kubelet.restart(Restart::Kubelet).await.unwrap();
     registered(&kubelet, 2, 8).await;
     node.ready(200, "").await;
-    // What is registered now was registered after this one was closed.
+    // linkwise closed the old connection before it registered again.
     let mut rest = Vec::new();
     let _ = timeout(LIMIT, stuck_one.read_to_end(&mut rest)).await.expect("the old connection is closed");
-    // Nor does such a one hold up the end.
+    // Such a connection does not delay the shutdown either.
     let _stuck = stuck(&node.setup.sockets()[0]).await;
     node.process.end().await;
     assert!(node.setup.sockets().is_empty());

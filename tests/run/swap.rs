@@ -1,5 +1,5 @@
-//! linkwise in the place of the NVIDIA plugin, and back, with pods running: the kubelet remembers ids and answers, and
-//! they must go on to mean what they meant.
+//! linkwise in the place of the NVIDIA plugin, and back, with pods running: the kubelet remembers ids and answers,
+//! which must keep their meaning.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -11,17 +11,17 @@ use crate::run::node::{GPU, Setup, allocation, registered, uuid};
 
 const SHARED: &str = "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2}]}}\n";
 
-/// Its socket in the kubelet's folder for nvidia.com/gpu.
+/// The NVIDIA plugin's socket for nvidia.com/gpu in the kubelet's folder.
 pub const NVIDIA_SOCKET: &str = "nvidia-gpu.sock";
 
-/// A stand-in for the NVIDIA plugin, as far as the kubelet sees it, that is served and registered.
+/// A registered plugin that the kubelet cannot tell from the NVIDIA plugin.
 pub struct Predecessor {
     socket: PathBuf,
     plugin: Plugin,
 }
 
 impl Predecessor {
-    /// Removes what an earlier one left at this name, serves, and registers: in this order, as the NVIDIA plugin does.
+    /// Removes an old socket of this name, serves, and registers: in this order, as the NVIDIA plugin does.
     pub async fn start(folder: &Path, name: &str, ids: &[String]) -> Self {
         let socket = folder.join(name);
         let _ = std::fs::remove_file(&socket);
@@ -30,7 +30,7 @@ impl Predecessor {
         Self { socket, plugin }
     }
 
-    /// Ends as it does: its server stops, its streams end with it, and its socket is removed.
+    /// Ends as the NVIDIA plugin does: the server and its streams end, and the socket is removed.
     pub async fn end(self) {
         self.plugin.end().await;
         std::fs::remove_file(&self.socket).unwrap();
@@ -46,10 +46,10 @@ fn ids(replicas: Option<u32>) -> Vec<String> {
     (0..8).flat_map(of).collect()
 }
 
-/// Pods that run, each with what it was given.
+/// Running pods, each with its allocation.
 type Pods = BTreeMap<&'static str, Allocation>;
 
-/// Every pod holds what it held, its container starts with what it had, and nothing is held twice.
+/// Asserts that every pod and restarted container keeps its devices, and that no device is held twice.
 async fn untouched(kubelet: &KubeletBox, pods: &Pods) {
     let state = kubelet.state();
     let held = &state.resources[GPU].allocated;
@@ -58,7 +58,7 @@ async fn untouched(kubelet: &KubeletBox, pods: &Pods) {
         assert_eq!(held[*pod]["main"].iter().collect::<Vec<_>>(), allocation.devices.iter().collect::<Vec<_>>());
         assert!(
             allocation.devices.iter().all(|id| seen.insert(id.clone())),
-            "{pod} has what another one has: {pods:?}"
+            "{pod} has another pod's device: {pods:?}"
         );
         assert_eq!(&kubelet.restart_container(pod, "main").unwrap()[GPU], allocation, "{pod}");
     }
@@ -66,7 +66,7 @@ async fn untouched(kubelet: &KubeletBox, pods: &Pods) {
     assert_eq!(kubelet.violations(), []);
 }
 
-/// Forth and back for devices of these ids.
+/// Replaces the NVIDIA plugin by linkwise and back, with devices of these ids.
 async fn swapped(setup: Setup, ids: Vec<String>) {
     let kubelet = setup.kubelet();
     let (folder, all) = (setup.at("k"), ids.len());
@@ -84,7 +84,7 @@ async fn swapped(setup: Setup, ids: Vec<String>) {
     assert_eq!(listed.healthy, ids.iter().cloned().collect(), "the same ids");
     node.ready(200, "ready").await;
     untouched(&kubelet, &pods).await;
-    // What linkwise answers for the same devices is what the NVIDIA plugin answered.
+    // linkwise answers for the same devices as the NVIDIA plugin did.
     assert!(kubelet.remove_pod("second"));
     let given = pods.remove("second").unwrap();
     let free = kubelet.state().resources[GPU].free().len();
@@ -92,7 +92,7 @@ async fn swapped(setup: Setup, ids: Vec<String>) {
     untouched(&kubelet, &pods).await;
     assert!(pods["third"].devices.contains(&given.devices[0]));
     assert!(pods["third"].envs["NVIDIA_VISIBLE_DEVICES"].contains(&given.envs["NVIDIA_VISIBLE_DEVICES"]));
-    // All is held: nothing is left to be given twice.
+    // Every device is held, so that none could be given twice.
     assert!(kubelet.admit(&Pod::single("late", GPU, 1), None).await.is_err());
     // A restart of the kubelet between the two changes nothing.
     kubelet.restart(Restart::Kubelet).await.unwrap();
@@ -102,7 +102,7 @@ async fn swapped(setup: Setup, ids: Vec<String>) {
     pods.remove("first");
     pods.insert("fourth", allocation(&kubelet, "fourth", GPU, 1).await);
 
-    // And back.
+    // Back to the NVIDIA plugin.
     let setup = node.end().await;
     kubelet.wait(|state| state.resources[GPU].open_streams == 0).await.unwrap();
     assert!(setup.sockets().is_empty());

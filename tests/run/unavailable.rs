@@ -1,5 +1,5 @@
-//! NVML that cannot be initialised, case by case: which failures make a node one without GPUs, on which it waits, and
-//! which end it; and the labels that stay. docs/nvml.md has the same table.
+//! NVML that cannot be initialised, case by case: on which failures linkwise idles as on a node without GPUs, waits, or
+//! ends; and which labels stay. docs/nvml.md has the same table.
 
 use std::fs;
 use std::process::Stdio;
@@ -12,14 +12,14 @@ use crate::run::memory::every_command_fails;
 use crate::run::node::{LIMIT, Setup, registered};
 use crate::run::refusals::refused;
 
-/// What becomes of a node.
+/// The outcome of a failed initialisation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Becomes {
+enum Outcome {
     /// linkwise ends with this cause.
     Ends,
-    /// It is idle and ready, as on a node without GPUs.
+    /// linkwise is idle and ready, as on a node without GPUs.
     Idle,
-    /// It is up and not ready, and tries again.
+    /// linkwise is up and not ready, and tries again.
     Waits,
 }
 
@@ -28,11 +28,11 @@ enum Becomes {
 enum Bus {
     Gpus,
     Empty,
-    /// One of its files does not answer.
+    /// One of its files hangs its reader.
     Hangs,
 }
 
-/// What NVML does, and a part of the cause that is reported.
+/// The behaviour of NVML, and a part of the cause that is reported.
 const FAILURES: [(&str, &str); 9] = [
     ("absent", "cannot load"),
     ("broken", "cannot load"),
@@ -45,14 +45,14 @@ const FAILURES: [(&str, &str); 9] = [
     ("leak 60", "more than 24 MiB (--nvml-memory-mib"),
 ];
 
-/// A machine on which NVML fails so.
+/// A machine on which NVML fails in this way.
 fn failing(failure: &str, bus: Bus) -> Setup {
     let mut setup = Setup::on("dgx1-v100").args(["--nvml-memory-mib=24", "--nvml-pause-ms=10", "--bus-look-ms=50"]);
     setup = setup.arg(if failure.starts_with("leak") { "--nvml-start-ms=60000" } else { "--nvml-start-ms=1000" });
     match failure {
         // A root without a driver.
         "absent" => setup.library = setup.at("sys"),
-        // As container images have it that were made with NVIDIA's runtime: a file of no length.
+        // An empty file, as in container images that were built with NVIDIA's runtime.
         "broken" => {
             setup.library = setup.at("libnvidia-ml.so.1");
             fs::write(&setup.library, "").unwrap();
@@ -72,12 +72,12 @@ fn failing(failure: &str, bus: Bus) -> Setup {
     setup
 }
 
-/// Starts linkwise there, with an option, and holds that this becomes of it, with the cause.
-async fn becomes((failure, cause): (&str, &str), bus: Bus, must_work: Option<bool>, expected: Becomes) {
+/// Starts linkwise on such a machine, with an option, and asserts the outcome and its cause.
+async fn has_outcome((failure, cause): (&str, &str), bus: Bus, must_work: Option<bool>, expected: Outcome) {
     let option = must_work.map(|value| format!("--fail-on-init-error={value}"));
     let node = failing(failure, bus).args(option).start().await;
     match expected {
-        Becomes::Ends => {
+        Outcome::Ends => {
             let line = refused(node.process).await;
             let because = match must_work {
                 None => "8 NVIDIA GPU(s) on the PCI bus (0000:06:00.0 ...), but NVML cannot be initialised: ",
@@ -87,20 +87,20 @@ async fn becomes((failure, cause): (&str, &str), bus: Bus, must_work: Option<boo
             assert_eq!(line.contains("runtimeClassName: nvidia"), cause == "cannot load", "{line}");
             assert_eq!(line.contains("/sys: usr/lib64, usr/lib/x86_64-linux-gnu, "), failure == "absent", "{line}");
         }
-        Becomes::Idle => {
+        Outcome::Idle => {
             let answer = node.ready(200, cause).await;
             assert!(answer.body.contains("no NVIDIA GPU on the PCI bus"), "{answer:?}");
             assert_eq!(node.get("/livez").await.status, 200);
             node.metric("linkwise_idle", 1).await;
             node.process.logged(|line| line["reason"].as_str().is_some_and(|reason| reason.contains(cause))).await;
         }
-        Becomes::Waits => {
+        Outcome::Waits => {
             let answer = node.ready(503, cause).await;
             let is_hung = answer.body.contains("the PCI bus does not answer");
             assert_eq!(is_hung, matches!(bus, Bus::Hangs), "{answer:?}");
             node.metric("linkwise_idle", 0).await;
             mend(&node.setup);
-            // It was tried again, and works once it can.
+            // linkwise tries again, and serves once NVML works.
             if node.setup.library == fake_nvml::library_path() {
                 let kubelet = node.setup.kubelet();
                 registered(&kubelet, 1, 8).await;
@@ -110,7 +110,7 @@ async fn becomes((failure, cause): (&str, &str), bus: Bus, must_work: Option<boo
     }
 }
 
-/// From now on the library works.
+/// Makes the library work.
 fn mend(setup: &Setup) {
     for mended in ["init 0", "uncrash nvmlInit_v2", "unhang nvmlInit_v2", "leak 0"] {
         setup.tell(mended);
@@ -119,7 +119,7 @@ fn mend(setup: &Setup) {
 
 #[tokio::test]
 async fn only_a_missing_driver_makes_a_node_without_gpus() {
-    use Becomes::{Ends as E, Idle as I, Waits as W};
+    use Outcome::{Ends as E, Idle as I, Waits as W};
     const BUSES: [Bus; 3] = [Bus::Gpus, Bus::Empty, Bus::Hangs];
     for failure in FAILURES {
         let expected = match failure.0 {
@@ -128,20 +128,20 @@ async fn only_a_missing_driver_makes_a_node_without_gpus() {
             _ => [E, W, W],
         };
         for (bus, expected) in BUSES.into_iter().zip(expected) {
-            becomes(failure, bus, None, expected).await;
+            has_outcome(failure, bus, None, expected).await;
         }
     }
     // `crates/nvml/src/supervisor/machine/tests/cases.rs` has all failures with these options.
     for (must_work, expected) in [(true, [E, E, E]), (false, [W, I, W])] {
         for (bus, expected) in BUSES.into_iter().zip(expected) {
-            becomes(FAILURES[2], bus, Some(must_work), expected).await;
+            has_outcome(FAILURES[2], bus, Some(must_work), expected).await;
         }
     }
-    becomes(FAILURES[0], Bus::Gpus, Some(true), E).await;
+    has_outcome(FAILURES[0], Bus::Gpus, Some(true), E).await;
 }
 
 #[tokio::test]
-async fn commands_that_end_name_the_crash_and_fail() {
+async fn every_command_names_the_crash_and_fails() {
     let setup = failing("crash nvmlInit_v2", Bus::Empty);
     every_command_fails(&setup, "the NVML library crashed in nvmlInit_v2").await;
 }
@@ -156,7 +156,7 @@ fn with_labels(setup: Setup) -> Setup {
 }
 
 #[tokio::test]
-async fn labels_stay_while_a_library_that_is_there_fails() {
+async fn labels_stay_while_an_installed_library_fails() {
     for (failure, cause) in FAILURES {
         let absent = ["absent", "broken", "init 9"].contains(&failure);
         let setup = with_labels(failing(failure, Bus::Empty));
@@ -178,7 +178,7 @@ async fn labels_stay_while_a_library_that_is_there_fails() {
 }
 
 #[tokio::test]
-async fn one_off_labels_are_written_only_where_gpus_are_known() {
+async fn oneshot_replaces_labels_only_without_gpus() {
     for (failure, cause) in FAILURES {
         let absent = ["absent", "broken", "init 9"].contains(&failure);
         for option in [None, Some("false"), Some("true")] {
@@ -186,7 +186,7 @@ async fn one_off_labels_are_written_only_where_gpus_are_known() {
                 let setup = with_labels(failing(failure, bus)).arg("--oneshot");
                 let setup = setup.args(option.map(|option| format!("--fail-on-init-error={option}")));
                 let output = setup.command().stdout(Stdio::piped()).stderr(Stdio::piped()).output();
-                let output = timeout(LIMIT, output).await.expect("it ends in time").unwrap();
+                let output = timeout(LIMIT, output).await.expect("the command ends in time").unwrap();
                 let words = String::from_utf8(output.stderr).unwrap();
                 let text = fs::read_to_string(file(&setup)).unwrap();
                 let is_written = absent && matches!(bus, Bus::Empty) && option != Some("true");

@@ -1,5 +1,5 @@
-//! `linkwise wait` from beside a running linkwise, as the chart's test pod calls it: what it says of a node that is
-//! served, and why one is not.
+//! `linkwise wait` beside a running linkwise, as the chart's test pod calls it: the answer for a served node, and the
+//! cause if a node is not served.
 
 use std::os::unix::net::UnixListener;
 
@@ -9,7 +9,7 @@ use tokio::time::timeout;
 
 use crate::run::node::{GPU, LIMIT, Setup, machine, registered};
 
-/// The command on this machine, for so many seconds at most.
+/// `linkwise wait` on this machine, with a timeout in seconds.
 fn command(setup: &Setup, seconds: u32) -> Command {
     let mut command = Command::new(&setup.program);
     // As in the test pod: no driver, no machine, no admin socket.
@@ -20,14 +20,14 @@ fn command(setup: &Setup, seconds: u32) -> Command {
     command
 }
 
-/// Its exit code, what it prints and what it complains of.
+/// Runs a command, and returns its exit code, standard output and standard error.
 async fn ended(mut command: Command) -> (Option<i32>, String, String) {
-    let output = timeout(LIMIT, command.output()).await.expect("it ends in time").unwrap();
+    let output = timeout(LIMIT, command.output()).await.expect("the command ends in time").unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     (output.status.code(), text(output.stdout), text(output.stderr))
 }
 
-/// It ends with code 1 after the shortest time, and says this.
+/// Asserts that the command ends with code 1 after one second, with these words.
 async fn fails(setup: &Setup, words: &[&str]) {
     let (code, _, text) = ended(command(setup, 1)).await;
     assert_eq!(code, Some(1), "{text}");
@@ -66,13 +66,13 @@ async fn unserved_node_fails_with_its_cause() {
     fails(&setup, &["No such file", "--root-dir", "kubeletRootDir"]).await;
     let _kubelet = setup.kubelet();
     fails(&setup, &["linkwise offers nothing here", "no pod on this node", "no GPU"]).await;
-    // What a pod that was killed leaves.
+    // A killed pod leaves its socket behind.
     drop(UnixListener::bind(setup.kubelet_socket.with_file_name("linkwise-nvidia.com_gpu-1.sock")).unwrap());
     fails(&setup, &["linkwise-nvidia.com_gpu-1.sock does not answer"]).await;
 }
 
 #[tokio::test]
-async fn sick_gpus_are_not_served() {
+async fn node_of_unhealthy_gpus_is_not_served() {
     let (node, kubelet) = Setup::with(&machine(&[("GPU-a", "0000:01:00.0", "")])).serve(1).await;
     node.setup.tell("xid 0 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
@@ -90,7 +90,7 @@ async fn silent_kubelet_is_named() {
 
 /// A node whose GPUs all go through DRA has no resource of the device plugin.
 #[tokio::test]
-async fn listening_dra_driver_counts() {
+async fn listening_dra_driver_counts_as_serving() {
     let setup = Setup::on("dgx1-v100");
     let _kubelet = setup.kubelet();
     std::fs::create_dir(setup.at("registry")).unwrap();

@@ -8,7 +8,7 @@ use crate::run::node::{GPU, LIMIT, Node, Setup, allocation, kib, machine, regist
 const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";
 
-/// A machine on which everything happens soon.
+/// A machine with short timeouts, pauses and intervals.
 fn quick(setup: Setup) -> Setup {
     setup.nvml_ms(&[("poll", 50), ("call", 1_000), ("start", 5_000), ("pause", 2), ("grace", 100), ("trial", 50)])
 }
@@ -17,18 +17,18 @@ fn ends(cause: &str) -> String {
     format!("linkwise_nvml_agent_ends_total{{cause=\"{cause}\"}}")
 }
 
-/// Waits until the GPU of this index is in quarantine; gives the cause.
+/// Waits until the GPU of this index is quarantined, and returns the cause.
 async fn quarantined(node: &Node, index: u32) -> String {
     let line = node.process.said("GPU quarantined").await;
     assert_eq!((line["gpu"].as_str(), line["index"].as_u64()), (Some(&*uuid(1, index)), Some(index.into())), "{line}");
     line["cause"].as_str().unwrap().to_owned()
 }
 
-/// The node works as ever: pods are admitted, and what the driver reports of this GPU arrives.
+/// Asserts that the node works as before: pods are admitted, and events of this GPU arrive.
 async fn works(node: &Node, kubelet: &KubeletBox, gpu: u32) {
     node.metric(UP, 1).await;
     let series = format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"79\"}}", uuid(1, gpu));
-    // The agent may be replaced at this very moment: sent until one receives it.
+    // The agent may be replaced at this moment: the XID is sent until an agent receives it.
     let heard = async || {
         node.setup.try_tell(&format!("xid {gpu} 79")).map_err(|error| error.to_string())?;
         if node.get("/metrics").await.body.contains(&series) { Ok(()) } else { Err("not heard".to_owned()) }
@@ -58,7 +58,7 @@ async fn hung_call_costs_its_agent_with_and_without_lock() {
 
 #[tokio::test]
 async fn admissions_are_answered_while_a_call_hangs() {
-    // Longer than the test may take: whatever is answered is answered while it hangs.
+    // The call hangs for longer than the test may take.
     let limit = LIMIT.as_millis() * 2;
     let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=50").arg(format!("--nvml-call-ms={limit}"));
     let (node, kubelet) = setup.serve(8).await;
@@ -73,13 +73,13 @@ async fn admissions_are_answered_while_a_call_hangs() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_crashes_children_is_left_out_and_taken_back_in() {
+async fn gpu_that_crashes_agents_is_quarantined_for_a_time() {
     let (node, kubelet) = quick(Setup::on("dgx1-v100")).arg("--health-hold-ms=1").serve(8).await;
     node.setup.tell("crash 5 nvmlDeviceGetTemperature");
     let cause = quarantined(&node, 5).await;
     assert!(cause.contains("SIGABRT") && cause.contains("nvmlDeviceGetTemperature"), "{cause}");
     unhealthy(&kubelet, &[5]).await;
-    // Trials end like this, and no other GPU is blamed.
+    // Trials crash too, and no other GPU is blamed.
     let trials = || node.process.count("trial of the quarantined GPU 5");
     until(async || if trials() >= 2 { Ok(()) } else { Err(trials()) }).await;
     node.metric("linkwise_gpus", 8).await;
@@ -139,7 +139,7 @@ async fn node_is_unready_while_every_gpu_ends_agents() {
 }
 
 #[tokio::test]
-async fn where_every_gpu_ends_children_none_is_left_out() {
+async fn no_gpu_is_quarantined_if_each_crashes_agents() {
     let (node, kubelet) = quick(Setup::on("dgx1-v100")).serve(8).await;
     node.setup.tell("crash nvmlDeviceGetTemperature");
     node.process.said("agents would have to skip every GPU").await;
@@ -171,7 +171,7 @@ async fn stopped_agent_is_replaced_and_no_gpu_is_blamed() {
 async fn agent_killed_anywhere_is_replaced_without_blame() {
     let (node, kubelet) = quick(Setup::on("dgx1-v100")).serve(8).await;
     let mut known = Vec::new();
-    // A fixed sequence of points (a linear congruence), from the first moment to well into the rounds.
+    // A fixed sequence of points (a linear congruence), from the agent's start to well into its polls.
     let mut point = 1u32;
     for _ in 0..30 {
         let agent = node.agent(&known).await;
@@ -180,7 +180,7 @@ async fn agent_killed_anywhere_is_replaced_without_blame() {
         for _ in 0..point >> 18 {
             tokio::task::yield_now().await;
         }
-        // One that has made room for another by itself meanwhile is dead as well.
+        // An agent that has ended by itself meanwhile is as dead, so that a failing kill is ignored.
         let _ = std::process::Command::new("sh").args(["-c", &format!("kill -KILL {agent} 2>&1")]).status();
     }
     works(&node, &kubelet, 1).await;
@@ -189,8 +189,8 @@ async fn agent_killed_anywhere_is_replaced_without_blame() {
 }
 
 #[tokio::test]
-async fn a_storm_of_xids_loses_no_change_and_takes_no_memory() {
-    // With an operator's limits: an agent that is silent for long on a busy machine is not ended, nor its queue lost.
+async fn xid_storm_loses_no_event_and_takes_no_memory() {
+    // With default timeouts: a busy machine does not end a silent agent, whose queue would be lost.
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let peak = || kib(node.process.id(), "VmHWM").unwrap();
     let before = peak();
@@ -200,7 +200,7 @@ async fn a_storm_of_xids_loses_no_change_and_takes_no_memory() {
     node.setup.tell("xid 3 79");
     unhealthy(&kubelet, &[2, 3]).await;
     node.metric(&format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"31\"}}", uuid(1, 0)), 100_000).await;
-    // An event alone takes a hundred bytes: kept, they would take ten times as much.
+    // An event takes about a hundred bytes: keeping them all would exceed this bound.
     assert!(peak() < before + 4 * 1024, "{before} KiB before, {} KiB after", peak());
     works(&node, &kubelet, 4).await;
 }

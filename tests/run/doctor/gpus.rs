@@ -1,5 +1,4 @@
-//! What the doctor reports of the GPUs' health: from NVML, from the linkwise that runs, from the record of the last
-//! one.
+//! The doctor's findings about the GPUs' health: from NVML, from a running linkwise, from the last one's health record.
 
 use linkwise_core::state::HealthRecord;
 
@@ -16,17 +15,17 @@ fn findings_on(report: &Value, gpu: &str) -> Vec<(String, String, String)> {
     own.map(|finding| (text(&finding["status"]), text(&finding["what"]), text(&finding["advice"]))).collect()
 }
 
-/// There is one finding on the GPU, of this status, with this text and this advice.
+/// Asserts that the GPU has one finding, with this status, text and advice.
 fn reports(report: &Value, gpu: &str, status: &str, words: &str, advice: &str) {
     let lines = findings_on(report, gpu);
     let [(found, what, what_to_do)] = lines.as_slice() else { panic!("{gpu}: {lines:?}") };
     assert!(found == status && what.contains(words) && what_to_do.contains(advice), "{gpu}: {lines:?}");
 }
 
-/// linkwise on a machine on which nothing is wrong, with polls that come often.
+/// A linkwise with frequent polls on a machine without faults.
 async fn running(admin: bool) -> (Node, KubeletBox) {
-    let (setup, kubelet) = well();
-    // The driver reports a recovery action for this one.
+    let (setup, kubelet) = healthy();
+    // The driver reports a recovery action for GPU 4.
     setup.tell("recovery 4 0");
     let socket = admin.then(|| setup.admin_socket());
     let socket = socket.iter().flat_map(|socket| ["--admin-socket".into(), socket.clone().into_os_string()]);
@@ -37,11 +36,11 @@ async fn running(admin: bool) -> (Node, KubeletBox) {
 
 #[tokio::test]
 async fn unhealthy_gpu_reports_reason_and_remedy() {
-    let (setup, _kubelet) = well();
+    let (setup, _kubelet) = healthy();
     setup.tell("recovery 1 1");
     setup.tell("rows 2 false true");
     setup.tell("fail 5 nvmlDeviceGetTemperature 999");
-    // Waits for a reset, and is no reason.
+    // A row that waits for a reset is not a reason.
     setup.tell("rows 6 true false");
     let report = look(&setup, &[]).await;
     reports(&report, &uuid(1, 0), "ok", "Tesla V100", "");
@@ -58,7 +57,7 @@ async fn unhealthy_gpu_reports_reason_and_remedy() {
 async fn fabric_joining_warns_and_fabric_failure_fails() {
     let fabric = ", nvlinks: [], fabric: {cluster: 11111111-2222-3333-4444-555555555555, clique: 0}";
     let gpus = [("GPU-a", "0000:01:00.0", fabric), ("GPU-b", "0000:02:00.0", fabric)];
-    let (setup, _kubelet) = around(Setup::with(&machine(&gpus)));
+    let (setup, _kubelet) = with_host(Setup::with(&machine(&gpus)));
     setup.tell("fabric 0 3 999");
     setup.tell("fabric 1 2 0");
     let report = look(&setup, &[]).await;
@@ -73,28 +72,28 @@ async fn reasons_of_running_linkwise_are_reported() {
     let report = look(setup, &[]).await;
     found(&report, "gpus", "ok", "linkwise answers on");
     reports(&report, &uuid(1, 2), "ok", "Tesla V100", "");
-    // The driver reports a recovery action for neither of them, and another process saw the events.
+    // The driver reports no recovery action for these GPUs, and only the running linkwise saw their events.
     setup.tell("xid 2 79");
     setup.tell("link 3 0 down");
     unhealthy(&kubelet, &[2, 3]).await;
     let report = look(setup, &[]).await;
     reports(&report, &uuid(1, 2), "failed", "XID 79", "linkwise admin clear");
     reports(&report, &uuid(1, 3), "failed", "NVLinks down: 0", "the links active");
-    // What both NVML and linkwise report is one finding.
+    // A reason that both NVML and linkwise report is one finding.
     setup.tell("recovery 4 1");
     unhealthy(&kubelet, &[2, 3, 4]).await;
     let report = look(setup, &[]).await;
     reports(&report, &uuid(1, 4), "failed", "the driver asks for: GPU reset", "the requested action, after which");
-    // An operator clears it: linkwise offers it, and the doctor reports that.
+    // After an operator has cleared the GPU, linkwise offers it, and the doctor says so.
     assert_eq!(run(setup.admin(&["clear", &uuid(1, 4)])).await.0, Some(0));
     unhealthy(&kubelet, &[2, 3]).await;
     reports(&look(setup, &[]).await, &uuid(1, 4), "warning", "linkwise has no reason against the GPU", "cleared it");
-    // An unavailable driver changes nothing of what linkwise holds.
+    // An unavailable driver changes none of linkwise's reasons.
     setup.tell("init 999");
     let report = look(setup, &[]).await;
     found(&report, "gpus", "skipped", "NVML unavailable");
     reports(&report, &uuid(1, 2), "failed", "XID 79", "linkwise admin clear");
-    assert_eq!(kubelet.state().resources[GPU].registrations, 1, "nobody was disturbed");
+    assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
 }
 
 #[tokio::test]
@@ -107,13 +106,13 @@ async fn health_record_counts_on_same_boot() {
     let report = look(&node.setup, &[]).await;
     found(&report, "gpus", "ok", "linkwise_health.json: used as the health record of this boot");
     reports(&report, &uuid(1, 2), "failed", "XID 79", "linkwise admin clear");
-    // A link that was active while linkwise ran.
+    // This link was active while linkwise ran.
     let setup = &node.end().await;
     setup.tell("link 3 0 down");
     let report = look(setup, &[]).await;
     reports(&report, &uuid(1, 2), "failed", "XID 79", "linkwise admin clear");
     reports(&report, &uuid(1, 3), "failed", "NVLinks down: 0", "the links active");
-    // Elsewhere nothing is kept; and of another boot nothing counts.
+    // Another state folder has no record, and a record of another boot does not count.
     reports(&look(setup, &["--state-dir", "/no/such"]).await, &uuid(1, 2), "ok", "Tesla V100", "");
     record.identity.boot = Some("another".to_owned());
     fs::write(&file, serde_json::to_string(&record).unwrap()).unwrap();
@@ -131,13 +130,13 @@ async fn health_record_counts_on_same_boot() {
 
 #[tokio::test]
 async fn foreign_admin_socket_warns_without_delay() {
-    let (setup, _kubelet) = well();
+    let (setup, _kubelet) = healthy();
     fs::create_dir_all(setup.admin_socket().parent().unwrap()).unwrap();
     let hanging = UnixListener::bind(setup.admin_socket()).unwrap();
     let report = look(&setup, &["--timeout", "1"]).await;
     found(&report, "gpus", "warning", "no answer on");
     reports(&report, &uuid(1, 2), "ok", "Tesla V100", "");
-    // The first is the one that gave up.
+    // The first connection is that of the doctor that gave up.
     let speaking = stranger(hanging, 2, b"HTTP/1.1 200 OK\r\n\r\nhello\n");
     found(&look(&setup, &[]).await, "gpus", "warning", "another program answers on");
     speaking.join().unwrap();
@@ -152,7 +151,7 @@ async fn released_driver_warns() {
 
 #[tokio::test]
 async fn plan_that_cannot_be_met_is_named() {
-    let (setup, kubelet) = well();
+    let (setup, kubelet) = healthy();
     let (file, socket) = (setup.at("config.yaml"), setup.admin_socket());
     let shared = "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2, devices: 9}]}}";
     fs::write(&file, format!("version: v1\nlinkwise: {{naming: true}}\n{shared}\n")).unwrap();
@@ -165,7 +164,7 @@ async fn plan_that_cannot_be_met_is_named() {
 
 #[tokio::test]
 async fn mig_layout_that_does_not_fit_offers_nothing() {
-    let (setup, _kubelet) = around(four_gpus());
+    let (setup, _kubelet) = with_host(four_gpus());
     let socket = setup.admin_socket();
     let node = setup.arg("--mig-strategy=single").arg("--admin-socket").arg(socket).start().await;
     node.ready(503, "nothing can be offered; MIG strategy single").await;
@@ -176,7 +175,7 @@ async fn mig_layout_that_does_not_fit_offers_nothing() {
 
 #[tokio::test]
 async fn plan_that_dra_meets_in_part_fails_no_node() {
-    let (setup, _kubelet) = well();
+    let (setup, _kubelet) = healthy();
     let (account, socket) = (setup.at("account"), setup.admin_socket());
     fs::create_dir(&account).unwrap();
     fs::write(account.join("token"), "token").unwrap();
