@@ -73,8 +73,8 @@ fn unwritable_record_of_nvml_calls_fails_no_snapshot() {
     assert!(fs::read_to_string(record).unwrap().starts_with("nvmlInit_v2\t-\t0\t"));
     let without = linkwise(&["snapshot", "--nvml-calls", &nowhere]);
     assert!(without.status.success() && !without.stdout.is_empty(), "{without:?}");
-    let said = String::from_utf8(without.stderr).unwrap();
-    assert!(said.contains(&format!("--nvml-calls {nowhere}: No such file")), "{said}");
+    let errors = String::from_utf8(without.stderr).unwrap();
+    assert!(errors.contains(&format!("--nvml-calls {nowhere}: No such file")), "{errors}");
 }
 
 #[test]

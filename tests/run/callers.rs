@@ -117,9 +117,9 @@ async fn refused_user_is_counted_and_logged_once() {
         doctor.args(["doctor", "--kubelet-socket"]).arg(&node.setup.kubelet_socket).uid(NOBODY);
         let doctor = doctor.env_clear().stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
         pids.push(doctor.id());
-        let said = timeout(LIMIT, doctor.wait_with_output()).await.unwrap().unwrap().stdout;
-        let said = String::from_utf8(said).unwrap();
-        assert!(!said.contains("linkwise serves linkwise-nvidia.com_gpu-"), "{said}");
+        let output = timeout(LIMIT, doctor.wait_with_output()).await.unwrap().unwrap().stdout;
+        let output = String::from_utf8(output).unwrap();
+        assert!(!output.contains("linkwise serves linkwise-nvidia.com_gpu-"), "{output}");
     }
     undisturbed(&node, &kubelet, "pod").await;
     node.metric(&refused, 2).await;
@@ -228,10 +228,10 @@ async fn many_streams_and_calls_are_all_answered() {
             loop {
                 let list = stream.message().await.unwrap().unwrap();
                 assert_eq!(list.devices.len(), 8);
-                let sick = list.devices.into_iter().filter(|device| device.health == wire::UNHEALTHY);
-                let sick: Vec<String> = sick.map(|device| device.id).collect();
-                if !sick.is_empty() {
-                    break sick;
+                let unhealthy = list.devices.into_iter().filter(|device| device.health == wire::UNHEALTHY);
+                let unhealthy: Vec<String> = unhealthy.map(|device| device.id).collect();
+                if !unhealthy.is_empty() {
+                    break unhealthy;
                 }
             }
         };

@@ -75,14 +75,14 @@ async fn sighup_reloads_the_file_if_there_is_one() {
 
 #[tokio::test]
 async fn key_without_effect_warns_and_file_applies() {
-    for (text, key, said) in [
+    for (text, key, problem) in [
         ("flags:\n  migStratgey: none\n", "flags.migStratgey", "did you mean 'migStrategy'?"),
         ("resources:\n  gpus:\n  - {pattern: '*', name: v100}\n", "resources", "linkwise: {naming: true}"),
     ] {
         let (node, kubelet, _file) = serve(&format!("{text}linkwise: {{numaHints: off}}\n")).await;
         hinted(&kubelet, false).await;
         let line = node.process.logged(|line| line["key"] == key).await;
-        assert!(line["level"] == "WARN" && line["problem"].as_str().unwrap().contains(said), "{line}");
+        assert!(line["level"] == "WARN" && line["problem"].as_str().unwrap().contains(problem), "{line}");
         assert!(key == "resources" || line["line"] == 2, "{line}");
     }
 }
@@ -93,10 +93,10 @@ async fn setting_without_effect_is_one_log_line() {
         ("CDI_FEATURE_FLAGS", "disable-nvsandboxutils", "no effect: they are options of NVIDIA's generator"),
         ("CDI_DISABLE_HOOKS", "chmod,update-ldcache", "other hooks are in no CDI spec of linkwise"),
     ];
-    for (variable, value, said) in variables {
+    for (variable, value, problem) in variables {
         let (node, _kubelet) = Setup::on("dgx1-v100").env(variable, value).serve(8).await;
         let line = node.process.logged(|line| line["key"] == variable).await;
-        assert!(line["problem"].as_str().unwrap().contains(said), "{line}");
+        assert!(line["problem"].as_str().unwrap().contains(problem), "{line}");
         assert_eq!(node.process.count("\"message\":\"configuration"), 1, "{:#?}", node.process.lines());
     }
     // A value that asks for linkwise's only behaviour is not logged.

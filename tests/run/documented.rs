@@ -128,8 +128,8 @@ async fn explicit_defaults_act_as_no_settings() {
     let asks = [(GPU, 2), (GPU, 7)];
     let silent = story(Setup::on("dgx1-v100"), &[(GPU, 8)], &asks).await;
     insta::assert_snapshot!(silent);
-    let said = story(file(Setup::on("dgx1-v100"), "nvidia/flags.yaml"), &[(GPU, 8)], &asks).await;
-    assert_eq!(said, silent);
+    let explicit = story(file(Setup::on("dgx1-v100"), "nvidia/flags.yaml"), &[(GPU, 8)], &asks).await;
+    assert_eq!(explicit, silent);
     // The README's flags and variables, at their defaults.
     let flags = "--mig-strategy=none --fail-on-init-error=true --nvidia-driver-root=/ --pass-device-specs=false \
          --device-list-strategy=envvar --device-id-strategy=uuid";

@@ -184,7 +184,6 @@ async fn replaced_library_is_loaded_by_the_next_agent() {
     node.metric("linkwise_nvml_away", 1).await;
     allocation(&kubelet, "meanwhile", GPU, 4).await;
     assert!(known > 0);
-    // The whole one.
     replace(&|new| assert!(std::fs::copy(&real, new).unwrap() > 0));
     node.metric(UP, 1).await;
     until(async || node.setup.try_tell("xid 2 79")).await;

@@ -37,11 +37,7 @@ async fn full_disk_delays_only_the_health_record() {
     kubelet.admit(&Pod::single("meanwhile", GPU, 4), None).await.unwrap();
     let text = std::fs::read_to_string(file(&node.setup)).unwrap_or_default();
     let record: serde_json::Value = serde_json::from_str(&text).unwrap();
-    assert_eq!(
-        record["gpus"][uuid(1, 2)]["reasons"],
-        serde_json::json!([]),
-        "the last record that was written is whole"
-    );
+    assert_eq!(record["gpus"][uuid(1, 2)]["reasons"], serde_json::json!([]), "the last written record is whole");
     limit(node.process.id(), "fsize=unlimited:unlimited");
     // Without a new event the write is repeated every 10 s.
     kept(&node.setup, &uuid(1, 2)).await;
@@ -83,11 +79,7 @@ async fn full_disk_delays_our_socket_and_is_named() {
     node.ready(503, "there is no").await;
     let fill = |name: u32| std::fs::write(seen.join(name.to_string()), "");
     let (room, full) = (0..).find_map(|name| Some((name, fill(name).err()?))).unwrap();
-    assert_eq!(
-        (room, full.kind()),
-        (7, ErrorKind::StorageFull),
-        "of twelve inodes the folder takes one, and linkwise four"
-    );
+    assert_eq!((room, full.kind()), (7, ErrorKind::StorageFull), "twelve inodes: the folder one, linkwise four");
     // Room for the kubelet's socket, and not for ours.
     std::fs::remove_file(seen.join("0")).unwrap();
     let kubelet = kubelet_in(&seen, |_| {});

@@ -122,7 +122,7 @@ async fn late_driver_below_a_mounted_root_is_used_in_place() {
     let (node, kubelet) = setup.start_beside_kubelet().await;
     node.ready(503, "driver-root/usr/lib64/libnvidia-ml.so.1").await;
     std::fs::create_dir_all(&folder).unwrap();
-    // As drivers install it: a link to the file that has the version in its name.
+    // Drivers install such a link to the file that has the version in its name.
     std::fs::copy(&library, folder.join("libnvidia-ml.so.580.95.05")).unwrap();
     std::os::unix::fs::symlink("libnvidia-ml.so.580.95.05", folder.join("libnvidia-ml.so.1")).unwrap();
     registered(&kubelet, 1, 8).await;

@@ -145,7 +145,6 @@ async fn changed_mig_layout_keeps_the_pods_devices() {
     const SEVENTH: &str = "nvidia.com/mig-1g.10gb";
     let (node, kubelet) = four_gpus().arg("--nvml-poll-ms=50").env("MIG_STRATEGY", "mixed").serve(1).await;
     listed(&kubelet, SEVENTH, 8).await;
-    // One MIG device of GPU 1 and one of GPU 3.
     let held = allocation(&kubelet, "pod", SEVENTH, 2).await;
     assert_eq!(held.devices, [mig_uuid(0x10), mig_uuid(0x30)]);
     // An administrator takes GPU 1 out of MIG mode under the pod.

@@ -70,9 +70,9 @@ async fn library_with_a_runtime_works_with_every_command() {
     setup.all_on_bus();
     setup.tell("runtime");
     for (words, says) in TOOLS.into_iter().zip(["GPU7", "GPU-00000001", "uuid: GPU-", "gpu.count=8", "8 GPUs"]) {
-        let (code, said) = ran(setup.tool(words)).await;
+        let (code, output) = ran(setup.tool(words)).await;
         // The doctor fails, because there is no kubelet.
-        assert!(said.contains(says) && (code == Some(0) || words[0] == "doctor"), "{words:?}: {said}");
+        assert!(output.contains(says) && (code == Some(0) || words[0] == "doctor"), "{words:?}: {output}");
     }
     let (node, kubelet) = setup.serve(8).await;
     allocation(&kubelet, "pod", GPU, 4).await;
@@ -84,9 +84,9 @@ async fn library_with_a_runtime_works_with_every_command() {
 /// Asserts that each command fails on this machine with this cause.
 pub async fn every_command_fails(setup: &Setup, cause: &str) {
     for words in TOOLS {
-        let (code, said) = ran(setup.tool(words)).await;
-        assert!(code == Some(1) && said.contains(cause), "{words:?}: {code:?} {said}");
-        assert!(!said.contains("linkwise run idles here"), "{words:?}: {said}");
+        let (code, output) = ran(setup.tool(words)).await;
+        assert!(code == Some(1) && output.contains(cause), "{words:?}: {code:?} {output}");
+        assert!(!output.contains("linkwise run idles here"), "{words:?}: {output}");
     }
 }
 
@@ -106,13 +106,13 @@ async fn invalid_memory_bound_is_refused_by_name() {
     let setup = Setup::on("dgx1-v100");
     for wrong in ["0", "-1", "much", "48Mi", "1048577"] {
         for words in TOOLS.into_iter().chain([&["run"][..]]) {
-            let (code, said) = ran(setup.tool(&[words, &[&format!("--nvml-memory-mib={wrong}")]].concat())).await;
-            assert_eq!(code, Some(2), "{words:?}: {said}");
-            assert!(said.contains("--nvml-memory-mib") && said.contains(wrong), "{words:?}: {said}");
+            let (code, output) = ran(setup.tool(&[words, &[&format!("--nvml-memory-mib={wrong}")]].concat())).await;
+            assert_eq!(code, Some(2), "{words:?}: {output}");
+            assert!(output.contains("--nvml-memory-mib") && output.contains(wrong), "{words:?}: {output}");
         }
         let mut by_variable = setup.tool(&["topology"]);
         by_variable.env("LINKWISE_NVML_MEMORY_MIB", wrong);
-        let (code, said) = ran(by_variable).await;
-        assert!(code == Some(2) && said.contains("--nvml-memory-mib"), "{said}");
+        let (code, output) = ran(by_variable).await;
+        assert!(code == Some(2) && output.contains("--nvml-memory-mib"), "{output}");
     }
 }

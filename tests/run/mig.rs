@@ -79,7 +79,7 @@ fn all() -> Vec<(u32, u32, u32)> {
     indices.into_iter().flat_map(of).collect()
 }
 
-/// Waits until the kubelet lists so many healthy devices of a resource.
+/// Waits until the kubelet lists this many healthy devices of a resource.
 pub async fn listed(kubelet: &KubeletBox, resource: &str, healthy: usize) {
     let wanted = |state: &linkwise_kubelet_box::State| {
         let resource = &state.resources[resource];

@@ -242,7 +242,7 @@ async fn new_replicas_are_offered_with_their_limits() {
     kubelet.admit(&Pod::single("before", GPU, 1), None).await.unwrap();
     let before = shared.control();
     shared.refuse_start(true);
-    // config-manager sends SIGHUP for each change, whatever has changed.
+    // config-manager sends SIGHUP for each change of the configuration.
     daemons.signal("HUP");
     replace(&shared.config(), &replicas(5));
     daemons.said("its limits changed").await;

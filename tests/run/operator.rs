@@ -66,8 +66,8 @@ async fn taken_metrics_port_is_retried_until_free() {
 async fn pods_are_admitted_while_driver_is_released() {
     let (node, kubelet) = setup().serve(8).await;
     assert!(driver_is_held(&node));
-    let said = ordered(&node, &["release"]).await;
-    assert!(said.contains("no process of linkwise on this node holds the driver"), "{said}");
+    let answer = ordered(&node, &["release"]).await;
+    assert!(answer.contains("no process of linkwise on this node holds the driver"), "{answer}");
     assert!(!driver_is_held(&node), "the answer comes after the agent's end");
     node.metric("linkwise_driver_released", 1).await;
     assert_eq!(state(&node).await["driver_released"], true);
@@ -242,8 +242,8 @@ async fn cordoned_gpu_gets_no_new_pod_until_uncordon() {
     let (node, kubelet) = setup().serve(8).await;
     allocation(&kubelet, "before", GPU, 8).await;
     let gpu = uuid(1, 2);
-    let said = ordered(&node, &["cordon", &gpu, "--reason", "a \"hot\"\u{1b}[7m cable", "--by", "ada"]).await;
-    assert_eq!(said, format!("{gpu} is given to no new pod; pods keep it until they end\n"));
+    let answer = ordered(&node, &["cordon", &gpu, "--reason", "a \"hot\"\u{1b}[7m cable", "--by", "ada"]).await;
+    assert_eq!(answer, format!("{gpu} is given to no new pod; pods keep it until they end\n"));
     unhealthy(&kubelet, &[2]).await;
     // Another order for a GPU that has one replaces it.
     ordered(&node, &["cordon", &gpu, "--reason", "a hot cable", "--by", "ada", "--evict"]).await;
@@ -284,8 +284,8 @@ async fn cordoned_gpu_gets_no_new_pod_until_uncordon() {
         (vec!["cordon", &gpu, "--reason", "x", "--by", &"x".repeat(20_000)], "length limit exceeded"),
     ] {
         let refused = admin(&node, &order).await;
-        let said = String::from_utf8(refused.stderr).unwrap();
-        assert!(refused.status.code() == Some(1) && said.contains(words), "{said}");
+        let answer = String::from_utf8(refused.stderr).unwrap();
+        assert!(refused.status.code() == Some(1) && answer.contains(words), "{answer}");
     }
     assert_eq!(kubelet.violations(), []);
 }
@@ -302,14 +302,14 @@ async fn missing_gpu_is_reported_until_back_or_accepted() {
     setup.tell("remove 7");
     let node = setup.start().await;
     registered(&kubelet, 2, 7).await;
-    let told = shortfalls(&node).await;
+    let lacking = shortfalls(&node).await;
     assert_eq!(
-        (told.len(), &told[0]["what"], &told[1]["what"]),
+        (lacking.len(), &lacking[0]["what"], &lacking[1]["what"]),
         (2, &what.as_str().into(), &"this node: 7 GPUs, 8 are expected".into())
     );
     let metrics = node.get("/metrics").await.body;
     assert!(
-        metrics.contains(&format!("linkwise_hardware_lacking_since_seconds{series} {}\n", told[0]["since"])),
+        metrics.contains(&format!("linkwise_hardware_lacking_since_seconds{series} {}\n", lacking[0]["since"])),
         "{metrics}"
     );
     assert!(node.get("/").await.body.contains(&what));

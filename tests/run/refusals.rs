@@ -25,7 +25,7 @@ async fn wsl_is_refused_by_name() {
 
 #[tokio::test]
 async fn invalid_option_is_named() {
-    for (arg, code, said) in [
+    for (arg, code, expected) in [
         ("--device-list-strategy=envvar,cdi", 2, "cdi-annotations or cdi-cri, found 'cdi'"),
         ("--device-id-strategy=name", 2, "invalid value 'name' for '--device-id-strategy"),
         ("--nvidia-driver-root=run/driver", 2, "expected an absolute path"),
@@ -35,7 +35,7 @@ async fn invalid_option_is_named() {
         ("--log=linkwise=loud", 1, "'linkwise=loud' is not a level (off, error, warn, info, debug, trace)"),
     ] {
         let (status, words) = Setup::on("dgx1-v100").arg(arg).spawn().ended().await;
-        assert!(status.code() == Some(code) && words.join("\n").contains(said), "{arg}: {status}: {words:#?}");
+        assert!(status.code() == Some(code) && words.join("\n").contains(expected), "{arg}: {status}: {words:#?}");
     }
 }
 

@@ -129,23 +129,23 @@ async fn impossible_allocate_is_refused_by_name() {
     let long = order(&["x".repeat(1 << 20).as_str()]).await.unwrap_err();
     let line = node.process.logged(|line| line["message"] == "refused to allocate").await;
     assert!(line.to_string().len() < 1024 && long.message().len() < 1024, "{}", long.message().len());
-    let (good, sick) = (uuid(1, 0), uuid(1, 3));
+    let (healthy, unhealthy) = (uuid(1, 0), uuid(1, 3));
     let [no_device, device] = [
         |id: &str| format!("{GPU} has no device '{id}' on this node"),
         |id: &str| format!("device '{id}' of {GPU} is "),
     ];
     let cases: [(&[&str], Code, String); 4] = [
-        (&[&good, "GPU-unknown"], Code::InvalidArgument, no_device("GPU-unknown")),
+        (&[&healthy, "GPU-unknown"], Code::InvalidArgument, no_device("GPU-unknown")),
         (&[""], Code::InvalidArgument, no_device("")),
-        (&[&good, &good], Code::InvalidArgument, device(&good) + "asked for twice"),
-        (&[&good, &sick], Code::FailedPrecondition, device(&sick) + "unhealthy: XID 79"),
+        (&[&healthy, &healthy], Code::InvalidArgument, device(&healthy) + "asked for twice"),
+        (&[&healthy, &unhealthy], Code::FailedPrecondition, device(&unhealthy) + "unhealthy: XID 79"),
     ];
     for (ids, code, why) in cases {
         let status = order(ids).await.unwrap_err();
         assert_eq!((status.code(), status.message()), (code, why.as_str()));
     }
-    assert!(order(&[&sick]).await.unwrap_err().message().contains("XID 79"));
-    assert_eq!(order(&[&good]).await.unwrap().container_responses.len(), 1);
+    assert!(order(&[&unhealthy]).await.unwrap_err().message().contains("XID 79"));
+    assert_eq!(order(&[&healthy]).await.unwrap().container_responses.len(), 1);
     node.metric("linkwise_allocations_total{resource=\"nvidia.com/gpu\",outcome=\"refused\"}", 6).await;
     node.metric("linkwise_allocations_total{resource=\"nvidia.com/gpu\",outcome=\"ok\"}", 1).await;
     let rpcs = |code: &str| format!("linkwise_rpcs_total{{resource=\"{GPU}\",method=\"Allocate\",code=\"{code}\"}}");

@@ -23,7 +23,6 @@ enum Outcome {
     Waits,
 }
 
-/// The PCI bus.
 #[derive(Clone, Copy, Debug)]
 enum Bus {
     Gpus,
