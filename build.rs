@@ -4,6 +4,7 @@
 //! `make tools` installs the programs and touches this file, so that cargo runs it again. The image is built without
 //! this file: the Dockerfile does not copy it.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -44,6 +45,7 @@ fn main() {
     // The tests of a release need a clone, because it is made from a commit.
     let rest = [
         ("has_clone", Path::new(".git").exists()),
+        ("is_root", std::fs::metadata("/proc/self").is_ok_and(|own| own.uid() == 0)),
         ("has_recorded", Path::new("../shared/topologies/raw").exists()),
         ("may_mount", may_mount(&[])),
         ("may_mount_as_user", may_mount(&["--user", "--map-root-user"])),
