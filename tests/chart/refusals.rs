@@ -102,7 +102,7 @@ fn mig_on_demand_without_its_rights_is_refused() {
     refused(&helm, &[rights], &["dra.migRights", "set dra.enabled"]);
     let own = "securityContext.runAsUser=0";
     refused(&helm, &[dra, on, rights, own], &["dra.migRights", "securityContext replaces", "capabilities.add"]);
-    refused(&helm, &["config.map.a=linkwise: {dra: 3}"], &["config.map.a", "linkwise.dra is no mapping"]);
+    refused(&helm, &["config.map.a=linkwise: {dra: 3}"], &["config.map.a", "linkwise.dra is not a mapping"]);
     for taken in [
         &[dra, on, rights][..],
         &[dra, file, rights],
@@ -228,10 +228,10 @@ fn values_that_contradict_are_refused_with_the_reason() {
         (&[a, b], &["config.default", "config.fallbackStrategies (named, single)", "a, b"]),
         (&[a, "config.fallbackStrategies={named}"], &["config.fallbackStrategies (named)", "config.map: a."]),
         (&[a, b, "config.default=c"], &["config.default", "no file c", "a, b"]),
-        (&["config.map.a=flags: {", "config.default=a"], &["config.map.a is no YAML mapping"]),
-        (&["config.map.a=[1]"], &["config.map.a is no YAML mapping"]),
-        (&["config.map.a=flags: none"], &["config.map.a", "flags is no mapping"]),
-        (&["config.map.a=flags: {plugin: 3}"], &["config.map.a", "flags.plugin is no mapping"]),
+        (&["config.map.a=flags: {", "config.default=a"], &["config.map.a is not a YAML mapping"]),
+        (&["config.map.a=[1]"], &["config.map.a is not a YAML mapping"]),
+        (&["config.map.a=flags: none"], &["config.map.a", "flags is not a mapping"]),
+        (&["config.map.a=flags: {plugin: 3}"], &["config.map.a", "flags.plugin is not a mapping"]),
         (&["image.repository=registry.example/mirror/k8s-device-plugin"], &["image.repository", "NVIDIA's image"]),
         (&["resourceQuota.enabled=true", "priorityClassName="], &["resourceQuota.enabled", "priorityClassName"]),
         (&["openshift.enabled=true", "migStrategy=mixed"], &["openshift.enabled", "SCC privileged"]),

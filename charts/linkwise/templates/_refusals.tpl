@@ -1,36 +1,36 @@
-{{/* Values that their schema cannot refuse, since it takes two of them, or a reason, to refuse one. */}}
+{{/* Refusals that the schema cannot express, because they depend on several values or need a reason. */}}
 {{- define "linkwise.refuse" -}}
 {{- $config := .Values.config | default dict -}}
 {{- $map := $config.map | default dict -}}
 
 {{- if (.Values.nfd).enabled -}}
-{{- fail (printf "\nnfd.enabled: this chart does not bring Node Feature Discovery. Install it by its own chart, and leave nfd.enabled out:\n\n%s" (include "linkwise.installNfd" .)) -}}
+{{- fail (printf "\nnfd.enabled: this chart does not install Node Feature Discovery. Install it by its own chart, and leave nfd.enabled out:\n\n%s" (include "linkwise.installNfd" .)) -}}
 {{- end -}}
 
 {{- $repository := (.Values.image).repository | default "" -}}
 {{- if and (hasSuffix "/k8s-device-plugin" $repository) (ne $repository "nvcr.io/nvidia/k8s-device-plugin") -}}
-{{- fail (printf "\nimage.repository: %s is a copy of NVIDIA's image; name one of linkwise." $repository) -}}
+{{- fail (printf "\nimage.repository: %s is a copy of NVIDIA's image; set it to an image of linkwise." $repository) -}}
 {{- end -}}
 
 {{- if and (eq (include "linkwise.namespace" .) "default") (not .Values.allowDefaultNamespace) -}}
-{{- fail "\nThe namespace is `default`: name another by --namespace (with --create-namespace), or set allowDefaultNamespace=true." -}}
+{{- fail "\nThe namespace is `default`: choose another by --namespace (with --create-namespace), or set allowDefaultNamespace=true." -}}
 {{- end -}}
 
 {{- if and (.Values.gfd).enabled (.Values.devicePlugin).writeLabelsFile -}}
-{{- fail "\ngfd.enabled and devicePlugin.writeLabelsFile are both set: one of them writes the node's labels." -}}
+{{- fail "\ngfd.enabled and devicePlugin.writeLabelsFile are both set, and both write the node's labels; leave one of them out." -}}
 {{- end -}}
 
 {{- $surge := ((.Values.updateStrategy).rollingUpdate).maxSurge | default 0 | toString -}}
 {{- if and (.Values.devicePlugin).enableHostNetwork (not (has $surge (list "0" "0%"))) -}}
-{{- fail "\nupdateStrategy.rollingUpdate.maxSurge: with devicePlugin.enableHostNetwork a second pod finds its port taken; leave it out." -}}
+{{- fail "\nupdateStrategy.rollingUpdate.maxSurge: with devicePlugin.enableHostNetwork a second pod cannot bind its port; leave maxSurge out." -}}
 {{- end -}}
 
 {{- if and ((.Values.metrics).networkPolicy).enabled (.Values.devicePlugin).enableHostNetwork -}}
-{{- fail "\nmetrics.networkPolicy.enabled: a NetworkPolicy does not reach pods of the host's network; leave it or devicePlugin.enableHostNetwork out." -}}
+{{- fail "\nmetrics.networkPolicy.enabled: a NetworkPolicy does not apply to pods of the host's network; leave it or devicePlugin.enableHostNetwork out." -}}
 {{- end -}}
 
 {{- if and (.Values.dra).enabled (not (.Values.devicePlugin).enabled) -}}
-{{- fail "\ndra.enabled: the DRA driver is a part of the plugin; set devicePlugin.enabled too." -}}
+{{- fail "\ndra.enabled: the DRA driver runs in the plugin; set devicePlugin.enabled too." -}}
 {{- end -}}
 
 {{- if and (.Values.events).enabled (not (.Values.devicePlugin).enabled) -}}
@@ -42,23 +42,23 @@
 {{- fail "\nnodeCondition.enabled: the plugin writes the condition; set devicePlugin.enabled too." -}}
 {{- end -}}
 {{- if and $condition.startupTaints (not $condition.enabled) -}}
-{{- fail "\nnodeCondition.startupTaints: they are removed when the condition is True; set nodeCondition.enabled too." -}}
+{{- fail "\nnodeCondition.startupTaints: linkwise removes them when the condition is True; set nodeCondition.enabled too." -}}
 {{- end -}}
 {{- if and $condition.enabled (not (semverCompare ">=1.30-0" .Capabilities.KubeVersion.Version)) -}}
-{{- fail "\nnodeCondition.enabled: the policy that holds each pod to its own node needs Kubernetes 1.30." -}}
+{{- fail "\nnodeCondition.enabled: the policy that restricts each pod to its own node needs Kubernetes 1.30." -}}
 {{- end -}}
 
 {{- if and (.Values.dra).enabled (not .Values.dra.gpus) (not $config.name) (not $map) -}}
-{{- fail "\ndra.enabled: dra.gpus is empty, and there is no configuration file that could say all." -}}
+{{- fail "\ndra.enabled: dra.gpus is empty, and there is no configuration file to set linkwise.dra.gpus; set dra.gpus=all, or give files in config.map or config.name." -}}
 {{- end -}}
 
 {{- if not (has ((.Values.dra).gpus | default "" | toString) (list "" "all" "none")) -}}
-{{- fail "\ndra.gpus: expected all, none, or nothing. Lists of GPUs are not taken any more, because a node's GPUs all go through one API: leave dra.gpus empty, and give the nodes that are to use DRA a configuration with linkwise.dra.gpus: all (docs/migrating-to-dra.md)." -}}
+{{- fail "\ndra.gpus: expected all, none, or nothing. Lists of GPUs were removed, because all GPUs of a node go through one API: leave dra.gpus empty, and give the nodes that are to use DRA a configuration with linkwise.dra.gpus: all (docs/migrating-to-dra.md)." -}}
 {{- end -}}
 
 {{- $dra := .Values.dra | default dict -}}
 {{- if and (not $dra.enabled) (or ($dra.unchangedPods).enabled ($dra.severalClaims).enabled ($dra.claimTemplates).namespaces) -}}
-{{- fail "\ndra.unchangedPods, dra.severalClaims and dra.claimTemplates are for GPUs of DRA: set dra.enabled too." -}}
+{{- fail "\ndra.unchangedPods, dra.severalClaims and dra.claimTemplates need DRA; set dra.enabled too." -}}
 {{- end -}}
 
 {{- if $dra.groups -}}
@@ -70,7 +70,7 @@
 {{- end -}}
 
 {{- if and $dra.mps (not $dra.enabled) -}}
-{{- fail "\ndra.mps: MPS for claims is a part of DRA; set dra.enabled too." -}}
+{{- fail "\ndra.mps: MPS for claims needs DRA; set dra.enabled too." -}}
 {{- end -}}
 
 {{- $given := .Values.securityContext | default dict -}}
@@ -78,27 +78,27 @@
 {{- fail "\ndra.migRights: securityContext replaces the rights to make MIG devices; give it privileged: true, or SYS_ADMIN in capabilities.add." -}}
 {{- end -}}
 {{- if and $dra.enabled $dra.dynamicMig (not $dra.migRights) (not $given.privileged) -}}
-{{- fail "\ndra.dynamicMig: making MIG devices takes SYS_ADMIN and the driver's capability mig/config. Set dra.migRights=true to give them to the plugin (docs/mig.md)." -}}
+{{- fail "\ndra.dynamicMig: making MIG devices needs SYS_ADMIN and the driver's capability mig/config. Set dra.migRights=true to give them to the plugin (docs/mig.md)." -}}
 {{- end -}}
 
-{{- /* Values that are gone. `helm upgrade --reuse-values` brings their old defaults along. */ -}}
+{{- /* Removed values. `helm upgrade --reuse-values` still has their old defaults, so these are accepted. */ -}}
 {{- /* Sets of GPUs as devices: */ -}}
 {{- if not (has ($dra.sets | toString) (list "<nil>" "off" "false")) -}}
-{{- fail "\ndra.sets: sets of GPUs are no devices any more; leave it out. Pods that ask for linkwise.dev/gpu-x4 and its like ask for nvidia.com/gpu instead, with dra.unchangedPods and dra.claimTemplates (docs/dra-pods.md), or have claims with groups (linkwise claim --gpus 4)." -}}
+{{- fail "\ndra.sets: sets of GPUs as devices were removed; leave it out. In pods that ask for linkwise.dev/gpu-x4 and the like, ask for nvidia.com/gpu instead, with dra.unchangedPods and dra.claimTemplates (docs/dra-pods.md), or use claims with groups (linkwise claim --gpus 4)." -}}
 {{- end -}}
 
 {{- if not (has ((.Values.devicePlugin).standby | toString) (list "<nil>" "false")) -}}
-{{- fail "\ndevicePlugin.standby: no process stands by for a crash; leave it out. The kubelet restarts the container." -}}
+{{- fail "\ndevicePlugin.standby: the standby process for crashes was removed; leave it out. The kubelet restarts the container." -}}
 {{- end -}}
 
 {{- if and $config.name $map -}}
-{{- fail (printf "\nconfig.name (%s) and config.map are both set: take the ConfigMap that exists, or the one that this chart makes." $config.name) -}}
+{{- fail (printf "\nconfig.name (%s) and config.map are both set: leave out config.map to use the existing ConfigMap, or config.name to use the one that this chart makes." $config.name) -}}
 {{- end -}}
 
 {{- range $name, $text := $map -}}
 {{- $read := fromYaml $text -}}
 {{- with $read.Error -}}
-{{- fail (printf "\nconfig.map.%s is no YAML mapping: %s" $name .) -}}
+{{- fail (printf "\nconfig.map.%s is not a YAML mapping: %s" $name .) -}}
 {{- end -}}
 {{- if and (hasKey $read "kind") (hasKey $read "data") -}}
 {{- fail (printf "\nconfig.map.%s is a whole ConfigMap; give the text below one of its data keys." $name) -}}
@@ -106,16 +106,16 @@
 {{- range $key := list "flags" "sharing" "linkwise" -}}
 {{- with get $read $key -}}
 {{- if not (kindIs "map" .) -}}
-{{- fail (printf "\nconfig.map.%s: %s is no mapping." $name $key) -}}
+{{- fail (printf "\nconfig.map.%s: %s is not a mapping." $name $key) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if and ($read.sharing | default dict).mps ($.Values.openshift).enabled -}}
-{{- fail (printf "\nconfig.map.%s: sharing.mps: openshift.enabled admits the least privileges and nothing else, and the MPS daemon is privileged. Leave openshift.enabled out, and give the service account the SCC privileged (docs/chart.md)." $name) -}}
+{{- fail (printf "\nconfig.map.%s: sharing.mps: openshift.enabled admits only the least privileges, and the MPS daemon is privileged. Leave openshift.enabled out, and give the service account the SCC privileged (docs/chart.md)." $name) -}}
 {{- end -}}
 {{- with ($read.flags | default dict).plugin -}}
 {{- if not (kindIs "map" .) -}}
-{{- fail (printf "\nconfig.map.%s: flags.plugin is no mapping." $name) -}}
+{{- fail (printf "\nconfig.map.%s: flags.plugin is not a mapping." $name) -}}
 {{- end -}}
 {{- end -}}
 {{- range $gone := list
@@ -136,16 +136,16 @@
 {{- end -}}
 {{- with ($read.linkwise | default dict).dra -}}
 {{- if not (kindIs "map" .) -}}
-{{- fail (printf "\nconfig.map.%s: linkwise.dra is no mapping." $name) -}}
+{{- fail (printf "\nconfig.map.%s: linkwise.dra is not a mapping." $name) -}}
 {{- end -}}
 {{- if and $dra.enabled .dynamicMig (not $dra.migRights) (not $given.privileged) -}}
-{{- fail (printf "\nconfig.map.%s: linkwise.dra.dynamicMig: making MIG devices takes SYS_ADMIN and the driver's capability mig/config. Set dra.migRights=true to give them to the plugin (docs/mig.md)." $name) -}}
+{{- fail (printf "\nconfig.map.%s: linkwise.dra.dynamicMig: making MIG devices needs SYS_ADMIN and the driver's capability mig/config. Set dra.migRights=true to give them to the plugin (docs/mig.md)." $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 
 {{- if and $config.default (not $map) (not $config.name) -}}
-{{- fail (printf "\nconfig.default: %s is to be a file of a ConfigMap, and there is none: give the files in config.map, or the ConfigMap's name in config.name." $config.default) -}}
+{{- fail (printf "\nconfig.default: %s names a file of a ConfigMap, but there is no ConfigMap: give the files in config.map, or the ConfigMap's name in config.name." $config.default) -}}
 {{- end -}}
 
 {{- $exact := ($dra.claimTemplates).exact | default "" -}}
@@ -155,7 +155,7 @@
 {{- $was := get (.metadata.labels | default dict) "linkwise.dev/exact" | default (ternary "" "other" (hasKey $first "firstAvailable")) -}}
 {{- $own := eq (get (.metadata.annotations | default dict) "meta.helm.sh/release-name") $.Release.Name -}}
 {{- if and $own (ne $was $exact) (not (and (eq $was "other") $exact)) -}}
-{{- fail (printf "\ndra.claimTemplates.exact: the API server changes no ResourceClaimTemplate. Delete those of namespace %s, and upgrade again; pods that are being created meanwhile wait for them:\n\n  kubectl delete resourceclaimtemplates -n %s -l app.kubernetes.io/instance=%s" $namespace $namespace $.Release.Name) -}}
+{{- fail (printf "\ndra.claimTemplates.exact: the spec of a ResourceClaimTemplate cannot change. Delete the templates of namespace %s, and upgrade again; pods that are created meanwhile wait for them:\n\n  kubectl delete resourceclaimtemplates -n %s -l app.kubernetes.io/instance=%s" $namespace $namespace $.Release.Name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -168,6 +168,6 @@
 {{- $named := and (has "named" $fallbacks) (hasKey $map "default") -}}
 {{- $single := and (has "single" $fallbacks) (eq (len $map) 1) -}}
 {{- if and $map (not (or $config.default $named $single (has "empty" $fallbacks))) -}}
-{{- fail (printf "\nconfig.default is not set, and config.fallbackStrategies (%s) chooses none of the files in config.map: %s." (join ", " $fallbacks) (keys $map | sortAlpha | join ", ")) -}}
+{{- fail (printf "\nconfig.default is not set, and config.fallbackStrategies (%s) select none of the files in config.map: %s." (join ", " $fallbacks) (keys $map | sortAlpha | join ", ")) -}}
 {{- end -}}
 {{- end -}}
