@@ -1,18 +1,18 @@
-//! MutatingAdmissionPolicies (`admissionregistration.k8s.io/v1`): changes a pod that a client creates as the policies
-//! say.
+//! MutatingAdmissionPolicies (`admissionregistration.k8s.io/v1`): change a pod that a client creates.
 //!
-//! The rules are those of Kubernetes 1.36 (`apiserver/pkg/admission/plugin/policy/mutating`). A policy is compiled when
-//! it is stored, and refused if one of its expressions does not compile. A binding puts the policy in force, once for
-//! each object that its `paramRef` finds. The mutations of a policy are JSON patches, evaluated in order. An error
-//! refuses the request; with `failurePolicy: Ignore` an error ends the failed part only, and earlier mutations stay.
-//! A policy with `reinvocationPolicy: IfNeeded` is evaluated once more if an object was changed, with the parameters with
-//! which its conditions held before (`mutating/dispatcher.go`, `reinvocationcontext.go`). While the server starts, a policy
-//! whose conditions hold refuses the request, whatever its failure policy: the schemas of patches are not there yet.
-//! Bindings go by name here; the real server's order is that of a Go map, so any.
+//! The rules are those of Kubernetes 1.36 (`apiserver/pkg/admission/plugin/policy/mutating`). The server compiles a
+//! policy when a client stores it, and refuses the policy if one of its expressions does not compile. A binding applies
+//! a policy to new pods, once for each object that the binding's `paramRef` finds. The mutations of a policy are JSON
+//! patches, evaluated in order. An error refuses the request; with `failurePolicy: Ignore`, the pod is created, with
+//! the changes of all mutations that did not fail. If the conditions of any policy held, the policies with
+//! `reinvocationPolicy: IfNeeded` are evaluated once more, with the parameters for which their conditions held first
+//! (`mutating/dispatcher.go`, `reinvocationcontext.go`). While the server starts, a policy whose conditions hold
+//! refuses the request regardless of its failure policy, because the schemas for patches are not loaded yet. Bindings
+//! are evaluated in the order of their names; the real server iterates over a Go map, in random order.
 //!
-//! Features that are not modelled are refused by name when the policy or the binding is stored: apply configurations,
-//! `Object` literals (an API server of 1.36.2 panics on a list of them), selections of parameters of another namespace.
-//! Objects of other kinds are never changed. After each policy LimitRanger gives defaults again (`limits`).
+//! Features that are not modelled are refused by name when a client stores the policy or the binding: apply
+//! configurations, `Object` literals (an API server of 1.36.2 panics on a list of them), and parameters of another
+//! namespace. Only pods are changed. After each policy, LimitRanger fills in defaults again (`limits`).
 
 mod check;
 mod expressions;
@@ -152,8 +152,8 @@ struct BindingSpec {
     match_resources: Resources,
 }
 
-/// The choice of a policy's parameters among the objects of its `paramKind`, in the namespace of the admitted object: by
-/// name, or by labels.
+/// The selection of a policy's parameters, by name or by labels. They are objects of the policy's `paramKind` in the
+/// namespace of the admitted object.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct ParamRef {
@@ -176,16 +176,16 @@ enum NotFound {
 }
 
 impl LabelSelector {
-    /// Returns true if the selector selects an object, by its `metadata`. A selector without requirements selects all.
+    /// Returns true if the selector selects the object with this `metadata`. An empty selector selects all objects.
     fn selects(&self, metadata: &Value) -> bool {
         let label = |key: &str| metadata["labels"][key].as_str();
-        let holds = |one: &Requirement| {
-            let is_listed = label(&one.key).is_some_and(|value| one.values.iter().any(|listed| listed == value));
-            match one.operator {
+        let holds = |Requirement { key, operator, values }: &Requirement| {
+            let is_listed = label(key).is_some_and(|value| values.iter().any(|listed| listed == value));
+            match operator {
                 Operator::In => is_listed,
                 Operator::NotIn => !is_listed,
-                Operator::Exists => label(&one.key).is_some(),
-                Operator::DoesNotExist => label(&one.key).is_none(),
+                Operator::Exists => label(key).is_some(),
+                Operator::DoesNotExist => label(key).is_none(),
             }
         };
         self.match_labels.iter().all(|(key, value)| label(key) == Some(value))
@@ -194,10 +194,9 @@ impl LabelSelector {
 }
 
 impl Rule {
-    /// Returns true if the policy applies to an operation on such an object.
     fn matches(&self, resource: &ResourceType, plural: &str, operation: &str) -> bool {
         let (group, version) = resource.api.split_once('/').unwrap_or(("", resource.api));
-        let has = |list: &[String], one: &str| list.iter().any(|listed| listed == one || listed == "*");
+        let has = |list: &[String], wanted: &str| list.iter().any(|listed| listed == wanted || listed == "*");
         has(&self.api_groups, group)
             && has(&self.api_versions, version)
             && has(&self.resources, plural)
@@ -206,12 +205,17 @@ impl Rule {
 }
 
 impl Resources {
+    /// Returns true if a rule covers an operation on this resource.
+    fn covers(&self, resource: &ResourceType, plural: &str, operation: &str) -> bool {
+        self.resource_rules.iter().any(|rule| rule.matches(resource, plural, operation))
+    }
+
     fn selects(&self, namespace: &Value, object: &Value) -> bool {
         self.namespace_selector.selects(&namespace["metadata"]) && self.object_selector.selects(&object["metadata"])
     }
 }
 
-/// Checks a policy or a binding that a client stores; other objects pass.
+/// Checks a policy or a binding that a client stores. Accepts any other object.
 pub(super) fn check(key: &Key, object: &Value) -> Result<(), Refusal> {
     if key.resource == ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS {
         return spec::<BindingSpec>(key, object).map(drop);
@@ -230,7 +234,7 @@ pub(super) fn check(key: &Key, object: &Value) -> Result<(), Refusal> {
     let (plain, patches) = (Scope::conditions(has_params), Scope::mutations(has_params));
     let conditions =
         policy.match_conditions.iter().map(|one| ("matchConditions", &one.expression, &plain, Wanted::Bool));
-    // A variable may read the variables before it.
+    // The expression of a variable may read earlier variables.
     let variable = Scope::variables(has_params);
     let variables = policy.variables.iter().map(|one| ("variables", &one.expression, &variable, Wanted::Any));
     let mutations =
@@ -238,7 +242,8 @@ pub(super) fn check(key: &Key, object: &Value) -> Result<(), Refusal> {
     compiled(key, conditions.chain(variables).chain(mutations))
 }
 
-/// Refuses a policy of which an expression does not compile. Each has its list, its scope and its kind.
+/// Refuses a policy if one of its expressions does not compile. Each expression comes with the name of its list, its
+/// scope and the type of its value.
 fn compiled<'a>(
     key: &Key,
     expressions: impl Iterator<Item = (&'a str, &'a String, &'a Scope, Wanted)>,
@@ -252,16 +257,15 @@ fn compiled<'a>(
     if refused.is_empty() { Ok(()) } else { Err(Refusal::invalid(key, &refused)) }
 }
 
-/// Changes a pod that is about to be created as the policies say. The pod already has its name, its namespace and its
-/// defaults.
+/// Changes a new pod by the mutating policies. The pod already has its name, its namespace and its defaults.
 pub(super) fn mutate(store: &Store, key: &Key, object: &mut Value) -> Result<(), Refusal> {
     let policies = store.list(&ResourceType::MUTATING_ADMISSION_POLICIES, None);
     let bindings = store.list(&ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS, None);
     let namespace = key.namespace.as_deref().and_then(|name| store.get(&ResourceType::NAMESPACES.key(None, name)));
     let unlabelled = json!({});
     let namespace = namespace.unwrap_or(&unlabelled);
-    let mut again = false;
-    // The bindings and parameters that are evaluated again.
+    let mut is_second_round = false;
+    // The bindings, with their parameters, whose conditions held in the first round.
     let mut invoked = BTreeSet::new();
     loop {
         let (before, mut patched) = (object.clone(), false);
@@ -270,13 +274,9 @@ pub(super) fn mutate(store: &Store, key: &Key, object: &mut Value) -> Result<(),
             let bound: BindingSpec = spec(key, binding)?;
             let named = policies.iter().find(|policy| policy["metadata"]["name"] == bound.policy_name.as_str());
             let Some(policy) = named.map(|policy| spec::<PolicySpec>(key, policy)).transpose()? else { continue };
-            if (again && policy.reinvocation_policy == Reinvocation::Never)
-                || !policy
-                    .match_constraints
-                    .resource_rules
-                    .iter()
-                    .any(|rule| rule.matches(&key.resource, key.resource.plural, "CREATE"))
-                || ![&policy.match_constraints, &bound.match_resources].iter().all(|of| of.selects(namespace, object))
+            if (is_second_round && policy.reinvocation_policy == Reinvocation::Never)
+                || !policy.match_constraints.covers(&key.resource, key.resource.plural, "CREATE")
+                || ![&policy.match_constraints, &bound.match_resources].iter().all(|one| one.selects(namespace, object))
             {
                 continue;
             }
@@ -289,14 +289,14 @@ pub(super) fn mutate(store: &Store, key: &Key, object: &mut Value) -> Result<(),
             match parameters(store, key, policy.param_kind.as_ref(), bound.param_ref.as_ref()) {
                 Ok(parameters) => {
                     for params in parameters {
-                        let of = params.as_ref().map(|params| text(&params["metadata"]["name"]).to_owned());
-                        let invocation = (binding_name.to_owned(), of);
-                        if again && !invoked.contains(&invocation) {
+                        let params_name = params.as_ref().map(|params| text(&params["metadata"]["name"]).to_owned());
+                        let invocation = (binding_name.to_owned(), params_name);
+                        if is_second_round && !invoked.contains(&invocation) {
                             continue;
                         }
-                        let invoked_now = invoke(store, &policy, object, params.as_ref());
+                        let outcome = invoke(store, &policy, object, params.as_ref());
                         limits::complete(store, key, object);
-                        match invoked_now {
+                        match outcome {
                             Err(Failed::Policy(why)) if !ignores => return Err(denied(why)),
                             Err(Failed::Server(refusal)) => return Err(refusal),
                             Ok(true) => {
@@ -311,24 +311,24 @@ pub(super) fn mutate(store: &Store, key: &Key, object: &mut Value) -> Result<(),
                 Err(why) => return Err(denied(why)),
             }
         }
-        // A patch that changes nothing counts as a change (`versionedAttributes.Dirty`).
-        if again || (*object == before && !patched) {
+        // A patch without an effect counts as a change too (`versionedAttributes.Dirty`).
+        if is_second_round || (*object == before && !patched) {
             return Ok(());
         }
-        again = true;
+        is_second_round = true;
     }
 }
 
 /// The reason why an invocation failed.
 enum Failed {
-    /// The failure policy decides.
+    /// The policy failed; its failure policy decides about the request.
     Policy(String),
-    /// The request is refused, regardless of the failure policy.
+    /// The server refuses the request, regardless of the failure policy.
     Server(Refusal),
 }
 
-/// Evaluates a policy with one parameter, and returns true if its conditions hold. Changes by the mutations before a
-/// failing one stay.
+/// Evaluates a policy with one parameter, and returns true if its conditions hold. Changes by earlier mutations stay if
+/// a later one fails.
 fn invoke(store: &Store, policy: &PolicySpec, object: &mut Value, params: Option<&Value>) -> Result<bool, Failed> {
     let failed =
         |expression: &str, why: String| Failed::Policy(format!("expression '{expression}' resulted in error: {why}"));
@@ -342,7 +342,7 @@ fn invoke(store: &Store, policy: &PolicySpec, object: &mut Value, params: Option
     for Named { expression, .. } in &policy.match_conditions {
         match evaluate(expression, object, &BTreeMap::new()).map(|value| value.as_bool()) {
             Ok(Some(true)) => {}
-            // One false condition is enough, whatever the others are: `matchconditions/matcher.go`.
+            // A false condition decides, even if another one cannot be evaluated: `matchconditions/matcher.go`.
             Ok(Some(false)) => return Ok(false),
             Ok(None) => error = error.or_else(|| Some(failed(expression, "its value is no boolean".to_owned()))),
             Err(why) => error = error.or(Some(why)),
@@ -351,18 +351,18 @@ fn invoke(store: &Store, policy: &PolicySpec, object: &mut Value, params: Option
     if let Some(error) = error.take() {
         return Err(error);
     }
-    if store.starts {
-        let message = "Resource kind /v1, Kind=Pod not found. There can be a delay between when CustomResourceDefinitions are \
-                       created and when they are available.";
+    if store.is_starting {
+        let message = "Resource kind /v1, Kind=Pod not found. There can be a delay between when \
+                       CustomResourceDefinitions are created and when they are available.";
         return Err(Failed::Server(Refusal::new(503, "ServiceUnavailable", message)));
     }
     for Mutation { patch_type: PatchType::JsonPatch, json_patch: Expression { expression } } in &policy.mutations {
         store.patches.set(store.patches.get() + 1);
         let mut variables = BTreeMap::new();
-        for one in &policy.variables {
-            // An error counts only when an expression reads the variable.
-            let value = expressions::evaluate(&one.expression, &inputs(object, params), &variables);
-            variables.insert(one.name.clone(), value);
+        for Named { name, expression } in &policy.variables {
+            // An error of a variable matters only if an expression reads the variable.
+            let value = expressions::evaluate(expression, &inputs(object, params), &variables);
+            variables.insert(name.clone(), value);
         }
         let patched = evaluate(expression, object, &variables)
             .and_then(|patch| patch::apply(object, &patch).map_err(|why| Failed::Policy(format!("JSON Patch: {why}"))));
@@ -377,7 +377,7 @@ fn invoke(store: &Store, policy: &PolicySpec, object: &mut Value, params: Option
     error.map_or(Ok(true), Err)
 }
 
-/// The parameters of a binding; a single `None` for a policy without parameters.
+/// The parameters of a binding; a single `None` if the policy has no parameters.
 fn parameters(
     store: &Store,
     key: &Key,

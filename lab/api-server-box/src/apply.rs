@@ -1,7 +1,7 @@
-//! Owners of fields: the changes by server-side apply and by updates, and the owners of the fields afterwards.
+//! Owners of fields: server-side apply and updates change an object, and record the owner of each changed field.
 //!
-//! A field is a path of keys to a leaf: a scalar, a list (owned as a whole) or an empty map. Owners are kept where
-//! clients see them, in `metadata.managedFields`.
+//! A field is a path of keys to a leaf: a scalar, a list (owned as a whole) or an empty map. The owners are recorded in
+//! `metadata.managedFields`.
 
 use std::collections::BTreeSet;
 
@@ -10,8 +10,8 @@ use serde_json::{Map, Value, json};
 /// Paths to leaves.
 type Fields = BTreeSet<Vec<String>>;
 
-/// Paths that are not fields: identity, and values that the server writes.
-const NO_FIELDS: [&[&str]; 10] = [
+/// Paths that nobody owns: the identity of the object, and values that the server writes.
+const UNOWNED: [&[&str]; 10] = [
     &["apiVersion"],
     &["kind"],
     &["metadata", "name"],
@@ -24,15 +24,15 @@ const NO_FIELDS: [&[&str]; 10] = [
     &["metadata", "selfLink"],
 ];
 
-/// One manager's fields.
+/// The fields that a manager owns by one operation.
 struct Owner {
     manager: String,
     operation: String,
     fields: Fields,
 }
 
-/// The object after `manager` applied `config` to `live`. Fails without force if others own fields with other values,
-/// and names these fields.
+/// The object after `manager` applied `config` to `live`. Unless `force` is set, fails if other managers own fields of
+/// `config` with other values; the error names these fields.
 pub(super) fn apply(live: Option<&Value>, config: &Value, manager: &str, force: bool) -> Result<Value, Vec<String>> {
     let empty = json!({"metadata": {}});
     let live = live.unwrap_or(&empty);
@@ -51,16 +51,16 @@ pub(super) fn apply(live: Option<&Value>, config: &Value, manager: &str, force: 
     }
     let mut object = live.clone();
     let mine: Fields = owners.iter().filter(|owner| is_mine(owner)).flat_map(|owner| owner.fields.clone()).collect();
-    for gone in mine.difference(&wanted) {
-        if !owners.iter().any(|owner| !is_mine(owner) && owner.fields.contains(gone)) {
-            take_out(&mut object, gone);
+    for dropped in mine.difference(&wanted) {
+        if !owners.iter().any(|owner| !is_mine(owner) && owner.fields.contains(dropped)) {
+            remove_at(&mut object, dropped);
         }
     }
     for field in &wanted {
-        // An empty map asks for a map with any keys.
-        let is_there = |value: &Value| value.is_object() && at(&object, field).is_some_and(Value::is_object);
-        if let Some(value) = at(config, field).filter(|value| !is_there(value)) {
-            put_in(&mut object, field, value.clone());
+        // An empty map in the configuration is satisfied by a map with any keys.
+        let is_satisfied = |value: &Value| value.is_object() && at(&object, field).is_some_and(Value::is_object);
+        if let Some(value) = at(config, field).filter(|value| !is_satisfied(value)) {
+            set_at(&mut object, field, value.clone());
         }
     }
     for owner in owners.iter_mut().filter(|owner| !is_mine(owner)) {
@@ -97,19 +97,19 @@ pub(super) fn update(live: Option<&Value>, new: &Value, manager: &str) -> Value 
     object
 }
 
-/// Sets the name and the kind, which come with the applied configuration.
+/// Copies the kind, the name and the namespace from the applied configuration.
 fn identify(object: &mut Value, config: &Value) {
     for path in [&["apiVersion"][..], &["kind"], &["metadata", "name"], &["metadata", "namespace"]] {
         let path: Vec<String> = path.iter().map(|key| (*key).to_owned()).collect();
         if let Some(value) = at(config, &path) {
-            put_in(object, &path, value.clone());
+            set_at(object, &path, value.clone());
         }
     }
 }
 
 fn fields(object: &Value) -> Fields {
     fn walk(value: &Value, path: &mut Vec<String>, found: &mut Fields) {
-        if NO_FIELDS.iter().any(|none| path.iter().map(String::as_str).eq(none.iter().copied())) {
+        if UNOWNED.iter().any(|unowned| path.iter().map(String::as_str).eq(unowned.iter().copied())) {
             return;
         }
         match value {
@@ -135,18 +135,18 @@ fn at<'a>(object: &'a Value, field: &[String]) -> Option<&'a Value> {
     field.iter().try_fold(object, |value, key| value.get(key))
 }
 
-fn put_in(object: &mut Value, field: &[String], value: Value) {
+fn set_at(object: &mut Value, field: &[String], value: Value) {
     let Some((last, parents)) = field.split_last() else { return };
-    let mut place = object;
+    let mut parent = object;
     for key in parents {
-        place = map(place).entry(key.clone()).or_insert_with(|| json!({}));
+        parent = map(parent).entry(key.clone()).or_insert_with(|| json!({}));
     }
-    map(place).insert(last.clone(), value);
+    map(parent).insert(last.clone(), value);
 }
 
-fn take_out(object: &mut Value, field: &[String]) {
+fn remove_at(object: &mut Value, field: &[String]) {
     let Some((last, parents)) = field.split_last() else { return };
-    let parent = parents.iter().try_fold(object, |place, key| place.get_mut(key));
+    let parent = parents.iter().try_fold(object, |parent, key| parent.get_mut(key));
     if let Some(Value::Object(parent)) = parent {
         parent.remove(last);
     }
@@ -157,21 +157,21 @@ fn map(value: &mut Value) -> &mut Map<String, Value> {
     if !value.is_object() {
         *value = json!({});
     }
-    value.as_object_mut().expect("it was just made one")
+    value.as_object_mut().expect("the value is a map by now")
 }
 
 fn owners(object: &Value) -> Vec<Owner> {
     fn walk(node: &Value, path: &mut Vec<String>, found: &mut Fields) {
         let children =
             node.as_object().into_iter().flatten().filter_map(|(key, node)| Some((key.strip_prefix("f:")?, node)));
-        let mut leaf = true;
+        let mut is_leaf = true;
         for (key, node) in children {
-            leaf = false;
+            is_leaf = false;
             path.push(key.to_owned());
             walk(node, path, found);
             path.pop();
         }
-        if leaf && !path.is_empty() {
+        if is_leaf && !path.is_empty() {
             found.insert(path.clone());
         }
     }
@@ -191,7 +191,7 @@ fn write_owners(object: &mut Value, owners: Vec<Owner>) {
         let mut fields = json!({});
         for field in &owner.fields {
             let path: Vec<String> = field.iter().map(|key| format!("f:{key}")).collect();
-            put_in(&mut fields, &path, json!({}));
+            set_at(&mut fields, &path, json!({}));
         }
         json!({
             "manager": owner.manager, "operation": owner.operation, "apiVersion": version, "fieldsType": "FieldsV1",
@@ -199,14 +199,14 @@ fn write_owners(object: &mut Value, owners: Vec<Owner>) {
         })
     };
     let entries = owners.into_iter().filter(|owner| !owner.fields.is_empty()).map(entry).collect();
-    put_in(object, &["metadata".to_owned(), "managedFields".to_owned()], Value::Array(entries));
+    set_at(object, &["metadata".to_owned(), "managedFields".to_owned()], Value::Array(entries));
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn of(labels: Value) -> Value {
+    fn thing(labels: Value) -> Value {
         json!({"apiVersion": "v1", "kind": "Thing", "metadata": {"name": "a"}, "spec": {"labels": labels}})
     }
 
@@ -216,35 +216,35 @@ mod tests {
 
     #[test]
     fn key_that_is_no_longer_applied_is_removed() {
-        let first = apply(None, &of(json!({"a": "1", "b": "1"})), "me", false).unwrap();
-        let second = apply(Some(&first), &of(json!({"a": "2"})), "me", false).unwrap();
+        let first = apply(None, &thing(json!({"a": "1", "b": "1"})), "me", false).unwrap();
+        let second = apply(Some(&first), &thing(json!({"a": "2"})), "me", false).unwrap();
         assert_eq!(second["spec"]["labels"], json!({"a": "2"}));
         assert_eq!(managers(&second), [("me".to_owned(), 1)]);
     }
 
     #[test]
     fn field_of_another_manager_is_a_conflict_unless_forced() {
-        let theirs = update(None, &of(json!({"a": "1", "b": "1"})), "other");
-        let wanted = of(json!({"a": "2"}));
+        let theirs = update(None, &thing(json!({"a": "1", "b": "1"})), "other");
+        let wanted = thing(json!({"a": "2"}));
         assert_eq!(apply(Some(&theirs), &wanted, "me", false).unwrap_err(), [".spec.labels.a"]);
         let forced = apply(Some(&theirs), &wanted, "me", true).unwrap();
-        assert_eq!(forced["spec"]["labels"], json!({"a": "2", "b": "1"}), "their other key stays");
+        assert_eq!(forced["spec"]["labels"], json!({"a": "2", "b": "1"}), "b has no other owner");
         assert_eq!(managers(&forced), [("other".to_owned(), 1), ("me".to_owned(), 1)]);
     }
 
     #[test]
     fn equal_value_is_shared_between_managers() {
-        let theirs = update(None, &of(json!({"a": "1"})), "other");
-        let both = apply(Some(&theirs), &of(json!({"a": "1"})), "me", false).unwrap();
+        let theirs = update(None, &thing(json!({"a": "1"})), "other");
+        let both = apply(Some(&theirs), &thing(json!({"a": "1"})), "me", false).unwrap();
         assert_eq!(managers(&both), [("other".to_owned(), 1), ("me".to_owned(), 1)]);
-        let left = apply(Some(&both), &of(json!({})), "me", false).unwrap();
-        assert_eq!(left["spec"]["labels"]["a"], "1", "the other owner keeps it");
+        let left = apply(Some(&both), &thing(json!({})), "me", false).unwrap();
+        assert_eq!(left["spec"]["labels"]["a"], "1", "the other manager still owns the key");
     }
 
     #[test]
     fn update_takes_what_it_changes_and_removes_the_rest() {
-        let mine = apply(None, &of(json!({"a": "1", "b": "1", "c": "1"})), "me", false).unwrap();
-        let updated = update(Some(&mine), &of(json!({"a": "1", "b": "2"})), "other");
+        let mine = apply(None, &thing(json!({"a": "1", "b": "1", "c": "1"})), "me", false).unwrap();
+        let updated = update(Some(&mine), &thing(json!({"a": "1", "b": "2"})), "other");
         assert_eq!(managers(&updated), [("me".to_owned(), 1), ("other".to_owned(), 1)]);
         assert_eq!(updated["spec"]["labels"], json!({"a": "1", "b": "2"}));
     }

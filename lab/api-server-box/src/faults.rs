@@ -1,45 +1,45 @@
-//! Faults on order: requests that get something else than an answer.
+//! Faults that tests inject: the server answers some requests wrongly, or not at all.
 
 use std::collections::VecDeque;
 
-/// The thing that a request gets instead of an answer.
+/// The wrong answer to a request.
 #[derive(Clone, Debug)]
 pub enum Answer {
-    /// A Status with this code and message, and a Retry-After in seconds.
+    /// A Status with this code and message, and a Retry-After in seconds if there is one.
     Refusal(u16, &'static str, Option<u32>),
-    /// This text as a 200, for any request.
+    /// This text with the code 200.
     Text(String),
-    /// This text with this code: a proxy's page, or the API server's own page for an unknown path.
+    /// This text with this code, as a proxy or an API server answers an unknown path.
     Page(u16, String),
-    /// Text without an end.
+    /// An endless text.
     Endless,
-    /// No answer; the connection stays open.
+    /// No answer; the connection stays open, and the server does not carry the request out.
     Silence,
-    /// No answer, as `Silence`, but the request is carried out.
+    /// No answer, as with `Silence`, but the server carries the request out.
     Lost,
 }
 
-/// A fault of some requests.
+/// A fault, and the requests that it hits.
 #[derive(Clone, Debug)]
 pub struct Fault {
-    /// The method, or empty for all.
+    /// The method of the requests; empty for any method.
     pub method: &'static str,
-    /// A part of the path or the query, or empty for all.
+    /// A part of their path or query; empty for any path.
     pub contains: &'static str,
-    /// The number of requests that get it.
+    /// The number of such requests that still get the answer.
     pub times: usize,
     /// The answer that they get.
     pub answer: Answer,
 }
 
 impl Fault {
-    /// A fault of the next requests of this method to a path with this text in it.
+    /// Makes a fault for the next requests of this method whose path or query contains a text.
     pub fn of(method: &'static str, contains: &'static str, times: usize, answer: Answer) -> Self {
         Self { method, contains, times, answer }
     }
 }
 
-/// The faults that are left, in the order in which they were added.
+/// The injected faults, in the order in which they were added.
 #[derive(Debug, Default)]
 pub(super) struct Faults(VecDeque<Fault>);
 
@@ -48,12 +48,12 @@ impl Faults {
         self.0.push_back(fault);
     }
 
-    /// The fault of this request; one less of it is left.
+    /// Takes the answer of the first fault that hits this request; the fault hits one request less from now on.
     pub fn take(&mut self, method: &str, uri: &str) -> Option<Answer> {
-        let meant = |fault: &Fault| {
-            (fault.method.is_empty() || fault.method == method) && (uri.contains(fault.contains)) && fault.times > 0
+        let hits = |fault: &Fault| {
+            (fault.method.is_empty() || fault.method == method) && uri.contains(fault.contains) && fault.times > 0
         };
-        let fault = self.0.iter_mut().find(|fault| meant(fault))?;
+        let fault = self.0.iter_mut().find(|fault| hits(fault))?;
         fault.times -= 1;
         Some(fault.answer.clone())
     }

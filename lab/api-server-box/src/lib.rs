@@ -1,11 +1,11 @@
-//! A Kubernetes API server in a box: HTTPS in this process, objects in memory, faults on order.
+//! A Kubernetes API server inside the test's process: it serves HTTPS, keeps objects in memory, and injects faults.
 //!
-//! Tests run the programs that speak to the API server against it, and `linkwise-lab demo --dra` runs in it. The server is
-//! generic over JSON objects by group, version and resource, and keeps the promises that a client relies on: versions,
-//! watches that continue or expire, server-side apply with owners of fields, conflicts, bearer tokens. It also keeps
-//! the rules of `resource.k8s.io/v1` (limits, names, immutable fields, gates that drop fields). Its
-//! MutatingAdmissionPolicies change the objects that a client creates, and its ValidatingAdmissionPolicies refuse
-//! requests. It does not validate other objects. It shares no code with linkwise.
+//! Tests run linkwise's clients of the API server against it, and so does `linkwise-lab demo --dra`. The server stores
+//! JSON objects of any group, version and resource. It implements the mechanisms that a client relies on: resource
+//! versions, watches that continue or expire, server-side apply with owners of fields, conflicts, bearer tokens. It
+//! enforces the rules of `resource.k8s.io/v1` (limits, names, immutable fields, gates that drop fields). Its
+//! MutatingAdmissionPolicies change the pods that a client creates, and its ValidatingAdmissionPolicies refuse
+//! requests. Of other objects it validates only pods and events, in part. The server shares no code with linkwise.
 
 #![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "only tests and the demo run it")]
 
@@ -32,7 +32,7 @@ pub use faults::{Answer, Fault};
 pub use resource::Gates;
 pub use store::{Key, ResourceType};
 
-use admission::validating::{self, Asked};
+use admission::validating::{self, AdmissionRequest};
 use faults::Faults;
 use refusal::Refusal;
 use store::{Selector, Store};
@@ -52,7 +52,7 @@ pub struct Request {
 ///
 /// # Errors
 ///
-/// The Status of its refusal.
+/// The `Status` with which the server would refuse the object.
 pub fn stored(resource: &ResourceType, namespace: Option<&str>, gates: Gates, object: &Value) -> Result<Value, Value> {
     let mut store = Store::new(std::slice::from_ref(resource));
     store.gates = gates;
@@ -61,7 +61,7 @@ pub fn stored(resource: &ResourceType, namespace: Option<&str>, gates: Gates, ob
     created.map_err(|refusal| refusal.status())
 }
 
-/// A verb of RBAC, and the resource that it is allowed or forbidden for: `("create", "events")`.
+/// A verb of RBAC and a resource: `("create", "events")`.
 type Right = (&'static str, &'static str);
 
 /// The state that all connections share.
@@ -75,33 +75,34 @@ struct Shared {
     requests: watch::Sender<Vec<Request>>,
     /// The release that `/version` names.
     version: Mutex<String>,
-    /// The verbs of RBAC, with resources, that no client has.
+    /// The rights that no client has.
     forbidden: Mutex<Vec<Right>>,
-    /// Set while lists and watches ignore selectors and have every object of the kind.
+    /// Set while lists and watches ignore their field selectors and return every object of the kind.
     ignores_selectors: AtomicBool,
-    /// Counts changes of the store and orders to watches.
+    /// The number of changes of the store; watches wait for the next one.
     changes: watch::Sender<u64>,
-    /// Open watches.
+    /// The number of open watches.
     watches: watch::Sender<usize>,
 }
 
 impl Shared {
     fn store(&self) -> MutexGuard<'_, Store> {
-        self.store.lock().expect("no thread panics in here")
+        self.store.lock().expect("no thread panics while it holds the lock")
     }
 
-    /// The `userInfo` of the client with a token.
+    /// The `userInfo` of the client with this token.
     fn user(&self, token: Option<&str>) -> Value {
-        let users = self.users.lock().expect("no thread panics in here");
+        let users = self.users.lock().expect("no thread panics while it holds the lock");
         token.and_then(|token| users.get(token)).cloned().unwrap_or_default()
     }
 
     fn forbids(&self, verb: &str, plural: &str) -> bool {
-        let forbidden = self.forbidden.lock().expect("no thread panics in here");
+        let forbidden = self.forbidden.lock().expect("no thread panics while it holds the lock");
         forbidden.contains(&(verb, plural))
     }
 
-    /// Applies a merge patch of an object's status or of all else, if the policies let the client with a token do that.
+    /// Applies a merge patch to an object's status, or to all fields but the status, if the validating policies allow
+    /// the request of the client with this token.
     fn patch(
         &self,
         token: Option<&str>,
@@ -113,8 +114,8 @@ impl Shared {
         let object = self.store().merged(key, patch, is_status)?;
         let (user, plural) =
             (self.user(token), format!("{}{}", key.resource.plural, if is_status { "/status" } else { "" }));
-        let asked = Asked { operation: "UPDATE", user: &user, key, plural: &plural, object: &object };
-        validating::admit(&self.store(), &asked)?;
+        let request = AdmissionRequest { operation: "UPDATE", user: &user, key, plural: &plural, object: &object };
+        validating::admit(&self.store(), &request)?;
         self.store().replace(manager, key, object)
     }
 
@@ -123,26 +124,29 @@ impl Shared {
     }
 }
 
-/// The server. It ends when this is dropped.
+/// The server. It stops when this value is dropped.
 pub struct ApiServerBox {
     shared: Arc<Shared>,
     acceptor: TlsAcceptor,
     address: SocketAddr,
     ca: String,
-    life: Mutex<Option<(CancellationToken, tokio::task::JoinHandle<()>)>>,
+    serving: Mutex<Option<Serving>>,
 }
 
-/// The most attempts to take its port again; a pause comes after each.
+/// The task that accepts connections, and the token that ends it.
+type Serving = (CancellationToken, tokio::task::JoinHandle<()>);
+
+/// The most attempts of [`ApiServerBox::come_back`] to bind the port, and the delay after each.
 const MAX_TRIES: u32 = 1_000;
-const RETRY: std::time::Duration = std::time::Duration::from_millis(10);
+const RETRY_DELAY: std::time::Duration = std::time::Duration::from_millis(10);
 
 impl ApiServerBox {
-    /// Starts it on a free port of 127.0.0.1, with these kinds of objects. Panics if that fails: for tests.
+    /// Starts the server on a free port of 127.0.0.1, with these kinds of objects. Panics if that fails.
     pub async fn start(types: &[ResourceType]) -> Self {
         Self::start_on("127.0.0.1:0", types).await.expect("127.0.0.1 has a free port")
     }
 
-    /// Starts it on an address.
+    /// Starts the server on an address, with these kinds of objects.
     ///
     /// # Errors
     ///
@@ -173,7 +177,7 @@ impl ApiServerBox {
             acceptor: TlsAcceptor::from(Arc::new(tls)),
             address: listener.local_addr()?,
             ca: made.cert.pem(),
-            life: Mutex::default(),
+            serving: Mutex::default(),
         };
         server.serve(listener);
         Ok(server)
@@ -182,14 +186,14 @@ impl ApiServerBox {
     fn serve(&self, listener: TcpListener) {
         let end = CancellationToken::new();
         let serving = http::serve(listener, self.acceptor.clone(), Arc::clone(&self.shared), end.clone());
-        self.life().replace((end, tokio::spawn(serving)));
+        self.serving().replace((end, tokio::spawn(serving)));
     }
 
-    fn life(&self) -> std::sync::MutexGuard<'_, Option<(CancellationToken, tokio::task::JoinHandle<()>)>> {
-        self.life.lock().expect("no thread panics in here")
+    fn serving(&self) -> MutexGuard<'_, Option<Serving>> {
+        self.serving.lock().expect("no thread panics while it holds the lock")
     }
 
-    /// The address at which it listens.
+    /// The address at which the server listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -199,7 +203,7 @@ impl ApiServerBox {
         format!("https://{}", self.address)
     }
 
-    /// Its certificate in PEM, which is its own authority.
+    /// The server's self-signed certificate, as PEM.
     pub fn ca(&self) -> &str {
         &self.ca
     }
@@ -207,30 +211,30 @@ impl ApiServerBox {
     /// Accepts only requests with one of these bearer tokens from now on.
     pub fn accept_tokens(&self, tokens: &[&str]) {
         let tokens = tokens.iter().map(|token| (*token).to_owned()).collect();
-        *self.shared.tokens.lock().expect("no thread panics in here") = Some(tokens);
+        *self.shared.tokens.lock().expect("no thread panics while it holds the lock") = Some(tokens);
     }
 
-    /// Names the client with this token to admission policies, as a `userInfo` of an admission request does.
+    /// Sets the `userInfo` that admission policies see for the client with this token.
     pub fn name_user(&self, token: &str, user_info: Value) {
-        self.shared.users.lock().expect("no thread panics in here").insert(token.to_owned(), user_info);
+        self.shared.users.lock().expect("no thread panics while it holds the lock").insert(token.to_owned(), user_info);
     }
 
-    /// Takes these rights, and no others, from all clients from now on. Such requests are refused, and a
-    /// SelfSubjectAccessReview says so.
+    /// Denies these rights, and no others, to all clients from now on. The server refuses such requests, and a
+    /// SelfSubjectAccessReview reports that they are not allowed.
     pub fn forbid(&self, rights: &[(&'static str, &'static str)]) {
-        *self.shared.forbidden.lock().expect("no thread panics in here") = rights.to_vec();
+        *self.shared.forbidden.lock().expect("no thread panics while it holds the lock") = rights.to_vec();
     }
 
     /// Stops listening and cuts every connection.
     pub async fn go_away(&self) {
-        let life = self.life().take();
-        if let Some((end, serving)) = life {
+        let taken = self.serving().take();
+        if let Some((end, serving)) = taken {
             end.cancel();
             serving.await.expect("serving does not panic");
         }
     }
 
-    /// Listens again at the same address, as soon as neither an earlier connection nor another program has its port.
+    /// Listens at the same address again, as soon as no earlier connection and no other program holds the port.
     pub async fn come_back(&self) {
         let mut tries = 0;
         let listener = loop {
@@ -239,34 +243,34 @@ impl ApiServerBox {
                 Err(error) if error.kind() == std::io::ErrorKind::AddrInUse && tries < MAX_TRIES => tries += 1,
                 Err(error) => panic!("{}: {error}", self.address),
             }
-            tokio::time::sleep(RETRY).await;
+            tokio::time::sleep(RETRY_DELAY).await;
         };
         self.serve(listener);
     }
 
     /// Injects a fault.
     pub fn fail(&self, fault: Fault) {
-        self.shared.faults.lock().expect("no thread panics in here").add(fault);
+        self.shared.faults.lock().expect("no thread panics while it holds the lock").add(fault);
     }
 
-    /// Switches feature gates; slices that were stored before stay as they are.
+    /// Sets the feature gates. Stored slices stay as they are.
     pub fn set_gates(&self, gates: Gates) {
         self.shared.store().gates = gates;
     }
 
-    /// Sets whether the server is starting: then no policy can patch an object.
-    pub fn set_starting(&self, starts: bool) {
-        self.shared.store().starts = starts;
+    /// Marks the server as starting, or as started. While it starts, no mutating policy can patch an object.
+    pub fn set_starting(&self, is_starting: bool) {
+        self.shared.store().is_starting = is_starting;
     }
 
-    /// The number of patches that policies have evaluated.
+    /// The number of patches that the server has evaluated for mutating policies.
     pub fn patches(&self) -> usize {
         self.shared.store().patches.get()
     }
 
-    /// Sets the `gitVersion` of `/version`, such as `v1.37.0`; with an empty text the server has no such path.
+    /// Sets the `gitVersion` of `/version`, such as `v1.37.0`. If it is empty, the server answers that path with 404.
     pub fn set_version(&self, version: &str) {
-        version.clone_into(&mut self.shared.version.lock().expect("no thread panics in here"));
+        version.clone_into(&mut self.shared.version.lock().expect("no thread panics while it holds the lock"));
     }
 
     /// Makes lists and watches ignore their field selectors from now on.
@@ -274,13 +278,13 @@ impl ApiServerBox {
         self.shared.ignores_selectors.store(true, Ordering::Relaxed);
     }
 
-    /// Deletes the ResourceSlices of a node: those of a driver, as its kubelet does after the driver has been away for
-    /// 30 s, or all, as its kubelet does when it starts.
+    /// Deletes ResourceSlices of a node, as its kubelet does: those of one driver 30 s after the driver has gone, or
+    /// those of all drivers when the kubelet starts.
     pub fn wipe_slices(&self, node: &str, driver: Option<&str>) {
         let slices = ResourceType::RESOURCE_SLICES;
         let driver = driver.map_or_else(String::new, |driver| format!(",spec.driver={driver}"));
         let selector =
-            Selector::of(&slices, &format!("spec.nodeName={node}{driver}")).expect("slices have these fields");
+            Selector::parse(&slices, &format!("spec.nodeName={node}{driver}")).expect("slices have these fields");
         self.shared.store().remove_selected(&slices, None, &selector);
         self.shared.changed();
     }
@@ -290,14 +294,14 @@ impl ApiServerBox {
         self.shared.store().list(resource, None).into_iter().cloned().collect()
     }
 
-    /// Creates or replaces an object, as `manager` would by an update.
+    /// Creates or replaces an object without any checks; `manager` becomes the owner of the changed fields.
     pub fn put(&self, manager: &str, key: &Key, object: Value) {
         self.shared.store().put(manager, key, object);
         self.shared.changed();
     }
 
-    /// Creates a claim in the namespace `default` that a scheduler has allocated these results to, with its
-    /// configuration; returns its UID.
+    /// Creates a claim in the namespace `default`, whose allocation has these results and this configuration. Returns
+    /// the claim's UID.
     pub fn put_allocated_claim(&self, name: &str, results: &[Value], config: &[Value]) -> String {
         let key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), name);
         let exactly = json!({"deviceClassName": "gpu.nvidia.com", "count": results.len()});
@@ -310,7 +314,7 @@ impl ApiServerBox {
         stored["metadata"]["uid"].as_str().unwrap_or_default().to_owned()
     }
 
-    /// Creates an object as a client would: with the server's rules and defaults.
+    /// Creates an object as a client would: the server checks it and fills in defaults.
     ///
     /// # Errors
     ///
@@ -321,19 +325,20 @@ impl ApiServerBox {
         created.map_err(|refusal| refusal.status())
     }
 
-    /// Creates an object as the client with a token would: validating policies may refuse it.
+    /// Creates an object as the client with this token would: validating policies may refuse the request.
     ///
     /// # Errors
     ///
     /// The Status of the server's refusal.
     pub fn create_as(&self, token: &str, key: &Key, object: Value) -> Result<Value, Value> {
         let user = self.shared.user(Some(token));
-        let asked = Asked { operation: "CREATE", user: &user, key, plural: key.resource.plural, object: &object };
-        validating::admit(&self.shared.store(), &asked).map_err(|refusal| refusal.status())?;
+        let plural = key.resource.plural;
+        let request = AdmissionRequest { operation: "CREATE", user: &user, key, plural, object: &object };
+        validating::admit(&self.shared.store(), &request).map_err(|refusal| refusal.status())?;
         self.create(token, key, object)
     }
 
-    /// Sends a merge patch of a cluster's object, or of its status, as the client with a token would.
+    /// Sends a merge patch of a cluster-scoped object, or of its status, as the client with this token would.
     ///
     /// # Errors
     ///
@@ -355,7 +360,7 @@ impl ApiServerBox {
         replaced.map_err(|refusal| refusal.status())
     }
 
-    /// Changes an object, as `manager` would by an update.
+    /// Changes an object without any checks; `manager` becomes the owner of the changed fields.
     pub fn edit(&self, manager: &str, key: &Key, edit: impl FnOnce(&mut Value)) {
         let mut object = self.object(key).expect("the object is there");
         edit(&mut object);
@@ -373,24 +378,24 @@ impl ApiServerBox {
         self.shared.store().get(key).cloned()
     }
 
-    /// Waits until an object fulfils `is`.
-    pub async fn wait_for_object(&self, key: &Key, is: impl Fn(Option<&Value>) -> bool) {
+    /// Waits until an object, or its absence, meets a condition.
+    pub async fn wait_for_object(&self, key: &Key, condition: impl Fn(Option<&Value>) -> bool) {
         let mut changes = self.shared.changes.subscribe();
-        while !is(self.object(key).as_ref()) {
+        while !condition(self.object(key).as_ref()) {
             changes.changed().await.expect("the sender lives as long as the server");
         }
     }
 
-    /// Waits until the objects of a kind fulfil `are`.
-    pub async fn wait_for_objects(&self, resource: &ResourceType, are: impl Fn(&[Value]) -> bool) {
+    /// Waits until the objects of a kind meet a condition.
+    pub async fn wait_for_objects(&self, resource: &ResourceType, condition: impl Fn(&[Value]) -> bool) {
         let mut changes = self.shared.changes.subscribe();
-        while !are(&self.objects(resource)) {
+        while !condition(&self.objects(resource)) {
             changes.changed().await.expect("the sender lives as long as the server");
         }
     }
 
-    /// Forgets the changes so far: new watches from before now are refused with 410, and open watches get a 410 as an
-    /// event.
+    /// Forgets the changes so far. New watches from an earlier version are refused with 410, and open watches get a 410
+    /// as an event.
     pub fn expire_watches(&self) {
         self.shared.store().expire();
         self.shared.changed();
@@ -410,7 +415,7 @@ impl ApiServerBox {
 
 impl Drop for ApiServerBox {
     fn drop(&mut self) {
-        if let Some((end, serving)) = self.life().take() {
+        if let Some((end, serving)) = self.serving().take() {
             end.cancel();
             serving.abort();
         }

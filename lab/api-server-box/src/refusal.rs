@@ -1,16 +1,16 @@
-//! The reason why a request is refused, as a `Status` of the API.
+//! Refusals of requests, which clients see as a `Status` of the API.
 
 use serde_json::{Value, json};
 
 use crate::store::{Key, ResourceType};
 
-/// A refusal.
+/// A refusal of a request.
 #[derive(Debug)]
 pub(super) struct Refusal {
     pub code: u16,
     pub reason: &'static str,
     pub message: String,
-    /// The object and its faults; null if the refusal is not about an object.
+    /// The `details` of the Status: the object and its invalid fields. Null if the refusal is not about an object.
     details: Value,
 }
 
@@ -21,8 +21,8 @@ impl Refusal {
 
     pub fn not_found(key: &Key) -> Self {
         let (group, plural) = (group(key), key.resource.plural);
-        let of = if group.is_empty() { plural.to_owned() } else { format!("{plural}.{group}") };
-        let message = format!("{of} \"{}\" not found", key.name);
+        let resource = if group.is_empty() { plural.to_owned() } else { format!("{plural}.{group}") };
+        let message = format!("{resource} \"{}\" not found", key.name);
         Self {
             code: 404,
             reason: "NotFound",
@@ -36,8 +36,8 @@ impl Refusal {
     }
 
     pub fn conflict(key: &Key, why: &str) -> Self {
-        let of = format!("{} \"{}\"", key.resource.plural, key.name);
-        Self::new(409, "Conflict", format!("Operation cannot be fulfilled on {of}: {why}"))
+        let object = format!("{} \"{}\"", key.resource.plural, key.name);
+        Self::new(409, "Conflict", format!("Operation cannot be fulfilled on {object}: {why}"))
     }
 
     pub fn forbidden(resource: &ResourceType, verb: &str) -> Self {
@@ -53,7 +53,7 @@ impl Refusal {
         Self::new(400, "BadRequest", message)
     }
 
-    /// A 422 that names each field.
+    /// A 422 that names each invalid field.
     pub fn invalid(key: &Key, causes: &[Cause]) -> Self {
         let group = group(key);
         let kind = match group {
@@ -84,12 +84,12 @@ impl Refusal {
     }
 }
 
-/// The group of an object's API; the core group has an empty name.
+/// The API group of an object; the core group has an empty name.
 fn group(key: &Key) -> &'static str {
     key.resource.api.split_once('/').map_or("", |(group, _)| group)
 }
 
-/// The fault of one field.
+/// An invalid field, and the rule that it breaks.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Cause {
     pub reason: &'static str,

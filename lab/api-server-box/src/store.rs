@@ -1,20 +1,20 @@
-//! The objects, their versions and their changes.
+//! The stored objects, their versions, and the changes that watches send.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use crate::admission::{self, validating::Asked};
+use crate::admission::{self, validating::AdmissionRequest};
 use crate::apply;
 use crate::refusal::Refusal;
 use crate::resource::{self, Gates};
 
-/// Group and version of admission policies and of DRA.
+/// The group and version of admission policies, and of DRA's objects.
 const ADMISSION: &str = "admissionregistration.k8s.io/v1";
 const DRA: &str = "resource.k8s.io/v1";
 
-/// A kind of object that the server has.
+/// A kind of object that the server stores.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ResourceType {
     /// Group and version, such as `v1` or `resource.k8s.io/v1`.
@@ -23,7 +23,7 @@ pub struct ResourceType {
     pub plural: &'static str,
     /// The kind, such as `Node`.
     pub kind: &'static str,
-    /// Set if its objects are in namespaces.
+    /// Set if objects of this kind belong to namespaces.
     pub namespaced: bool,
 }
 
@@ -38,30 +38,30 @@ impl ResourceType {
     pub const LIMIT_RANGES: Self = Self::of("v1", "limitranges", "LimitRange", true);
     /// Events.
     pub const EVENTS: Self = Self::of("events.k8s.io/v1", "events", "Event", true);
-    /// Policies that change objects which clients create.
+    /// Policies that change the objects that clients create.
     pub const MUTATING_ADMISSION_POLICIES: Self =
         Self::of(ADMISSION, "mutatingadmissionpolicies", "MutatingAdmissionPolicy", false);
-    /// Bindings of these policies.
+    /// Bindings of mutating policies.
     pub const MUTATING_ADMISSION_POLICY_BINDINGS: Self =
         Self::of(ADMISSION, "mutatingadmissionpolicybindings", "MutatingAdmissionPolicyBinding", false);
-    /// Policies that refuse changes of objects.
+    /// Policies that refuse requests to change objects.
     pub const VALIDATING_ADMISSION_POLICIES: Self =
         Self::of(ADMISSION, "validatingadmissionpolicies", "ValidatingAdmissionPolicy", false);
-    /// Bindings of these policies.
+    /// Bindings of validating policies.
     pub const VALIDATING_ADMISSION_POLICY_BINDINGS: Self =
         Self::of(ADMISSION, "validatingadmissionpolicybindings", "ValidatingAdmissionPolicyBinding", false);
-    /// Node Feature Discovery's features of nodes.
+    /// Features of nodes, for Node Feature Discovery.
     pub const NODE_FEATURES: Self = Self::of("nfd.k8s-sigs.io/v1alpha1", "nodefeatures", "NodeFeature", true);
-    /// The resources that DRA drivers publish.
+    /// The devices that DRA drivers publish.
     pub const RESOURCE_SLICES: Self = Self::of(DRA, "resourceslices", "ResourceSlice", false);
-    /// Claims for published resources.
+    /// Claims for published devices.
     pub const RESOURCE_CLAIMS: Self = Self::of(DRA, "resourceclaims", "ResourceClaim", true);
     /// Templates of claims.
     pub const RESOURCE_CLAIM_TEMPLATES: Self = Self::of(DRA, "resourceclaimtemplates", "ResourceClaimTemplate", true);
     /// Classes of devices.
     pub const DEVICE_CLASSES: Self = Self::of(DRA, "deviceclasses", "DeviceClass", false);
 
-    /// All of them.
+    /// All kinds above.
     pub const ALL: [Self; 14] = [
         Self::NODES,
         Self::PODS,
@@ -83,29 +83,29 @@ impl ResourceType {
         Self { api, plural, kind, namespaced }
     }
 
-    /// The fields, beside name and namespace, by which clients may select objects of this kind.
+    /// The fields, besides name and namespace, by which a field selector may select objects of this kind.
     fn selectable(&self) -> &'static [&'static str] {
         if *self == Self::RESOURCE_SLICES { &["spec.nodeName", "spec.driver"] } else { &[] }
     }
 
-    /// An object of this kind.
+    /// The key of an object of this kind.
     pub fn key(&self, namespace: Option<&str>, name: &str) -> Key {
         Key { resource: self.clone(), namespace: namespace.map(str::to_owned), name: name.to_owned() }
     }
 }
 
-/// The identity of an object.
+/// The identity of an object: kind, namespace and name.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key {
-    /// Its kind.
+    /// The kind of the object.
     pub resource: ResourceType,
-    /// Its namespace.
+    /// The namespace; `None` for a cluster-scoped object.
     pub namespace: Option<String>,
-    /// Its name.
+    /// The name.
     pub name: String,
 }
 
-/// One change.
+/// A change of an object, as watches send it.
 #[derive(Clone, Debug)]
 pub(super) struct Change {
     pub version: u64,
@@ -115,13 +115,13 @@ pub(super) struct Change {
     pub object: Value,
 }
 
-/// Values that fields of an object must have: `spec.nodeName=a,spec.driver=b`.
+/// A field selector: the values that an object's fields must have, by their JSON pointers.
 #[derive(Debug, Default)]
 pub(super) struct Selector(Vec<(String, String)>);
 
 impl Selector {
-    /// Reads a `fieldSelector`.
-    pub fn of(resource: &ResourceType, text: &str) -> Result<Self, Refusal> {
+    /// Reads a `fieldSelector` such as `spec.nodeName=a,spec.driver=b`.
+    pub fn parse(resource: &ResourceType, text: &str) -> Result<Self, Refusal> {
         let mut wanted = Vec::new();
         for part in text.split(',').filter(|part| !part.is_empty()) {
             let pair = part.split_once("==").or_else(|| part.split_once('='));
@@ -136,14 +136,14 @@ impl Selector {
         Ok(Self(wanted))
     }
 
-    /// Returns true if an object is selected.
+    /// Returns true if the object has the wanted values.
     pub fn selects(&self, object: &Value) -> bool {
         let text = |field: &str| object.pointer(field).and_then(Value::as_str).unwrap_or_default();
         self.0.iter().all(|(field, value)| text(field) == value)
     }
 }
 
-/// All objects.
+/// All objects of the server.
 #[derive(Debug)]
 pub(super) struct Store {
     types: Vec<ResourceType>,
@@ -151,28 +151,28 @@ pub(super) struct Store {
     changes: Vec<Change>,
     /// The version of the last change.
     version: u64,
-    /// Changes up to this one are forgotten.
+    /// The version of the last change that is forgotten; the changes before it are forgotten too.
     expired: u64,
-    /// The gates: they decide which fields of slices are dropped.
+    /// The feature gates, which decide which fields of objects are dropped.
     pub gates: Gates,
     /// Set while the server starts.
-    pub starts: bool,
-    /// The number of patches that policies have evaluated.
+    pub is_starting: bool,
+    /// The number of patches evaluated for mutating policies.
     pub patches: Cell<usize>,
 }
 
 impl Store {
     pub fn new(types: &[ResourceType]) -> Self {
         let (objects, changes, gates, patches) = Default::default();
-        Self { types: types.to_vec(), objects, changes, version: 1, expired: 0, gates, starts: false, patches }
+        Self { types: types.to_vec(), objects, changes, version: 1, expired: 0, gates, is_starting: false, patches }
     }
 
-    /// A kind by its path.
+    /// The kind that has this resource name in paths.
     pub fn resource(&self, api: &str, plural: &str) -> Option<&ResourceType> {
         self.types.iter().find(|known| known.api == api && known.plural == plural)
     }
 
-    /// A kind by its name.
+    /// The kind of this name.
     pub fn resource_of_kind(&self, api: &str, kind: &str) -> Option<&ResourceType> {
         self.types.iter().find(|known| known.api == api && known.kind == kind)
     }
@@ -185,14 +185,14 @@ impl Store {
         self.objects.get(key)
     }
 
-    /// The objects of a kind, of one namespace or of all.
+    /// The objects of a kind in one namespace, or in all namespaces.
     pub fn list(&self, resource: &ResourceType, namespace: Option<&str>) -> Vec<&Value> {
-        let meant =
+        let is_listed =
             |key: &&Key| key.resource == *resource && namespace.is_none_or(|one| key.namespace.as_deref() == Some(one));
-        self.objects.iter().filter(|(key, _)| meant(key)).map(|(_, object)| object).collect()
+        self.objects.iter().filter(|(key, _)| is_listed(key)).map(|(_, object)| object).collect()
     }
 
-    /// The changes after a version; `None` if some of them are forgotten.
+    /// The changes after a version; `None` if the store has forgotten some of them.
     pub fn changes_after(&self, version: u64) -> Option<Vec<Change>> {
         let changes = || self.changes.iter().filter(|change| change.version > version).cloned().collect();
         (version >= self.expired).then(changes)
@@ -206,11 +206,11 @@ impl Store {
 
     /// Creates or replaces an object.
     pub fn put(&mut self, manager: &str, key: &Key, object: Value) -> Value {
-        let object = apply::update(self.get(key), &named(object, key), manager);
+        let object = apply::update(self.get(key), &identified(object, key), manager);
         self.write(key, object)
     }
 
-    /// Creates an object. An object without a name gets one that the server makes of `generateName`.
+    /// Creates an object. If the object has no name, the server generates one from `generateName`.
     pub fn create(&mut self, manager: &str, key: &Key, mut object: Value) -> Result<Value, Refusal> {
         let mut key = key.clone();
         if key.name.is_empty() {
@@ -224,15 +224,15 @@ impl Store {
         }
         admission::check(&key, &object)?;
         if key.resource == ResourceType::PODS {
-            object = named(object, &key);
+            object = identified(object, &key);
             resource::pod::complete(&mut object)?;
             admission::limits::complete(self, &key, &mut object);
             admission::mutate(self, &key, &mut object)?;
             admission::limits::check(self, &key, &object)?;
-            let nobody = Value::Null;
-            let asked =
-                Asked { operation: "CREATE", user: &nobody, key: &key, object: &object, plural: key.resource.plural };
-            admission::validating::admit(self, &asked)?;
+            let (unknown_user, plural) = (Value::Null, key.resource.plural);
+            let request =
+                AdmissionRequest { operation: "CREATE", user: &unknown_user, key: &key, object: &object, plural };
+            admission::validating::admit(self, &request)?;
         }
         resource::admit(self.gates, &key, None, &mut object, &self.now())?;
         Ok(self.put(manager, &key, object))
@@ -240,23 +240,23 @@ impl Store {
 
     /// Replaces an object, if it has not changed since the client read it.
     pub fn replace(&mut self, manager: &str, key: &Key, mut object: Value) -> Result<Value, Refusal> {
-        let live = self.seen(key, &object)?;
+        let live = self.current(key, &object)?;
         resource::admit(self.gates, key, Some(live), &mut object, &self.now())?;
         Ok(self.put(manager, key, object))
     }
 
     /// Replaces the status of an object, and nothing else, if the object has not changed since the client read it.
     pub fn replace_status(&mut self, manager: &str, key: &Key, sent: &Value) -> Result<Value, Refusal> {
-        let live = self.seen(key, sent)?;
+        let live = self.current(key, sent)?;
         let mut object = live.clone();
         object["status"] = sent["status"].clone();
         resource::admit_status(key, live, &mut object)?;
         Ok(self.put(manager, key, object))
     }
 
-    /// The object after a merge patch (RFC 7386) of its status or of all else.
+    /// The object after a merge patch (RFC 7386) of its status, or of all its fields but the status.
     pub fn merged(&self, key: &Key, patch: &Value, is_status: bool) -> Result<Value, Refusal> {
-        let live = self.seen(key, patch)?;
+        let live = self.current(key, patch)?;
         let mut object = live.clone();
         merge(&mut object, patch);
         let kept = if is_status { "spec" } else { "status" };
@@ -264,14 +264,13 @@ impl Store {
         Ok(object)
     }
 
-    /// The object that a client wants to change, if it has not changed since the client read it.
-    fn seen(&self, key: &Key, sent: &Value) -> Result<&Value, Refusal> {
+    /// The stored object that a client wants to change, if it has not changed since the client read it.
+    fn current(&self, key: &Key, sent: &Value) -> Result<&Value, Refusal> {
         let live = self.get(key).ok_or_else(|| Refusal::not_found(key))?;
-        let name = &sent["metadata"]["name"];
-        if !name.is_null() && *name != key.name.as_str() {
+        let metadata = &sent["metadata"];
+        if !metadata["name"].is_null() && metadata["name"] != key.name.as_str() {
             return Err(Refusal::bad_request("the name of the object does not match the name on the URL"));
         }
-        let metadata = &sent["metadata"];
         for field in ["resourceVersion", "uid"] {
             if !metadata[field].is_null() && metadata[field] != live["metadata"][field] {
                 return Err(Refusal::conflict(key, "the object has been modified"));
@@ -280,7 +279,7 @@ impl Store {
         Ok(live)
     }
 
-    /// Returns `base`, cut to 58 characters, with five more that make it unique (`SimpleNameGenerator`).
+    /// Returns the first 58 characters of `base` and five more that make the name unique (`SimpleNameGenerator`).
     fn generate(&self, base: &str) -> Option<String> {
         const LETTERS: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
         let base: String = base.chars().take(58).collect();
@@ -302,13 +301,13 @@ impl Store {
         format!("2026-01-{:02}T{hours:02}:{minutes:02}:{seconds:02}Z", days % 28 + 1)
     }
 
-    /// Applies a configuration.
+    /// Applies a configuration (server-side apply).
     pub fn apply(&mut self, manager: &str, key: &Key, config: &Value, force: bool) -> Result<Value, Refusal> {
         let live = self.get(key);
         let mut applied = apply::apply(live, config, manager, force)
             .map_err(|fields| Refusal::conflict(key, &format!("other managers own {}", fields.join(", "))))?;
         resource::admit(self.gates, key, live, &mut applied, &self.now())?;
-        Ok(self.write(key, named(applied, key)))
+        Ok(self.write(key, identified(applied, key)))
     }
 
     /// Deletes an object, if it has not changed since the client read it.
@@ -325,18 +324,18 @@ impl Store {
 
     /// Deletes the selected objects of a kind.
     pub fn remove_selected(&mut self, resource: &ResourceType, namespace: Option<&str>, selected: &Selector) {
-        let named = |object: &&Value| selected.selects(object);
+        let is_selected = |object: &&Value| selected.selects(object);
         let key = |object: &Value| {
             let text = |field: &str| object["metadata"][field].as_str();
             resource.key(text("namespace"), text("name").unwrap_or_default())
         };
-        let keys: Vec<Key> = self.list(resource, namespace).into_iter().filter(named).map(key).collect();
+        let keys: Vec<Key> = self.list(resource, namespace).into_iter().filter(is_selected).map(key).collect();
         for key in keys {
             self.remove(&key);
         }
     }
 
-    /// Deletes an object.
+    /// Deletes an object without any checks.
     pub fn remove(&mut self, key: &Key) -> Option<Value> {
         let object = self.objects.remove(key)?;
         self.version += 1;
@@ -346,7 +345,7 @@ impl Store {
         Some(object)
     }
 
-    /// Stores an object; an unchanged object keeps its version.
+    /// Stores an object. An unchanged object keeps its version, and no watch sees it.
     fn write(&mut self, key: &Key, mut object: Value) -> Value {
         let live = self.objects.get(key);
         let uid = live.map_or_else(|| json!(format!("uid-{}", self.version)), |live| live["metadata"]["uid"].clone());
@@ -371,7 +370,7 @@ impl Store {
     }
 }
 
-fn named(mut object: Value, key: &Key) -> Value {
+fn identified(mut object: Value, key: &Key) -> Value {
     object["apiVersion"] = json!(key.resource.api);
     object["kind"] = json!(key.resource.kind);
     object["metadata"]["name"] = json!(key.name);
@@ -381,7 +380,7 @@ fn named(mut object: Value, key: &Key) -> Value {
     object
 }
 
-/// Applies a merge patch.
+/// Applies a merge patch (RFC 7386).
 fn merge(object: &mut Value, patch: &Value) {
     let Value::Object(changes) = patch else { return object.clone_from(patch) };
     if !object.is_object() {

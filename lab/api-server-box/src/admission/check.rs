@@ -1,5 +1,5 @@
-//! Checks an expression before the server stores the policy: names, functions and, as far as they show without a
-//! schema, types. Objects are of any type here, as they are to the real server.
+//! Checks an expression before the server stores the policy: names, functions, and those types that are known without a
+//! schema. Kubernetes objects may have any type here, as in the real server.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use cel::common::ast::{ComprehensionExpr, EntryExpr, Expr, IdedExpr, LiteralValu
 
 use super::expressions::{PATCH, PATCH_FIELDS, Scope, compiled};
 
-/// The required kind of an expression.
+/// The type that the value of an expression must have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Wanted {
     Any,
@@ -16,55 +16,54 @@ pub(super) enum Wanted {
     Patches,
 }
 
-/// A type, as far as it is known before evaluation.
+/// The type of a value, as far as it is known before evaluation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Type {
-    /// Any type.
+    /// Unknown before evaluation.
     Dyn,
     Bool,
     Int,
     String,
     Map,
     Patch,
-    /// A list of elements of this type; the elements of an empty list have an unknown type.
+    /// A list of elements of this type; `Dyn` for an empty list.
     List(Box<Self>),
-    /// Another type, by name.
+    /// A type that no rule needs, by its name in CEL.
     Other(&'static str),
 }
 
-/// The functions that expressions may call, with the types of their values. The real server has more.
+/// The functions that expressions may call, with the types of their results. The real server has more functions.
 const FUNCTIONS: [(&str, Type); 7] = [
     ("size int", Type::Int),
     ("string", Type::String),
     ("startsWith endsWith contains matches hasValue", Type::Bool),
     ("range flatten distinct value or orValue of none ofNonZeroValue", Type::Dyn),
-    // The parser's own functions.
+    // Operators that the parser turns into functions.
     ("_[_] _[?_] _?._", Type::Dyn),
     ("@not_strictly_false", Type::Bool),
     ("-_", Type::Int),
 ];
 
-/// Operators with a truth value.
-const TRUTHS: [&str; 10] = ["_&&_", "_||_", "!_", "_==_", "_!=_", "_>=_", "_<=_", "_>_", "_<_", "@in"];
-/// Operators on two values of one type.
+/// Operators with a boolean result.
+const BOOLEAN: [&str; 10] = ["_&&_", "_||_", "!_", "_==_", "_!=_", "_>=_", "_<=_", "_>_", "_<_", "@in"];
+/// Operators on two values of the same type.
 const ARITHMETIC: [&str; 5] = ["_+_", "_-_", "_*_", "_/_", "_%_"];
-/// The first parts of the names of namespaced functions.
+/// The namespaces of functions, such as `lists` in `lists.range`.
 const NAMESPACES: [&str; 2] = ["lists", "optional"];
 
 /// Compiles an expression.
 ///
 /// # Errors
 ///
-/// The server's message if the text does not compile.
+/// The server's message, if the text does not compile or its value may have another type than `wanted`.
 pub(super) fn compile(expression: &str, scope: &Scope, wanted: Wanted) -> Result<(), String> {
     let program = compiled(expression);
     let program = program.as_ref().as_ref().map_err(|errors| format!("compilation failed: {errors}"))?;
     let mut check = Check { scope, locals: Vec::new() };
-    let found = check.of(program.expression()).map_err(|why| format!("compilation failed: {why}"))?;
-    let is_patches = |of: &Type| matches!(of, Type::Dyn | Type::Patch);
+    let found = check.type_of(program.expression()).map_err(|why| format!("compilation failed: {why}"))?;
     match (wanted, &found) {
         (Wanted::Any, _) | (_, Type::Dyn) | (Wanted::Bool, Type::Bool) => Ok(()),
-        (Wanted::Patches, Type::List(of)) if is_patches(of) => Ok(()),
+        (Wanted::Patches, Type::List(element)) if matches!(**element, Type::Dyn | Type::Patch) => Ok(()),
         (Wanted::Bool, _) => Err(format!("must evaluate to bool but got {found:?}")),
         (Wanted::Patches, _) => Err(format!("must evaluate to list(JSONPatch) but got {found:?}")),
     }
@@ -77,7 +76,7 @@ struct Check<'a> {
 }
 
 impl Check<'_> {
-    fn of(&mut self, expression: &IdedExpr) -> Result<Type, String> {
+    fn type_of(&mut self, expression: &IdedExpr) -> Result<Type, String> {
         match &expression.expr {
             Expr::Unspecified => Err("an empty expression".to_owned()),
             Expr::Literal(literal) => Ok(match literal {
@@ -89,23 +88,23 @@ impl Check<'_> {
                 LiteralValue::UInt(_) => Type::Other("uint"),
                 LiteralValue::Null => Type::Other("null"),
             }),
-            Expr::Ident(name) => self.named(name),
+            Expr::Ident(name) => self.variable(name),
             Expr::Select(select) => {
-                self.of(&select.operand)?;
+                self.type_of(&select.operand)?;
                 Ok(if select.test { Type::Bool } else { Type::Dyn })
             }
             Expr::Call(call) => self.call(&call.func_name, call.target.as_deref(), &call.args),
             Expr::Comprehension(comprehension) => self.comprehension(comprehension),
             Expr::List(list) => {
-                let elements = list.elements.iter().map(|one| self.of(one)).collect::<Result<Vec<_>, _>>()?;
+                let elements = list.elements.iter().map(|one| self.type_of(one)).collect::<Result<Vec<_>, _>>()?;
                 Ok(Type::List(Box::new(same(elements)?)))
             }
             Expr::Map(map) => {
                 let (mut keys, mut values) = (Vec::new(), Vec::new());
                 for entry in &map.entries {
                     let EntryExpr::MapEntry(entry) = &entry.expr else { return Err("no entry of a map".to_owned()) };
-                    keys.push(self.of(&entry.key)?);
-                    values.push(self.of(&entry.value)?);
+                    keys.push(self.type_of(&entry.key)?);
+                    values.push(self.type_of(&entry.value)?);
                 }
                 same(keys)?;
                 same(values)?;
@@ -118,13 +117,13 @@ impl Check<'_> {
                 }
                 for entry in &literal.entries {
                     let EntryExpr::StructField(entry) = &entry.expr else { return Err("no field".to_owned()) };
-                    let (field, of) = (entry.field.as_str(), self.of(&entry.value)?);
+                    let (field, found) = (entry.field.as_str(), self.type_of(&entry.value)?);
                     if !PATCH_FIELDS.contains(&field) {
                         return Err(format!("undefined field '{field}' of {PATCH}"));
                     }
-                    if field != "value" && !matches!(of, Type::String | Type::Dyn) {
+                    if field != "value" && !matches!(found, Type::String | Type::Dyn) {
                         return Err(format!(
-                            "expected type of field '{field}' is 'string' but provided type is {of:?}"
+                            "expected type of field '{field}' is 'string' but provided type is {found:?}"
                         ));
                     }
                 }
@@ -133,10 +132,10 @@ impl Check<'_> {
         }
     }
 
-    fn named(&self, name: &str) -> Result<Type, String> {
+    fn variable(&self, name: &str) -> Result<Type, String> {
         let local = self.locals.iter().rev().find_map(|locals| locals.get(name));
         match local {
-            Some(of) => Ok(of.clone()),
+            Some(local) => Ok(local.clone()),
             None if self.scope.variables.contains(name) => Ok(Type::Dyn),
             None => Err(format!("undeclared reference to '{name}'")),
         }
@@ -155,19 +154,19 @@ impl Check<'_> {
             && !is_escape
             && !namespace.is_some_and(|namespace| NAMESPACES.contains(&namespace))
         {
-            self.of(target)?;
+            self.type_of(target)?;
         }
-        let types = arguments.iter().map(|one| self.of(one)).collect::<Result<Vec<_>, _>>()?;
+        let types = arguments.iter().map(|one| self.type_of(one)).collect::<Result<Vec<_>, _>>()?;
         if is_escape {
             return Ok(Type::String);
         }
         match (name, types.as_slice()) {
             ("_?_:_", [_, one, other]) => joined(one, other).ok_or_else(|| overload(name, &types)),
             (_, [one, other]) if ARITHMETIC.contains(&name) => joined(one, other).ok_or_else(|| overload(name, &types)),
-            _ if TRUTHS.contains(&name) => Ok(Type::Bool),
+            _ if BOOLEAN.contains(&name) => Ok(Type::Bool),
             _ => {
                 let known = FUNCTIONS.iter().find(|(known, _)| known.split(' ').any(|known| known == name));
-                known.map(|(_, of)| of.clone()).ok_or_else(|| format!("undeclared reference to '{name}'"))
+                known.map(|(_, result)| result.clone()).ok_or_else(|| format!("undeclared reference to '{name}'"))
             }
         }
     }
@@ -175,31 +174,31 @@ impl Check<'_> {
     fn comprehension(&mut self, comprehension: &ComprehensionExpr) -> Result<Type, String> {
         let ComprehensionExpr { iter_range, iter_var, iter_var2, accu_var, accu_init, loop_cond, loop_step, result } =
             comprehension;
-        self.of(iter_range)?;
-        let accumulated = self.of(accu_init)?;
+        self.type_of(iter_range)?;
+        let accumulated = self.type_of(accu_init)?;
         let mut locals = BTreeMap::from([(iter_var.clone(), Type::Dyn), (accu_var.clone(), accumulated)]);
         locals.extend(iter_var2.clone().map(|name| (name, Type::Dyn)));
         self.locals.push(locals);
-        self.of(loop_cond)?;
-        let step = self.of(loop_step)?;
-        // The result of a step tells the element type of an empty list.
+        self.type_of(loop_cond)?;
+        let step = self.type_of(loop_step)?;
+        // An accumulator may begin as an empty list; the result of a step tells the type of the elements.
         if let Some(locals) = self.locals.last_mut() {
             locals.insert(accu_var.clone(), step);
         }
-        let result = self.of(result);
+        let result = self.type_of(result);
         self.locals.pop();
         result
     }
 }
 
-/// The one type of the elements of a literal; the server refuses mixed ones (`HomogeneousAggregateLiterals`).
+/// The common type of the elements of a literal. The server refuses mixed types (`HomogeneousAggregateLiterals`).
 fn same(mut types: Vec<Type>) -> Result<Type, String> {
     let first = types.pop().unwrap_or(Type::Dyn);
     let other = types.iter().find(|other| **other != first);
     other.map_or(Ok(first.clone()), |other| Err(format!("expected type {other:?} but found {first:?}")))
 }
 
-/// The common type of two values; `None` if they have none.
+/// The common type of two values; `None` if their types differ.
 fn joined(one: &Type, other: &Type) -> Option<Type> {
     match (one, other) {
         (Type::List(one), Type::List(other)) => Some(Type::List(Box::new(joined(one, other)?))),

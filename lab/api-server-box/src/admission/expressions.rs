@@ -1,4 +1,4 @@
-//! CEL of admission policies: the environment, the variables of expressions, and their values as JSON.
+//! CEL expressions of admission policies: their environment and variables, and their values as JSON.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
@@ -8,10 +8,10 @@ use cel::objects::{Key as MapKey, Map};
 use cel::{Context, Env, Program, StructDef, Value as Cel, add_overload, extensions};
 use serde_json::{Map as JsonMap, Value};
 
-/// A variable's value, or the error of its expression.
+/// The value of a policy's variable, or the error of its expression.
 pub(super) type Variable = Result<Value, String>;
 
-/// The type of the operations of a patch.
+/// The CEL type of an operation of a patch.
 pub(super) const PATCH: &str = "JSONPatch";
 
 /// The fields of [`PATCH`].
@@ -25,44 +25,44 @@ pub(super) struct Scope {
 }
 
 impl Scope {
-    /// The scope of match conditions. `oldObject`, `request`, `namespaceObject` and `authorizer` are not modelled.
+    /// Match conditions of a mutating policy. Not modelled: `oldObject`, `request`, `namespaceObject`, `authorizer`.
     pub fn conditions(has_params: bool) -> Self {
         let params = has_params.then_some("params");
         Self { variables: ["object"].into_iter().chain(params).collect(), has_patches: false }
     }
 
-    /// The scope of the conditions of a validating policy; `variables` and the validations have `variables` too.
+    /// The match conditions of a validating policy; its variables and validations may use `variables` too.
     pub fn validations(has_params: bool, has_variables: bool) -> Self {
         let more = has_variables.then_some("variables").into_iter().chain(has_params.then_some("params"));
         Self { variables: ["object", "oldObject", "request"].into_iter().chain(more).collect(), has_patches: false }
     }
 
-    /// The scope of variables.
+    /// The variables of a mutating policy.
     pub fn variables(has_params: bool) -> Self {
         let mut scope = Self::conditions(has_params);
         scope.variables.insert("variables");
         scope
     }
 
-    /// The scope of mutations.
+    /// The mutations of a mutating policy.
     pub fn mutations(has_params: bool) -> Self {
         Self { has_patches: true, ..Self::variables(has_params) }
     }
 }
 
-/// The standard library, the list functions, and the functions that patches need.
+/// CEL's standard library, the list functions, and the type and the function that patches need.
 static ENVIRONMENT: LazyLock<Arc<Env>> = LazyLock::new(|| {
     let mut env = Env::stdlib();
-    extensions::lists(&mut env).expect("the lists' names are free");
+    extensions::lists(&mut env).expect("no other function has these names");
     add_overload!(env, fn escape_key: (CelString) -> CelString<'static>, name = "jsonpatch.escapeKey")
-        .expect("the name is free");
+        .expect("no other function has this name");
     let text = || Box::new(CelString::from(String::new()));
     let patch = StructDef::new(PATCH.to_owned())
         .add_field_with_default("op".to_owned(), text())
         .add_field_with_default("path".to_owned(), text())
         .add_field_with_default("from".to_owned(), text())
         .add_field_with_default("value".to_owned(), Box::new(CelNull));
-    env.add_type(patch).expect("the name is free");
+    env.add_type(patch).expect("no other type has this name");
     Arc::new(env)
 });
 
@@ -70,10 +70,10 @@ fn escape_key(key: &CelString<'_>) -> CelString<'static> {
     CelString::from(key.inner().replace('~', "~0").replace('/', "~1"))
 }
 
-/// A program, or the reason why the text is not one.
+/// A program, or the reason why the text does not compile.
 type Compiled = Arc<Result<Program, String>>;
 
-/// Compiles an expression only once: parsing takes most of the time.
+/// Compiles an expression. Keeps the program for later calls, because parsing takes most of the time.
 pub(super) fn compiled(expression: &str) -> Compiled {
     static PROGRAMS: Mutex<BTreeMap<String, Compiled>> = Mutex::new(BTreeMap::new());
     let mut programs = PROGRAMS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -81,7 +81,7 @@ pub(super) fn compiled(expression: &str) -> Compiled {
     Arc::clone(programs.entry(expression.to_owned()).or_insert_with(compile))
 }
 
-/// The value of an expression, with the inputs that it may read by name.
+/// The value of an expression that may read inputs by name, and the variables of its policy.
 pub(super) fn evaluate(
     expression: &str,
     inputs: &[(&str, &Value)],
@@ -93,7 +93,7 @@ pub(super) fn evaluate(
     for (name, value) in inputs {
         context.add_variable_from_value(*name, to_cel(value));
     }
-    // A variable without a value is absent: an expression that reads it fails.
+    // A variable without a value is left out, so that an expression that reads it fails.
     let known = variables.iter().filter_map(|(name, value)| Some((name.clone(), to_cel(value.as_ref().ok()?))));
     context.add_variable_from_value("variables", known.collect::<HashMap<_, _>>());
     let value = program.execute(&context).map_err(|error| error.to_string())?;
@@ -137,9 +137,9 @@ fn to_json(value: &Cel) -> Result<Value, String> {
             for field in PATCH_FIELDS {
                 let Some(value) = patch.field_value(field) else { continue };
                 let value = to_json(&Cel::try_from(value).map_err(|error| error.to_string())?)?;
-                // Fields that are not set have these defaults.
-                let is_default = value.is_null() || (field == "from" && value == "");
-                if !is_default {
+                // An unset field has one of these values.
+                let is_unset = value.is_null() || (field == "from" && value == "");
+                if !is_unset {
                     operation.insert(field.to_owned(), value);
                 }
             }

@@ -1,8 +1,9 @@
-//! LimitRanger: gives containers the defaults of their namespace's LimitRanges, and refuses pods beyond their limits.
+//! LimitRanger: gives containers the defaults of their namespace's LimitRanges, and refuses pods beyond the limits.
 //!
 //! The rules are those of Kubernetes 1.36 (`plugin/pkg/admission/limitranger/admission.go`, and
-//! `SetDefaults_LimitRangeItem` in `pkg/apis/core/v1/defaults.go`): a maximum is a default too where there is none. Each
-//! change by a policy has the defaults given again. Only whole numbers are compared; ratios are not modelled.
+//! `SetDefaults_LimitRangeItem` in `pkg/apis/core/v1/defaults.go`): a maximum is also the default if there is no other.
+//! The defaults are filled in again after each mutating policy. Only whole numbers are compared; ratios are not
+//! modelled.
 
 use serde_json::{Map, Value};
 
@@ -15,7 +16,7 @@ fn items<'a>(store: &'a Store, key: &Key) -> impl Iterator<Item = &'a Value> {
     ranges.into_iter().flat_map(|range| range["spec"]["limits"].as_array().into_iter().flatten())
 }
 
-/// Gives the containers of a pod the defaults that they lack.
+/// Fills in the defaults of limits and requests that the containers of a pod lack.
 pub(crate) fn complete(store: &Store, key: &Key, pod: &mut Value) {
     for item in items(store, key).filter(|item| item["type"] == "Container") {
         let list = |name: &str| item[name].as_object().cloned().unwrap_or_default();
@@ -42,31 +43,31 @@ pub(crate) fn complete(store: &Store, key: &Key, pod: &mut Value) {
     }
 }
 
-/// Refuses a pod beyond the maxima and below the minima.
+/// Refuses a pod whose limits exceed a maximum, or whose requests are below a minimum.
 pub(crate) fn check(store: &Store, key: &Key, pod: &Value) -> Result<(), Refusal> {
     for item in items(store, key) {
         let kind = item["type"].as_str().unwrap_or_default();
         let containers = || pod["spec"]["containers"].as_array().into_iter().flatten();
-        let of = |container: &Value, list: &str, resource: &str| number(&container["resources"][list][resource]);
+        let amount = |container: &Value, list: &str, resource: &str| number(&container["resources"][list][resource]);
         let asked = |list: &str, resource: &str| -> Vec<Option<i64>> {
             match kind {
-                "Container" => containers().map(|container| of(container, list, resource)).collect(),
-                "Pod" => vec![containers().map(|container| of(container, list, resource)).sum()],
+                "Container" => containers().map(|container| amount(container, list, resource)).collect(),
+                "Pod" => vec![containers().map(|container| amount(container, list, resource)).sum()],
                 _ => Vec::new(),
             }
         };
         for (bound, list, word) in [("max", "limits", "limit"), ("min", "requests", "request")] {
             for (resource, value) in item[bound].as_object().into_iter().flatten() {
-                let Some(most) = number(value) else { continue };
+                let Some(limit) = number(value) else { continue };
                 for asked in asked(list, resource) {
                     let why = match asked {
                         None => format!("No {word} is specified"),
-                        Some(asked) if (bound == "max" && asked > most) || (bound == "min" && asked < most) => {
+                        Some(asked) if (bound == "max" && asked > limit) || (bound == "min" && asked < limit) => {
                             format!("{word} is {asked}")
                         }
                         Some(_) => continue,
                     };
-                    let message = format!("{bound}imum {resource} usage per {kind} is {most}, but {why}");
+                    let message = format!("{bound}imum {resource} usage per {kind} is {limit}, but {why}");
                     return Err(Refusal::new(
                         403,
                         "Forbidden",

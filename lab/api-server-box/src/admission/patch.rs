@@ -1,8 +1,8 @@
-//! JSON patches (RFC 6902): the operations that policies need, which are `add`, `remove` and `replace`.
+//! JSON patches (RFC 6902), with the operations `add`, `remove` and `replace`.
 
 use serde_json::Value;
 
-/// Returns the object with all operations applied, or the reason why one of them cannot be.
+/// Returns the object after all operations, or the reason why one of them failed.
 pub(super) fn apply(object: &Value, patch: &Value) -> Result<Value, String> {
     let mut patched = object.clone();
     for operation in patch.as_array().ok_or("the patch is no list")? {

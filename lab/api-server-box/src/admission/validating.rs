@@ -1,9 +1,9 @@
-//! ValidatingAdmissionPolicies: refuse a request that a policy with a binding does not allow.
+//! ValidatingAdmissionPolicies: refuse a request that a bound policy does not allow.
 //!
 //! The rules are those of Kubernetes 1.36 (`apiserver/pkg/admission/plugin/policy/validating`, `dispatcher.go` and
-//! `validator.go`): a policy applies where each of its conditions is true, and denies the request where one of its
-//! validations is not true, with any of its parameters. An error denies the request. `failurePolicy: Ignore`, actions other
-//! than `Deny`, and requests that patch an object are not modelled: they are refused.
+//! `validator.go`). A policy applies if all its conditions are true. It denies the request if one of its validations is
+//! not true for one of its parameters. An error denies the request. `failurePolicy: Ignore`, actions other than `Deny`,
+//! and patches other than merge patches are not modelled: the server refuses them.
 
 use std::collections::BTreeMap;
 
@@ -59,16 +59,16 @@ enum Action {
     Deny,
 }
 
-/// A request that changes an object.
-pub(crate) struct Asked<'a> {
+/// A request to create, change or delete an object, as policies see it.
+pub(crate) struct AdmissionRequest<'a> {
     /// `CREATE`, `UPDATE`, `PATCH` or `DELETE`.
     pub operation: &'static str,
     /// The `userInfo` of the client.
     pub user: &'a Value,
     pub key: &'a Key,
-    /// The resource, with `/status` where only the status is asked for.
+    /// The resource, with `/status` if the request is about the status only.
     pub plural: &'a str,
-    /// The object as it is to be; null where it is to be deleted.
+    /// The requested object; null if the request deletes it.
     pub object: &'a Value,
 }
 
@@ -84,74 +84,74 @@ pub(super) fn check(key: &Key, object: &Value) -> Result<(), Refusal> {
         let message = one.message_expression.iter().map(|text| ("messages", text, Wanted::Any));
         [("validations", &one.expression, Wanted::Bool)].into_iter().chain(message)
     });
-    let validations = validations.map(|(list, text, wanted)| (list, text, &with_variables, wanted));
+    let validations = validations.map(|(list, one, wanted)| (list, one, &with_variables, wanted));
     super::compiled(key, conditions.chain(variables).chain(validations))
 }
 
 /// Refuses a request that a policy does not allow.
-pub(crate) fn admit(store: &Store, asked: &Asked<'_>) -> Result<(), Refusal> {
+pub(crate) fn admit(store: &Store, request: &AdmissionRequest<'_>) -> Result<(), Refusal> {
     let policies = store.list(&ResourceType::VALIDATING_ADMISSION_POLICIES, None);
     for binding in store.list(&ResourceType::VALIDATING_ADMISSION_POLICY_BINDINGS, None) {
-        let bound: BindingSpec = spec(asked.key, binding)?;
+        let bound: BindingSpec = spec(request.key, binding)?;
         let named = policies.iter().find(|policy| policy["metadata"]["name"] == bound.policy_name.as_str());
-        let Some(policy) = named.map(|policy| spec::<PolicySpec>(asked.key, policy)).transpose()? else { continue };
-        let operation = if asked.operation == "PATCH" { "UPDATE" } else { asked.operation };
-        if !policy
-            .match_constraints
-            .resource_rules
-            .iter()
-            .any(|rule| rule.matches(&asked.key.resource, asked.plural, operation))
-        {
+        let Some(policy) = named.map(|policy| spec::<PolicySpec>(request.key, policy)).transpose()? else { continue };
+        let operation = if request.operation == "PATCH" { "UPDATE" } else { request.operation };
+        if !policy.match_constraints.covers(&request.key.resource, request.plural, operation) {
             continue;
         }
-        if asked.operation == "PATCH" {
+        if request.operation == "PATCH" {
             return Err(Refusal::bad_request("a patch of an object with a validating policy: not modelled"));
         }
-        let namespace = asked.key.namespace.as_deref();
+        let namespace = request.key.namespace.as_deref();
         let namespace = namespace.and_then(|name| store.get(&ResourceType::NAMESPACES.key(None, name)));
         let unlabelled = json!({});
-        if !bound.match_resources.selects(namespace.unwrap_or(&unlabelled), asked.object) {
+        if !bound.match_resources.selects(namespace.unwrap_or(&unlabelled), request.object) {
             continue;
         }
-        let parameters = super::parameters(store, asked.key, policy.param_kind.as_ref(), bound.param_ref.as_ref());
+        let parameters = super::parameters(store, request.key, policy.param_kind.as_ref(), bound.param_ref.as_ref());
         let evaluated = parameters
-            .and_then(|all| all.iter().try_for_each(|params| evaluate(&policy, store, asked, params.as_ref())));
+            .and_then(|all| all.iter().try_for_each(|params| evaluate(&policy, store, request, params.as_ref())));
         evaluated.map_err(|why| {
             let name = text(&binding["metadata"]["name"]);
             let denied =
                 format!("ValidatingAdmissionPolicy '{}' with binding '{name}' denied request", bound.policy_name);
-            let (plural, object) = (asked.key.resource.plural, &asked.key.name);
+            let (plural, object) = (request.key.resource.plural, &request.key.name);
             Refusal::new(422, "Invalid", format!("{plural} \"{object}\" is forbidden: {denied}: {why}"))
         })?;
     }
     Ok(())
 }
 
-fn evaluate(policy: &PolicySpec, store: &Store, asked: &Asked<'_>, params: Option<&Value>) -> Result<(), String> {
-    let old = store.get(asked.key).cloned().unwrap_or_default();
-    let request = json!({"operation": asked.operation, "name": asked.key.name, "userInfo": asked.user});
-    let mut inputs = vec![("object", asked.object), ("oldObject", &old), ("request", &request)];
+fn evaluate(
+    policy: &PolicySpec,
+    store: &Store,
+    request: &AdmissionRequest<'_>,
+    params: Option<&Value>,
+) -> Result<(), String> {
+    let old = store.get(request.key).cloned().unwrap_or_default();
+    let attributes = json!({"operation": request.operation, "name": request.key.name, "userInfo": request.user});
+    let mut inputs = vec![("object", request.object), ("oldObject", &old), ("request", &attributes)];
     inputs.extend(params.map(|params| ("params", params)));
-    let of = |expression: &str, variables: &BTreeMap<String, expressions::Variable>| {
+    let cel = |expression: &str, variables: &BTreeMap<String, expressions::Variable>| {
         let value = expressions::evaluate(expression, &inputs, variables);
         value.map_err(|why| format!("expression '{expression}' resulted in error: {why}"))
     };
     for Named { expression, .. } in &policy.match_conditions {
-        if of(expression, &BTreeMap::new())? != true {
+        if cel(expression, &BTreeMap::new())? != true {
             return Ok(());
         }
     }
     let mut variables = BTreeMap::new();
-    for one in &policy.variables {
-        let value = of(&one.expression, &variables);
-        variables.insert(one.name.clone(), value);
+    for Named { name, expression } in &policy.variables {
+        let value = cel(expression, &variables);
+        variables.insert(name.clone(), value);
     }
     for Validation { expression, message, message_expression } in &policy.validations {
-        if of(expression, &variables)? == true {
+        if cel(expression, &variables)? == true {
             continue;
         }
-        let told = message_expression.as_ref().and_then(|text| of(text, &variables).ok()?.as_str().map(str::to_owned));
-        return Err(told.or_else(|| message.clone()).unwrap_or_else(|| format!("failed expression: {expression}")));
+        let text = message_expression.as_ref().and_then(|one| cel(one, &variables).ok()?.as_str().map(str::to_owned));
+        return Err(text.or_else(|| message.clone()).unwrap_or_else(|| format!("failed expression: {expression}")));
     }
     Ok(())
 }

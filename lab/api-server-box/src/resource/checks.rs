@@ -1,4 +1,4 @@
-//! Rules for fields, and the list of broken rules.
+//! Rules for the fields of an object, and the list of the rules that an object breaks.
 
 use std::collections::BTreeSet;
 use std::fmt::Display;
@@ -6,7 +6,7 @@ use std::fmt::Display;
 use crate::refusal::{Cause, Refusal};
 use crate::store::Key;
 
-/// The faults of an object found so far.
+/// The rules that an object breaks, as far as it has been checked.
 #[derive(Default)]
 pub(super) struct Checks(Vec<Cause>);
 
@@ -28,15 +28,15 @@ impl Checks {
         self.add("FieldValueForbidden", field, format!("Forbidden: {why}"));
     }
 
-    pub fn at_most(&mut self, field: impl Into<String>, items: usize, most: usize) {
-        if items > most {
-            self.add("FieldValueTooMany", field, format!("Too many: {items}: must have at most {most} items"));
+    pub fn at_most(&mut self, field: impl Into<String>, items: usize, max: usize) {
+        if items > max {
+            self.add("FieldValueTooMany", field, format!("Too many: {items}: must have at most {max} items"));
         }
     }
 
-    pub fn not_longer(&mut self, field: impl Into<String>, text: &str, most: usize) {
-        if text.len() > most {
-            self.add("FieldValueTooLong", field, format!("Too long: may not be more than {most} bytes"));
+    pub fn not_longer(&mut self, field: impl Into<String>, text: &str, max: usize) {
+        if text.len() > max {
+            self.add("FieldValueTooLong", field, format!("Too long: may not be more than {max} bytes"));
         }
     }
 
@@ -58,7 +58,7 @@ impl Checks {
         }
     }
 
-    /// Checks names of a list: DNS labels, none of them twice.
+    /// Checks a name in a list: a DNS label that is not among the earlier names.
     pub fn unique_label<'a>(&mut self, field: &str, name: &'a str, seen: &mut BTreeSet<&'a str>) {
         self.label(field, name);
         if !seen.insert(name) {
@@ -76,11 +76,11 @@ impl Checks {
     }
 
     /// Checks a DNS subdomain (RFC 1123).
-    pub fn subdomain(&mut self, field: &str, name: &str, most: usize) {
+    pub fn subdomain(&mut self, field: &str, name: &str, max: usize) {
         if name.is_empty() {
             return self.required(field, "");
         }
-        self.not_longer(field, name, most);
+        self.not_longer(field, name, max);
         if !name.split('.').all(is_label) {
             self.invalid(field, name, "must be a lowercase RFC 1123 subdomain");
         }
@@ -99,8 +99,8 @@ impl Checks {
         }
         self.not_longer(field, id, 32);
         let mut characters = id.chars();
-        let begins = characters.next().is_some_and(|first| first.is_ascii_alphabetic() || first == '_');
-        if !begins || !characters.all(|c| c.is_ascii_alphanumeric() || c == '_') {
+        let is_start = characters.next().is_some_and(|first| first.is_ascii_alphabetic() || first == '_');
+        if !is_start || !characters.all(|c| c.is_ascii_alphanumeric() || c == '_') {
             self.invalid(field, id, "a valid C identifier must start with a letter or underscore");
         }
     }
@@ -126,7 +126,7 @@ impl Checks {
         }
     }
 
-    /// Returns all faults as a refusal.
+    /// Refuses the object if it breaks a rule.
     pub fn end(self, key: &Key) -> Result<(), Refusal> {
         if self.0.is_empty() { Ok(()) } else { Err(Refusal::invalid(key, &self.0)) }
     }

@@ -1,4 +1,4 @@
-//! ResourceClaims, their templates, DeviceClasses: defaults, limits, immutable fields.
+//! ResourceClaims, ResourceClaimTemplates and DeviceClasses: defaults, limits, immutable fields.
 
 use std::collections::BTreeSet;
 
@@ -94,16 +94,16 @@ pub(super) fn admit_status(key: &Key, live: &Value, object: &mut Value) -> Resul
     checks.end(key)
 }
 
-/// Drops the fields of the gate `DRAConsumableCapacity` while it is off, unless the claim had them before.
+/// Drops the field of the gate `DRAConsumableCapacity` while the gate is off, unless the stored claim has the field.
 fn drop_capacity(gates: Gates, requests: Option<&mut Value>, before: Option<&Value>) {
-    let asks = |requests: &Value| all_requests(requests).any(|request| !request["capacity"].is_null());
-    if gates.consumable_capacity || before.is_some_and(asks) {
+    let has_capacity = |requests: &Value| all_requests(requests).any(|request| !request["capacity"].is_null());
+    if gates.consumable_capacity || before.is_some_and(has_capacity) {
         return;
     }
     each_request(requests, |request| drop(request.remove("capacity")));
 }
 
-/// Changes all requests: whole requests and alternatives.
+/// Changes each request, and each alternative of a request.
 fn each_request(requests: Option<&mut Value>, change: impl Fn(&mut Map<String, Value>)) {
     for request in requests.and_then(Value::as_array_mut).into_iter().flatten() {
         request.get_mut("exactly").and_then(Value::as_object_mut).map(&change);
@@ -112,24 +112,23 @@ fn each_request(requests: Option<&mut Value>, change: impl Fn(&mut Map<String, V
     }
 }
 
-/// All requests: whole requests and alternatives.
+/// The requests without alternatives, and the alternatives of the others.
 fn all_requests(requests: &Value) -> impl Iterator<Item = &Value> {
     let requests = list(requests).iter();
     requests.flat_map(|request| list(&request["firstAvailable"]).iter().chain([&request["exactly"]]))
 }
 
-/// Fills in the defaults of requests: an exact count of 1, and quantities as the server writes
-/// them.
+/// Fills in the defaults of requests (an exact count of 1), and writes quantities in the canonical form.
 fn fill_in(requests: Option<&mut Value>) {
     each_request(requests, |request| {
         request.entry("allocationMode").or_insert_with(|| json!("ExactCount"));
         request.entry("count").or_insert_with(|| json!(1));
         let amounts = request.get_mut("capacity").and_then(|capacity| capacity.get_mut("requests"));
         for amount in amounts.and_then(Value::as_object_mut).into_iter().flat_map(Map::values_mut) {
-            // A number is a quantity too.
+            // A JSON number is a quantity too.
             let text = amount.as_str().map_or_else(|| amount.to_string(), str::to_owned);
-            if let Some(form) = Quantity::canonical(&text) {
-                *amount = json!(form);
+            if let Some(canonical) = Quantity::canonical(&text) {
+                *amount = json!(canonical);
             }
         }
     });
@@ -236,13 +235,12 @@ fn check_request(checks: &mut Checks, field: &str, name: &str, requests: &BTreeS
         checks.invalid(
             field,
             name,
-            "must be the name of a request in the claim or the name of a request and a \
-            subrequest separated by '/'",
+            "must be the name of a request in the claim or the name of a request and a subrequest separated by '/'",
         );
     }
 }
 
-/// The names of a claim's requests, and of its alternatives as `request/alternative`.
+/// The names of a claim's requests, and its alternatives as `request/alternative`.
 fn names(spec: &Value) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     for request in list(&spec["devices"]["requests"]) {
@@ -254,7 +252,7 @@ fn names(spec: &Value) -> BTreeSet<String> {
     names
 }
 
-/// 32 hexadecimal digits in groups of 8, 4, 4, 4 and 12.
+/// Returns true for 32 lowercase hexadecimal digits in groups of 8, 4, 4, 4 and 12.
 fn is_uuid(text: &str) -> bool {
     let digits = |group: &str| group.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte));
     text.split('-').map(str::len).eq([8, 4, 4, 4, 12]) && text.split('-').all(digits)

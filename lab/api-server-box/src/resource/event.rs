@@ -7,15 +7,15 @@ use super::checks::Checks;
 use crate::refusal::Refusal;
 use crate::store::Key;
 
-/// Lengths in bytes: `ReportingInstanceLengthLimit`, `ActionLengthLimit`, `ReasonLengthLimit`; `NoteLengthLimit`.
-const NAMES: usize = 128;
-const NOTE: usize = 1024;
+/// The most bytes: `ReportingInstanceLengthLimit`, `ActionLengthLimit`, `ReasonLengthLimit`; `NoteLengthLimit`.
+const MAX_NAME: usize = 128;
+const MAX_NOTE: usize = 1024;
 
-/// The fields of the old API that the new one replaced.
+/// The fields that `events.k8s.io/v1` keeps for the old API.
 const DEPRECATED: [&str; 4] =
     ["deprecatedFirstTimestamp", "deprecatedLastTimestamp", "deprecatedCount", "deprecatedSource"];
 
-/// Checks an event.
+/// Checks an event that a client creates.
 pub(super) fn check(key: &Key, event: &Value) -> Result<(), Refusal> {
     let mut checks = Checks::default();
     let text = |field: &str| event[field].as_str().unwrap_or_default();
@@ -23,7 +23,7 @@ pub(super) fn check(key: &Key, event: &Value) -> Result<(), Refusal> {
     if time.is_empty() {
         checks.required("eventTime", "");
     } else if !is_micro_time(time) {
-        // The decoder of a MicroTime takes exactly six decimals.
+        // The decoder of a MicroTime requires exactly six decimals.
         let why = format!("Event in version \"v1\" cannot be handled as a Event: parsing time \"{time}\"");
         return Err(Refusal::bad_request(why));
     }
@@ -31,12 +31,12 @@ pub(super) fn check(key: &Key, event: &Value) -> Result<(), Refusal> {
     for field in ["reportingInstance", "action", "reason"] {
         if text(field).is_empty() {
             checks.required(field, "");
-        } else if text(field).len() > NAMES {
-            checks.invalid(field, "", &format!("can have at most {NAMES} characters"));
+        } else if text(field).len() > MAX_NAME {
+            checks.invalid(field, "", &format!("can have at most {MAX_NAME} characters"));
         }
     }
-    if text("note").len() > NOTE {
-        checks.invalid("message", "", &format!("can have at most {NOTE} characters"));
+    if text("note").len() > MAX_NOTE {
+        checks.invalid("message", "", &format!("can have at most {MAX_NOTE} characters"));
     }
     if !["Normal", "Warning"].contains(&text("type")) {
         checks.invalid("type", "", &format!("has invalid value: {}", text("type")));
@@ -54,7 +54,7 @@ pub(super) fn check(key: &Key, event: &Value) -> Result<(), Refusal> {
     checks.end(key)
 }
 
-/// `2006-01-02T15:04:05.000000Z`.
+/// Returns true for a time such as `2006-01-02T15:04:05.000000Z`.
 fn is_micro_time(text: &str) -> bool {
     let pattern = "dddd-dd-ddTdd:dd:dd.ddddddZ";
     let fits = |(byte, form): (u8, u8)| if form == b'd' { byte.is_ascii_digit() } else { byte == form };

@@ -1,9 +1,8 @@
-//! The API group `resource.k8s.io/v1`, resources of pods, and events: the server's work on objects besides storing
-//! them.
+//! Admission of DRA's objects (`resource.k8s.io/v1`), of pods and of events: the checks before the server stores them.
 //!
-//! Unknown fields and fields of gates that are off are dropped; defaults are filled in. An object that breaks a rule of
-//! the API (limits, names, immutable fields) is refused with a Status that names the field. The rules are those of
-//! Kubernetes 1.36 (`staging/src/k8s.io/api/resource/v1/types.go`, `pkg/apis/resource/validation`,
+//! Unknown fields are dropped, and so are the fields of gates that are off. Defaults are filled in. An object that
+//! breaks a rule of the API (limits, names, immutable fields) is refused with a Status that names the field. The rules
+//! are those of Kubernetes 1.36 (`staging/src/k8s.io/api/resource/v1/types.go`, `pkg/apis/resource/validation`,
 //! `pkg/registry/resource`). Selectors are not compiled.
 
 mod checks;
@@ -24,7 +23,7 @@ use checks::Checks;
 
 /// Feature gates of the API server that drop fields silently. The defaults are those of Kubernetes 1.36.
 ///
-/// A slice that has such fields when the gate is switched off keeps them through updates; a new one loses them.
+/// While a gate is off, updates of a slice keep the fields that the slice already has; a new slice loses them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gates {
     /// `DRADeviceTaints`: `taints` of devices.
@@ -46,8 +45,8 @@ impl Gates {
     pub const OFF: Self = Self { device_taints: false, partitionable_devices: false, consumable_capacity: false };
 }
 
-/// Checks an object that a client sent, and changes it as the server does before storing it. `now` is the server's
-/// time.
+/// Checks an object that a client sent, and fills in or drops fields before the server stores the object. `now` is the
+/// server's time.
 pub(super) fn admit(
     gates: Gates,
     key: &Key,
@@ -82,10 +81,10 @@ pub(super) fn has_generation(resource: &ResourceType) -> bool {
     [ResourceType::RESOURCE_SLICES, ResourceType::DEVICE_CLASSES].contains(resource)
 }
 
-/// Decodes a part of an object by its type; a value of another shape is refused as the server's decoder does.
+/// Decodes a part of an object. Refuses a value of another type, as the decoder of the real server does.
 fn decoded<T: DeserializeOwned>(key: &Key, value: &Value) -> Result<T, Refusal> {
     let mut value = if value.is_null() { json!({}) } else { value.clone() };
-    // To the server's decoder a null is an absent field.
+    // The server's decoder treats a null as an absent field.
     remove(&mut value, &Value::is_null);
     serde_json::from_value(value).map_err(|error| {
         let kind = key.resource.kind;
@@ -93,19 +92,19 @@ fn decoded<T: DeserializeOwned>(key: &Key, value: &Value) -> Result<T, Refusal> 
     })
 }
 
-/// Removes such fields, the inner ones first.
-fn remove(value: &mut Value, which: &impl Fn(&Value) -> bool) {
+/// Removes the fields whose values meet a condition, the inner ones first.
+fn remove(value: &mut Value, condition: &impl Fn(&Value) -> bool) {
     match value {
         Value::Object(map) => {
-            map.values_mut().for_each(|value| remove(value, which));
-            map.retain(|_, value| !which(value));
+            map.values_mut().for_each(|value| remove(value, condition));
+            map.retain(|_, value| !condition(value));
         }
-        Value::Array(list) => list.iter_mut().for_each(|value| remove(value, which)),
+        Value::Array(list) => list.iter_mut().for_each(|value| remove(value, condition)),
         _ => {}
     }
 }
 
-/// A typed part in its stored form: only the fields that the API has, without those that are empty.
+/// The stored form of a part: only the fields that the API has, without the empty ones.
 fn kept<T: Serialize>(part: &T) -> Value {
     let mut value = serde_json::to_value(part).unwrap_or_else(|_| json!({}));
     remove(&mut value, &|value| value.is_null() || *value == json!([]) || *value == json!({}));

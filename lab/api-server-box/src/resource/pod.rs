@@ -1,6 +1,6 @@
-//! The parts of pods that admission policies see: defaults of resources, quantities in the server's form, and the rules
-//! for extended resources (`pkg/apis/core/v1/defaults.go`, `pkg/apis/core/validation`). The rest of a pod is not
-//! checked; of its defaults only the scheduler's name is filled in.
+//! Resources of pods, as admission policies see them: defaults, quantities in the server's form, and the rules for
+//! extended resources (`pkg/apis/core/v1/defaults.go`, `pkg/apis/core/validation`). Other fields are not checked; the
+//! only other default is the scheduler's name.
 
 use serde_json::{Value, json};
 
@@ -9,10 +9,10 @@ use crate::refusal::Refusal;
 use crate::store::Key;
 use linkwise_scheduler_box::Quantity;
 
-/// Lists of containers that may have resources.
-const LISTS: [&str; 2] = ["initContainers", "containers"];
+/// The lists of containers that have resources.
+const CONTAINER_LISTS: [&str; 2] = ["initContainers", "containers"];
 
-/// Reads quantities, and fills in requests from limits.
+/// Writes quantities in the server's form, and fills in requests from limits.
 ///
 /// # Errors
 ///
@@ -22,7 +22,7 @@ pub(crate) fn complete(pod: &mut Value) -> Result<(), Refusal> {
     if spec["schedulerName"].is_null() {
         spec["schedulerName"] = json!("default-scheduler");
     }
-    for list in LISTS {
+    for list in CONTAINER_LISTS {
         for container in spec.get_mut(list).and_then(Value::as_array_mut).into_iter().flatten() {
             if container["resources"].is_null() {
                 container["resources"] = json!({});
@@ -42,7 +42,7 @@ pub(crate) fn complete(pod: &mut Value) -> Result<(), Refusal> {
                     }
                 }
             }
-            // Empty lists are not printed.
+            // The server leaves empty maps and lists out.
             if let Some(resources) = resources.as_object_mut() {
                 resources.retain(|_, part| part.as_object().is_none_or(|part| !part.is_empty()) && *part != json!([]));
             }
@@ -54,8 +54,8 @@ pub(crate) fn complete(pod: &mut Value) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// A quantity in the server's form: as it was written if that is short, otherwise in the canonical form
-/// (`ParseQuantity` keeps such texts).
+/// A quantity in the server's form: a short whole number as the client wrote it (`ParseQuantity`), any other quantity
+/// in the canonical form.
 fn printed(quantity: &Value) -> Result<String, Refusal> {
     let text = quantity.as_str().map_or_else(|| quantity.to_string(), str::to_owned);
     let digits = text.strip_prefix(['+', '-']).unwrap_or(&text);
@@ -74,12 +74,12 @@ fn printed(quantity: &Value) -> Result<String, Refusal> {
     })
 }
 
-/// Checks the extended resources of a pod: whole numbers, limits, and requests that are equal to them.
+/// Checks the extended resources of a pod: amounts are whole numbers, and requests are equal to limits.
 pub(super) fn check(key: &Key, pod: &Value) -> Result<(), Refusal> {
     let mut checks = Checks::default();
-    for list in LISTS {
-        for (place, container) in pod["spec"][list].as_array().into_iter().flatten().enumerate() {
-            let field = format!("spec.{list}[{place}].resources");
+    for list in CONTAINER_LISTS {
+        for (index, container) in pod["spec"][list].as_array().into_iter().flatten().enumerate() {
+            let field = format!("spec.{list}[{index}].resources");
             let resources = &container["resources"];
             let extended = |kind: &str| {
                 let all = resources[kind].as_object().into_iter().flatten();

@@ -1,5 +1,5 @@
-//! ResourceSlices: gates, defaults, limits. Fields that linkwise does not send are dropped, as unknown ones are: other ways
-//! to name nodes than by `nodeName`, lists of values, `validValues` of policies.
+//! ResourceSlices: gates, defaults, limits. Fields that linkwise never sends are dropped, as unknown fields are: all
+//! selections of nodes but `nodeName`, lists of values, and `validValues` of policies.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,7 +12,7 @@ use crate::refusal::Refusal;
 use crate::store::Key;
 use linkwise_scheduler_box::Quantity;
 
-/// Limits of Kubernetes 1.36 (`types.go`): `ResourceSliceMaxDevices`, with taints or counters
+/// Limits of Kubernetes 1.36 (`types.go`): `ResourceSliceMaxDevices`,
 /// `…MaxDevicesWithTaintsOrConsumesCounters`, `…MaxCounterSets`, `…MaxCountersPerCounterSet`,
 /// `…MaxDeviceCounterConsumptionsPerDevice`, `…MaxAttributesAndCapacitiesPerDevice`, `DeviceTaintsMaxLength`,
 /// `DeviceAttributeMaxValueLength`.
@@ -34,7 +34,7 @@ struct Spec {
     pool: Pool,
     node_name: Option<String>,
     devices: Vec<Device>,
-    /// Set if the client sent a list of devices, even an empty one.
+    /// Set if the client sent a list of devices, even an empty list.
     #[serde(skip)]
     has_devices: bool,
     shared_counters: Vec<CounterSet>,
@@ -91,7 +91,7 @@ struct ValidRange {
 }
 
 impl RequestPolicy {
-    /// All its quantities.
+    /// The default, and the bounds and the step of the range.
     fn quantities(&mut self) -> impl Iterator<Item = &mut String> {
         let range = self.valid_range.iter_mut().flat_map(|range| [&mut range.min, &mut range.max, &mut range.step]);
         self.default.iter_mut().chain(range.flatten())
@@ -129,7 +129,8 @@ struct Taint {
 }
 
 impl Attribute {
-    fn kinds(&self) -> usize {
+    /// The number of values; a valid attribute has exactly one.
+    fn values(&self) -> usize {
         let values = [self.int.is_some(), self.bool.is_some(), self.string.is_some(), self.version.is_some()];
         values.into_iter().filter(|is_set| *is_set).count()
     }
@@ -159,23 +160,23 @@ pub(super) fn admit(
     checks.end(key)
 }
 
-/// Drops the fields of gates that are off, unless the slice had them before (`dropDisabledFields`).
+/// Drops the fields of gates that are off, unless the stored slice has them (`dropDisabledFields`).
 fn drop_fields(gates: Gates, spec: &mut Spec, before: Option<&Spec>) {
     let in_use = |has: fn(&Device) -> bool| before.is_some_and(|before| before.devices.iter().any(has));
     if !gates.device_taints && !in_use(|device| !device.taints.is_empty()) {
         spec.devices.iter_mut().for_each(|device| device.taints.clear());
     }
-    let counts = in_use(|device| !device.consumes_counters.is_empty())
+    let counters_in_use = in_use(|device| !device.consumes_counters.is_empty())
         || before.is_some_and(|before| !before.shared_counters.is_empty());
-    if !gates.partitionable_devices && !counts {
+    if !gates.partitionable_devices && !counters_in_use {
         spec.shared_counters.clear();
         spec.devices.iter_mut().for_each(|device| device.consumes_counters.clear());
     }
-    let consumable = in_use(|device| {
+    let capacity_in_use = in_use(|device| {
         let has_policy = device.capacity.values().any(|capacity| capacity.request_policy.is_some());
         device.allow_multiple_allocations.is_some() || has_policy
     });
-    if !gates.consumable_capacity && !consumable {
+    if !gates.consumable_capacity && !capacity_in_use {
         for device in &mut spec.devices {
             device.allow_multiple_allocations = None;
             device.capacity.values_mut().for_each(|capacity| capacity.request_policy = None);
@@ -183,11 +184,11 @@ fn drop_fields(gates: Gates, spec: &mut Spec, before: Option<&Spec>) {
     }
 }
 
-/// Fills in the times of taints and canonical quantities.
+/// Fills in the times of taints, and writes quantities in the canonical form.
 fn fill_in(spec: &mut Spec, now: &str) {
-    let canonise = |value: &mut String| {
-        if let Some(form) = Quantity::canonical(value) {
-            *value = form;
+    let canonicalise = |value: &mut String| {
+        if let Some(canonical) = Quantity::canonical(value) {
+            *value = canonical;
         }
     };
     for device in &mut spec.devices {
@@ -195,15 +196,15 @@ fn fill_in(spec: &mut Spec, now: &str) {
             taint.time_added.get_or_insert_with(|| now.to_owned());
         }
         for capacity in device.capacity.values_mut() {
-            canonise(&mut capacity.value);
-            capacity.request_policy.iter_mut().flat_map(RequestPolicy::quantities).for_each(canonise);
+            canonicalise(&mut capacity.value);
+            capacity.request_policy.iter_mut().flat_map(RequestPolicy::quantities).for_each(canonicalise);
         }
         for consumption in &mut device.consumes_counters {
-            consumption.counters.values_mut().for_each(|counter| canonise(&mut counter.value));
+            consumption.counters.values_mut().for_each(|counter| canonicalise(&mut counter.value));
         }
     }
     for set in &mut spec.shared_counters {
-        set.counters.values_mut().for_each(|counter| canonise(&mut counter.value));
+        set.counters.values_mut().for_each(|counter| canonicalise(&mut counter.value));
     }
 }
 
@@ -237,9 +238,9 @@ fn check(checks: &mut Checks, spec: &Spec) {
     if spec.has_devices && !spec.shared_counters.is_empty() {
         checks.invalid("spec", "{…}", "only one of `sharedCounters` or `devices` is allowed");
     }
-    let special = |device: &Device| !device.taints.is_empty() || !device.consumes_counters.is_empty();
-    let most = if spec.devices.iter().any(special) { MAX_DEVICES_WITH_TAINTS } else { MAX_DEVICES };
-    checks.at_most("spec.devices", spec.devices.len(), most);
+    let has_either = |device: &Device| !device.taints.is_empty() || !device.consumes_counters.is_empty();
+    let max = if spec.devices.iter().any(has_either) { MAX_DEVICES_WITH_TAINTS } else { MAX_DEVICES };
+    checks.at_most("spec.devices", spec.devices.len(), max);
     let mut names = BTreeSet::new();
     for (index, device) in spec.devices.iter().enumerate() {
         let field = format!("spec.devices[{index}]");
@@ -256,12 +257,11 @@ fn check(checks: &mut Checks, spec: &Spec) {
 }
 
 fn check_device(checks: &mut Checks, field: &str, device: &Device) {
-    let together = device.attributes.len() + device.capacity.len();
-    checks.at_most(field, together, MAX_ATTRIBUTES);
+    checks.at_most(field, device.attributes.len() + device.capacity.len(), MAX_ATTRIBUTES);
     for (name, attribute) in &device.attributes {
         let field = format!("{field}.attributes[{name}]");
         checks.qualified(&field, name, false);
-        match attribute.kinds() {
+        match attribute.values() {
             0 => checks.required(&field, "exactly one value must be specified"),
             1 => {}
             _ => checks.invalid(&field, "{…}", "exactly one value must be specified"),
@@ -356,7 +356,7 @@ fn check_range(checks: &mut Checks, field: &str, capacity: &str, default: &str, 
     }
     if let Some(step) = &range.step {
         let field = format!("{field}.step");
-        // The real server divides by it.
+        // The real server divides by the step.
         if ceil(step) == 0 {
             return checks.invalid(field, step, "must be greater than zero");
         }

@@ -1,4 +1,4 @@
-//! The server's treatment of slices and claims that clients send.
+//! Slices and claims that clients send: names, rules, gates, canonical forms.
 
 use serde_json::{Value, json};
 
@@ -33,7 +33,7 @@ fn key(object: &Value) -> Key {
     ResourceType::RESOURCE_SLICES.key(None, object["metadata"]["name"].as_str().unwrap())
 }
 
-/// Checks that it is refused for this field alone.
+/// Checks that an object was refused because of this field alone.
 fn refused(refusal: Refusal, field: &str) {
     let status = refusal.status();
     assert_eq!((refusal.code, refusal.reason), (422, "Invalid"), "{status}");
@@ -44,7 +44,7 @@ fn refused(refusal: Refusal, field: &str) {
 }
 
 #[test]
-fn slice_is_named_counted_and_kept() {
+fn slice_gets_name_generation_and_version() {
     let mut store = store();
     let made = create(&mut store, slice(json!([gpu("gpu-0")]))).unwrap();
     let name = made["metadata"]["name"].as_str().unwrap();
@@ -54,16 +54,16 @@ fn slice_is_named_counted_and_kept() {
     other["spec"]["devices"] = json!([gpu("gpu-0"), gpu("gpu-1")]);
     let stored = store.replace("test", &key(&made), other.clone()).unwrap();
     assert_eq!(stored["metadata"]["generation"], 2);
-    let late = store.replace("test", &key(&made), other).unwrap_err();
-    assert_eq!((late.code, late.reason), (409, "Conflict"));
-    // An unchanged object is not a write.
+    let conflict = store.replace("test", &key(&made), other).unwrap_err();
+    assert_eq!((conflict.code, conflict.reason), (409, "Conflict"));
+    // Replacing an object by itself is not a change.
     let again = store.replace("test", &key(&made), stored.clone()).unwrap();
     assert_eq!(again, stored);
     assert_ne!(create(&mut store, slice(json!([]))).unwrap()["metadata"]["name"], made["metadata"]["name"]);
 }
 
 #[test]
-fn field_that_breaks_a_rule_is_named() {
+fn invalid_field_of_a_slice_is_refused_by_name() {
     let with = |change: fn(&mut Value)| {
         let mut sent = slice(json!([gpu("gpu-0")]));
         change(&mut sent);
@@ -115,17 +115,18 @@ fn field_that_breaks_a_rule_is_named() {
     ] {
         refused(create(&mut store(), sent).unwrap_err(), field);
     }
-    let most: serde_json::Map<_, _> = (0..33).map(|index| (format!("a{index}"), json!({"int": index}))).collect();
-    refused(create(&mut store(), slice(json!([{"name": "a", "attributes": most}]))).unwrap_err(), "spec.devices[0]");
+    let attributes: serde_json::Map<_, _> = (0..33).map(|index| (format!("a{index}"), json!({"int": index}))).collect();
+    let too_many = slice(json!([{"name": "a", "attributes": attributes}]));
+    refused(create(&mut store(), too_many).unwrap_err(), "spec.devices[0]");
     let unnamed = json!({"metadata": {}, "spec": slice(json!([]))["spec"]});
     assert_eq!(create(&mut store(), unnamed).unwrap_err().code, 422);
-    // The value does not have the API's shape: no rule applies, the decoder refuses it.
+    // The decoder refuses a value of another type before any rule applies.
     let wrong = create(&mut store(), slice(json!([{"name": 3}]))).unwrap_err();
     assert_eq!(wrong.code, 400, "{}", wrong.message);
 }
 
 #[test]
-fn slice_keeps_driver_node_and_pool() {
+fn slice_cannot_change_driver_node_or_pool() {
     for (field, value) in [("driver", json!("b")), ("nodeName", json!("b")), ("pool.name", json!("b"))] {
         let mut store = store();
         let mut made = create(&mut store, slice(json!([]))).unwrap();
@@ -136,19 +137,19 @@ fn slice_keeps_driver_node_and_pool() {
 }
 
 #[test]
-fn gate_that_is_off_drops_its_fields() {
+fn gate_that_is_off_drops_fields_of_new_slices() {
     let taint = json!([{"key": "gpu.nvidia.com/xid", "value": "79", "effect": "NoSchedule"}]);
-    let tainted = || slice(json!([{"name": "a", "taints": taint}]));
-    let shared = || {
+    let tainted_slice = || slice(json!([{"name": "a", "taints": taint}]));
+    let shared_slice = || {
         let policy = json!({"default": "1", "validRange": {"min": "1", "step": "1"}});
         let capacity = json!({"shares": {"value": "4", "requestPolicy": policy}});
         slice(json!([{"name": "a", "allowMultipleAllocations": true, "capacity": capacity}]))
     };
-    let counted = || {
+    let consuming_slice = || {
         let consumed = json!([{"counterSet": "gpus", "counters": {"gpu-0": {"value": "1"}}}]);
         slice(json!([{"name": "a", "consumesCounters": consumed}]))
     };
-    let counters = || {
+    let counter_slice = || {
         let mut sent = slice(json!([]));
         sent["spec"].as_object_mut().unwrap().remove("devices");
         sent["spec"]["sharedCounters"] = json!([{"name": "gpus", "counters": {"gpu-0": {"value": "1"}}}]);
@@ -160,11 +161,15 @@ fn gate_that_is_off_drops_its_fields() {
         gates
     };
     for (gates, sent, pointer) in [
-        (off(|gates| gates.device_taints = false), tainted(), "/spec/devices/0/taints"),
-        (off(|gates| gates.consumable_capacity = false), shared(), "/spec/devices/0/allowMultipleAllocations"),
-        (off(|gates| gates.consumable_capacity = false), shared(), "/spec/devices/0/capacity/shares/requestPolicy"),
-        (off(|gates| gates.partitionable_devices = false), counted(), "/spec/devices/0/consumesCounters"),
-        (off(|gates| gates.partitionable_devices = false), counters(), "/spec/sharedCounters"),
+        (off(|gates| gates.device_taints = false), tainted_slice(), "/spec/devices/0/taints"),
+        (off(|gates| gates.consumable_capacity = false), shared_slice(), "/spec/devices/0/allowMultipleAllocations"),
+        (
+            off(|gates| gates.consumable_capacity = false),
+            shared_slice(),
+            "/spec/devices/0/capacity/shares/requestPolicy",
+        ),
+        (off(|gates| gates.partitionable_devices = false), consuming_slice(), "/spec/devices/0/consumesCounters"),
+        (off(|gates| gates.partitionable_devices = false), counter_slice(), "/spec/sharedCounters"),
     ] {
         let mut store = store();
         let before = create(&mut store, sent.clone()).unwrap();
@@ -172,14 +177,14 @@ fn gate_that_is_off_drops_its_fields() {
         store.gates = gates;
         let dropped = create(&mut store, sent.clone()).unwrap();
         assert_eq!(dropped.pointer(pointer), None);
-        // An object that had the field keeps it.
+        // A stored object that has the field keeps it.
         let kept = store.replace("test", &key(&before), sent).unwrap();
         assert!(kept.pointer(pointer).is_some(), "{pointer}: {kept}");
     }
 }
 
 #[test]
-fn server_prints_what_it_stores_in_its_own_form() {
+fn stored_slice_has_canonical_quantities_and_taint_times() {
     let mut store = store();
     let device = json!({
         "name": "a", "capacity": {"memory": {"value": "81920Mi"}}, "unheardOf": 1,
@@ -191,7 +196,7 @@ fn server_prints_what_it_stores_in_its_own_form() {
     assert_eq!((stored.get("unheardOf"), stored.get("attributes")), (None, None));
     let added = &stored["taints"][0]["timeAdded"];
     assert!(added.is_string());
-    // A taint that is written without its time gets a new one: that is a change.
+    // A taint without a time gets a new time, which is a change.
     let sent = slice(json!([device]));
     let again = store.replace("test", &key(&made), sent).unwrap();
     assert_ne!(again["spec"]["devices"][0]["taints"][0]["timeAdded"], *added);
@@ -209,37 +214,32 @@ fn slices_are_selected_by_node_and_driver() {
     }
     let slices = ResourceType::RESOURCE_SLICES;
     let count = |store: &Store, text: &str| {
-        let selector = Selector::of(&slices, text).unwrap();
+        let selector = Selector::parse(&slices, text).unwrap();
         store.list(&slices, None).into_iter().filter(|object| selector.selects(object)).count()
     };
     assert_eq!(count(&store, "spec.nodeName=n"), 2);
     assert_eq!(count(&store, "spec.nodeName=n,spec.driver=gpu.nvidia.com"), 1);
-    assert_eq!(Selector::of(&slices, "spec.pool=a").unwrap_err().code, 400);
-    assert_eq!(Selector::of(&ResourceType::NODES, "spec.nodeName=a").unwrap_err().code, 400);
-    let selector = Selector::of(&slices, "spec.nodeName=n").unwrap();
+    assert_eq!(Selector::parse(&slices, "spec.pool=a").unwrap_err().code, 400);
+    assert_eq!(Selector::parse(&ResourceType::NODES, "spec.nodeName=a").unwrap_err().code, 400);
+    let selector = Selector::parse(&slices, "spec.nodeName=n").unwrap();
     store.remove_selected(&slices, None, &selector);
     assert_eq!((count(&store, "spec.nodeName=n"), count(&store, "")), (0, 1));
 }
 
 #[test]
-fn claim_is_checked_and_its_status_apart() {
+fn claim_spec_and_status_are_checked_apart() {
     let mut store = store();
     let key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), "c");
     let request = |exactly: Value| json!({"spec": {"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}}});
+    let constrained = |constraint: Value| json!({"spec": {"devices": {"requests": [], "constraints": [constraint]}}});
     for (sent, field) in [
         (request(json!({})), "spec.devices.requests[0].exactly.deviceClassName"),
         (
             request(json!({"deviceClassName": "c", "allocationMode": "All"})),
             "spec.devices.requests[0].exactly.allocationMode",
         ),
-        (
-            json!({"spec": {"devices": {"requests": [], "constraints": [{"requests": ["a"], "matchAttribute": "d/a"}]}}}),
-            "spec.devices.constraints[0].requests[0]",
-        ),
-        (
-            json!({"spec": {"devices": {"requests": [], "constraints": [{"matchAttribute": "a"}]}}}),
-            "spec.devices.constraints[0].matchAttribute",
-        ),
+        (constrained(json!({"requests": ["a"], "matchAttribute": "d/a"})), "spec.devices.constraints[0].requests[0]"),
+        (constrained(json!({"matchAttribute": "a"})), "spec.devices.constraints[0].matchAttribute"),
         (json!({"spec": {"devices": {"requests": [{"name": "a"}]}}}), "spec.devices.requests[0]"),
     ] {
         refused(store.create("user", &key, sent).unwrap_err(), field);
@@ -248,7 +248,7 @@ fn claim_is_checked_and_its_status_apart() {
     sent["status"] = json!({"allocation": {"devices": {"results": []}}});
     let made = store.create("user", &key, sent).unwrap();
     assert_eq!(made["spec"]["devices"]["requests"][0]["exactly"]["count"], 1, "the server's default");
-    assert_eq!(made["status"], json!({}), "the status has its own door");
+    assert_eq!(made["status"], json!({}), "a client sets the status in a request of its own");
     let mut allocated = made.clone();
     let result = json!({"request": "gpus", "driver": "gpu.nvidia.com", "pool": "n/gpu", "device": "gpu-0"});
     allocated["status"] = json!({"allocation": {"devices": {"results": [result]}}});
@@ -260,7 +260,7 @@ fn claim_is_checked_and_its_status_apart() {
     refused(store.replace_status("scheduler", &key, &other).unwrap_err(), "status.allocation");
 }
 
-/// A device in four shares, with changed policies.
+/// A slice of one device in four shares, after a change of the device.
 fn shared(change: fn(&mut Value)) -> Value {
     let policy = |default: &str, one: &str| json!({"default": default, "validRange": {"min": one, "step": one}});
     let mut device = json!({"name": "a", "allowMultipleAllocations": true, "capacity": {
@@ -272,14 +272,14 @@ fn shared(change: fn(&mut Value)) -> Value {
 }
 
 #[test]
-fn policy_is_kept_in_the_servers_form() {
+fn request_policy_is_stored_in_canonical_form() {
     let made = create(&mut store(), shared(|_| {})).unwrap();
     let policy = &made["spec"]["devices"][0]["capacity"]["memory"]["requestPolicy"];
     assert_eq!(*policy, json!({"default": "20Gi", "validRange": {"min": "1Mi", "step": "1Mi"}}));
 }
 
 #[test]
-fn policy_that_breaks_a_rule_is_named() {
+fn request_policy_that_breaks_a_rule_is_refused() {
     let policy = "spec.devices[0].capacity[shares].requestPolicy";
     for (part, value) in
         [("min", json!("5")), ("min", Value::Null), ("max", json!("5")), ("step", json!("4")), ("step", json!("0"))]
@@ -293,17 +293,17 @@ fn policy_that_breaks_a_rule_is_named() {
         device["capacity"]["shares"]["requestPolicy"].as_object_mut().unwrap().remove("default");
     });
     refused(create(&mut store(), without_default).unwrap_err(), &format!("{policy}.default"));
-    let one_claims = shared(|device| {
+    let exclusive = shared(|device| {
         device["allowMultipleAllocations"] = json!(false);
         device["capacity"]["memory"].as_object_mut().unwrap().remove("requestPolicy");
     });
-    refused(create(&mut store(), one_claims).unwrap_err(), policy);
-    let no_amount = shared(|device| device["capacity"]["shares"]["requestPolicy"]["default"] = json!("many"));
-    refused(create(&mut store(), no_amount).unwrap_err(), policy);
+    refused(create(&mut store(), exclusive).unwrap_err(), policy);
+    let malformed = shared(|device| device["capacity"]["shares"]["requestPolicy"]["default"] = json!("many"));
+    refused(create(&mut store(), malformed).unwrap_err(), policy);
 }
 
 #[test]
-fn claim_asks_for_capacity_in_quantities() {
+fn capacity_of_a_claim_is_checked_and_canonical() {
     let key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), "c");
     let claim = |requests: Value| {
         let exactly = json!({"deviceClassName": "c", "capacity": {"requests": requests}});

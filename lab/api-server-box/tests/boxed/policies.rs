@@ -1,12 +1,12 @@
-//! MutatingAdmissionPolicies: the policies that the server stores, and the pods that result. A real API server of
-//! Kubernetes 1.36.2 was given the same policies and the same pod, and answered the same.
+//! MutatingAdmissionPolicies: the policies that the server refuses, and the pods that stored policies change. A real
+//! API server of Kubernetes 1.36.2 answered the same for the same policies and pods.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing, reason = "a test may panic")]
 
 use linkwise_api_server_box::{ApiServerBox, ResourceType};
 use serde_json::{Value, json};
 
-/// A valid patch: it gives the pod a label.
+/// A valid patch, which gives the pod a label.
 const LABEL: &str = "[JSONPatch{op: 'add', path: '/metadata/labels', value: {'a': 'b'}}]";
 
 async fn server() -> ApiServerBox {
@@ -39,6 +39,7 @@ fn message(status: &Value) -> &str {
     status["message"].as_str().unwrap()
 }
 
+/// Stores a policy `p` and its binding `b`.
 fn store(server: &ApiServerBox, policy: Value) -> Result<(), Value> {
     server.create("kubectl", &ResourceType::MUTATING_ADMISSION_POLICIES.key(None, "p"), policy)?;
     let binding = json!({"spec": {"policyName": "p"}});
@@ -46,21 +47,21 @@ fn store(server: &ApiServerBox, policy: Value) -> Result<(), Value> {
     Ok(())
 }
 
-fn create(server: &ApiServerBox) -> Result<Value, Value> {
+fn create_pod(server: &ApiServerBox) -> Result<Value, Value> {
     let container = json!({"name": "main", "image": "i", "resources": {"limits": {"nvidia.com/gpu": 2}}});
     let pod = json!({"spec": {"containers": [container]}});
     server.create("kubectl", &ResourceType::PODS.key(Some("n"), "pod"), pod)
 }
 
-/// The pod after this policy.
+/// Creates the pod on a new server that has this policy.
 async fn admitted(policy: Value) -> Result<Value, Value> {
     let server = server().await;
     store(&server, policy).unwrap_or_else(|status| panic!("{status}"));
-    create(&server)
+    create_pod(&server)
 }
 
 #[tokio::test]
-async fn expressions_that_are_none_are_refused() {
+async fn policy_with_an_invalid_expression_is_refused() {
     for (condition, mutation, why) in [
         ("frobnicate(object)", LABEL, "undeclared reference to 'frobnicate'"),
         ("pod.spec == 1", LABEL, "undeclared reference to 'pod'"),
@@ -80,7 +81,7 @@ async fn expressions_that_are_none_are_refused() {
             "[JSONPatch{op: 'add', path: '/metadata/labels', value: {'a': object.metadata.name, 'b': 'c'}}]",
             "expected type Dyn but found String",
         ),
-        // The real server accepts this one, and panics when a pod comes.
+        // The real server accepts this list of `Object` literals, and panics when a client creates a pod.
         ("true", "[JSONPatch{op: 'add', path: '/spec/x', value: [Object.spec.x{name: 'x'}]}]", "not modelled"),
     ] {
         let refused = store(&server().await, policy(&[condition], &[mutation])).expect_err(condition);
@@ -93,10 +94,10 @@ async fn expressions_that_are_none_are_refused() {
 }
 
 #[tokio::test]
-async fn patch_changes_pod() {
+async fn patches_change_the_pod_in_order() {
     let pod = admitted(policy(&["object.spec.containers.size() == 1"], &[LABEL])).await.unwrap();
     assert_eq!(pod["metadata"]["labels"], json!({"a": "b"}));
-    // The values of lists may be texts and maps.
+    // The elements of a list may be strings or maps.
     let lists = "[JSONPatch{op: 'add', path: '/spec/resourceClaims', value: [{'name': 'x'}]},
                   JSONPatch{op: 'add', path: '/spec/containers/0/args', value: ['a', 'b']}]";
     let pod = admitted(policy(&[], &[lists])).await.unwrap();
@@ -104,24 +105,24 @@ async fn patch_changes_pod() {
     assert_eq!(pod["spec"]["containers"][0]["args"], json!(["a", "b"]));
     let limits = json!({"nvidia.com/gpu": "2"});
     assert_eq!(pod["spec"]["containers"][0]["resources"], json!({"limits": limits, "requests": limits}));
-    // A later mutation sees the changes of an earlier one; the defaults are filled in between.
+    // A later mutation sees the changes of an earlier one. Between mutations, defaults are filled in again.
     let seen = "[JSONPatch{op: 'add', path: '/metadata/labels/c', value: object.metadata.labels.a}]";
     let removed = "[JSONPatch{op: 'remove',
         path: '/spec/containers/0/resources/requests/' + jsonpatch.escapeKey('nvidia.com/gpu')}]";
     let pod = admitted(policy(&[], &[LABEL, seen, removed])).await.unwrap();
     assert_eq!(pod["metadata"]["labels"], json!({"a": "b", "c": "b"}));
-    assert_eq!(pod["spec"]["containers"][0]["resources"]["requests"], limits, "filled in again");
+    assert_eq!(pod["spec"]["containers"][0]["resources"]["requests"], limits, "the default comes back");
     let pod = admitted(policy(&["false"], &[LABEL])).await.unwrap();
     assert!(pod["metadata"]["labels"].is_null());
 }
 
 #[tokio::test]
-async fn limit_range_completes_pod_after_a_policy() {
+async fn limit_range_gives_defaults_after_a_policy() {
     let (server, max) = (server().await, json!({"nvidia.com/gpu": "2"}));
     let range = json!({"spec": {"limits": [{"type": "Container", "max": max}]}});
     server.put("kubectl", &ResourceType::LIMIT_RANGES.key(Some("n"), "range"), range);
     store(&server, policy(&[], &["[JSONPatch{op: 'remove', path: '/spec/containers/0/resources'}]"])).unwrap();
-    let pod = create(&server).unwrap();
+    let pod = create_pod(&server).unwrap();
     assert_eq!(pod["spec"]["containers"][0]["resources"], json!({"limits": max, "requests": max}));
 }
 
@@ -138,7 +139,7 @@ async fn failing_policy_refuses_pod_unless_ignored() {
         (&[], &[removes], "Unable to remove nonexistent key", json!(null)),
         (&[], &[appends], "doc is missing path", json!(null)),
         (&[], &[puts], "Unexpected kind: put", json!(null)),
-        // A policy stops halfway: changes from before the failure stay.
+        // The changes of the mutations before the failing one stay.
         (&[], &[LABEL, removes], "Unable to remove nonexistent key", json!({"a": "b"})),
     ];
     for (conditions, mutations, why, ignored) in cases {
@@ -151,7 +152,7 @@ async fn failing_policy_refuses_pod_unless_ignored() {
         policy["spec"]["failurePolicy"] = json!("Ignore");
         assert_eq!(admitted(policy).await.unwrap()["metadata"]["labels"], ignored, "{mutations:?}");
     }
-    // A variable without a value counts only when an expression reads it.
+    // An error of a variable matters only if an expression reads the variable.
     let mut unread = policy(&[], &[LABEL]);
     unread["spec"]["variables"] = json!([{"name": "a", "expression": "object.spec.nope"}]);
     assert!(admitted(unread.clone()).await.is_ok());
@@ -160,8 +161,8 @@ async fn failing_policy_refuses_pod_unless_ignored() {
     assert!(admitted(unread).await.is_err());
 }
 
-/// `matchconditions/matcher.go`, read in its source and not tried: a false condition decides, even after one that
-/// cannot be evaluated.
+/// A false condition decides, even after a condition that cannot be evaluated. This follows the source
+/// (`matchconditions/matcher.go`), and was not tried on a real server.
 #[tokio::test]
 async fn false_condition_beats_one_that_fails() {
     let (absent, no, yes) = ("object.spec.nope == 'x'", "1 == 2", "1 == 1");
@@ -185,9 +186,9 @@ async fn policy_is_evaluated_for_each_parameter() {
         server.put("kubectl", &ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS.key(None, "b"), json!({"spec": spec}));
     };
     bind("Deny");
-    assert!(message(&create(&server).unwrap_err()).contains("no params found"));
+    assert!(message(&create_pod(&server).unwrap_err()).contains("no params found"));
     bind("Allow");
-    assert!(create(&server).unwrap()["metadata"]["labels"].is_null());
+    assert!(create_pod(&server).unwrap()["metadata"]["labels"].is_null());
     server.remove(&ResourceType::PODS.key(Some("n"), "pod"));
     for (namespace, name, labels) in
         [("n", "labels", json!({"for": "pods"})), ("n", "annotations", json!({"for": "pods"})), ("n", "x", json!({}))]
@@ -195,18 +196,18 @@ async fn policy_is_evaluated_for_each_parameter() {
         let key = ResourceType::RESOURCE_CLAIM_TEMPLATES.key(Some(namespace), name);
         server.put("kubectl", &key, json!({"metadata": {"labels": labels}, "spec": {}}));
     }
-    let metadata = create(&server).unwrap()["metadata"].clone();
+    let metadata = create_pod(&server).unwrap()["metadata"].clone();
     assert_eq!((&metadata["labels"], &metadata["annotations"]), (&json!({"a": "b"}), &json!({"a": "b"})));
     assert!(metadata["x"].is_null());
     let spec = json!({"policyName": "p", "paramRef": {"name": "labels", "parameterNotFoundAction": "Deny"}});
     server.put("kubectl", &ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS.key(None, "b"), json!({"spec": spec}));
     server.remove(&ResourceType::PODS.key(Some("n"), "pod"));
-    let metadata = create(&server).unwrap()["metadata"].clone();
+    let metadata = create_pod(&server).unwrap()["metadata"].clone();
     assert_eq!((&metadata["labels"], metadata["annotations"].is_null()), (&json!({"a": "b"}), true));
 }
 
 #[tokio::test]
-async fn policy_is_evaluated_again_where_it_asks_for_it() {
+async fn reinvocation_policy_evaluates_again_if_needed() {
     let append =
         "[JSONPatch{op: 'add', path: '/spec/containers/0/args/-', value: string(object.spec.containers.size())}]";
     let list = "has(object.spec.containers[0].args) ? []
@@ -219,31 +220,31 @@ async fn policy_is_evaluated_again_where_it_asks_for_it() {
 }
 
 #[tokio::test]
-async fn patch_without_a_change_counts_as_one() {
+async fn patch_without_effect_causes_reinvocation() {
     for (reinvocation, condition, patches) in [("Never", "true", 1), ("IfNeeded", "true", 2), ("IfNeeded", "false", 0)]
     {
         let (server, mut policy) = (server().await, policy(&[condition], &["[]"]));
         policy["spec"]["reinvocationPolicy"] = json!(reinvocation);
         store(&server, policy).unwrap();
-        create(&server).unwrap();
+        create_pod(&server).unwrap();
         assert_eq!(server.patches(), patches, "{reinvocation}, {condition}");
     }
 }
 
 #[tokio::test]
-async fn starting_server_refuses_what_a_policy_would_patch() {
+async fn starting_server_refuses_pod_that_a_policy_matches() {
     for (condition, refused) in [("true", true), ("false", false)] {
         let (server, mut policy) = (server().await, policy(&[condition], &["[]"]));
         policy["spec"]["failurePolicy"] = json!("Ignore");
         store(&server, policy).unwrap();
         server.set_starting(true);
-        let code = create(&server).err().map(|status| status["code"].clone());
+        let code = create_pod(&server).err().map(|status| status["code"].clone());
         assert_eq!(code, refused.then(|| json!(503)), "{condition}");
     }
 }
 
 #[tokio::test]
-async fn selectors_decide_which_pods() {
+async fn policy_changes_only_selected_pods() {
     for (labels, pod_labels, changed) in [
         (json!({"on": "yes"}), json!({}), true),
         (json!({"on": "no"}), json!({}), false),
