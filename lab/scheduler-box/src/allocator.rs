@@ -1,4 +1,4 @@
-//! The search: claims, requests, alternatives and devices, depth first; the first complete solution wins.
+//! The depth-first search over claims, requests, alternatives and devices, up to the first complete solution.
 //!
 //! k8s@1.36: `structured/internal/incubating/allocator_incubating.go`, `allocateOne` and `allocateDevice`.
 
@@ -18,7 +18,7 @@ use crate::report;
 use crate::selector::{Selectors, View};
 use crate::{Cluster, Placement};
 pub(crate) use capacity::{Amount, Consumed};
-pub(crate) use constraint::bears_on;
+pub(crate) use constraint::applies_to;
 use constraint::{MatchState, Member};
 pub(crate) use request::{Ask, RequestPlan};
 
@@ -28,7 +28,7 @@ const MAX_RESULTS: usize = 32;
 /// The score of the first alternative of a request (`FirstAvailableDeviceRequestMaxSize`); each later one has 1 less.
 const BEST_SCORE: i64 = 8;
 
-/// A device that was chosen.
+/// A device that the search has chosen.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Chosen {
     pub claim: usize,
@@ -41,19 +41,19 @@ pub(crate) struct Chosen {
 
 /// The position of the search.
 #[derive(Clone, Copy)]
-struct Place {
+struct Position {
     claim: usize,
     request: usize,
     alternative: Option<usize>,
-    /// The number of devices that the request has.
-    done: usize,
-    /// The first device that may come next: combinations are tried, not permutations.
+    /// The number of devices already chosen for the request.
+    count: usize,
+    /// The first device that may be chosen next, so that combinations are tried and not permutations.
     next: usize,
 }
 
-impl Place {
-    fn of(claim: usize, request: usize) -> Self {
-        Self { claim, request, alternative: None, done: 0, next: 0 }
+impl Position {
+    fn at(claim: usize, request: usize) -> Self {
+        Self { claim, request, alternative: None, count: 0, next: 0 }
     }
 }
 
@@ -62,23 +62,23 @@ pub(crate) struct Attempt<'a> {
     pub node: &'a str,
     pub devices: &'a NodeDevices<'a>,
     pub used: &'a BTreeSet<DeviceName>,
-    /// The shares that claims have of devices that several claims may have.
+    /// The shares of devices that several claims may have.
     pub shares: &'a BTreeMap<DeviceName, BTreeMap<String, Consumed>>,
     pub claims: &'a [Claim],
-    /// The plan of each request, by claim.
+    /// The requests, by claim.
     pub plans: Vec<Vec<RequestPlan<'a>>>,
     selectors: &'a Selectors,
     views: Vec<View>,
-    /// The known results of [`Self::selects`]: true if the alternative of a request selects the device.
+    /// The known results of [`Self::selects`], by its arguments.
     selected: BTreeMap<(usize, usize, usize, usize), bool>,
     constraints: Vec<Vec<MatchState<'a>>>,
-    /// The rest of each pool's counters.
+    /// The remaining values of the counters, by pool.
     counters: Vec<BTreeMap<Counter<'a>, Quantity>>,
     chosen: Vec<Chosen>,
     /// The furthest claim and request that the search reached.
     deepest: (usize, usize),
-    /// The most devices that may be examined, and how many more may be.
-    steps: (u64, u64),
+    max_steps: u64,
+    steps_left: u64,
 }
 
 impl<'a> Attempt<'a> {
@@ -109,29 +109,29 @@ impl<'a> Attempt<'a> {
             counters,
             chosen: Vec::new(),
             deepest: (0, 0),
-            steps: (*steps, *steps),
+            max_steps: *steps,
+            steps_left: *steps,
         })
     }
 
-    /// The allocation of all claims.
+    /// Searches devices for all claims.
     pub fn run(mut self) -> Result<Placement, Failure> {
-        if self.search(Place::of(0, 0))? {
+        if self.search(Position::at(0, 0))? {
             let score = self.score();
             let allocations = (0..self.claims.len()).map(|claim| report::allocation(&self, claim));
             let allocations: Vec<Value> = allocations.collect::<Result<_, _>>()?;
-            return Ok(Placement { node: self.node.to_owned(), score, steps: self.looked_at(), allocations });
+            return Ok(Placement { node: self.node.to_owned(), score, steps: self.steps(), allocations });
         }
         let (claim, request) = self.deepest;
         Err(Failure::Refused(vec![report::refusal(&mut self, claim, request)]))
     }
 
     /// The number of devices examined so far.
-    pub fn looked_at(&self) -> u64 {
-        let (most, left) = self.steps;
-        most.saturating_sub(left)
+    pub fn steps(&self) -> u64 {
+        self.max_steps.saturating_sub(self.steps_left)
     }
 
-    /// The chosen devices, in the order of their choice.
+    /// The chosen devices, in the order in which they were chosen.
     pub fn chosen(&self) -> &[Chosen] {
         &self.chosen
     }
@@ -154,13 +154,15 @@ impl<'a> Attempt<'a> {
         score
     }
 
-    fn search(&mut self, place: Place) -> Result<bool, Failure> {
-        let Some(plans) = self.plans.get(place.claim) else { return Ok(true) };
-        let Some(plan) = plans.get(place.request) else { return self.search(Place::of(place.claim + 1, 0)) };
-        self.deepest = self.deepest.max((place.claim, place.request));
-        let Some(alternative) = place.alternative else {
+    fn search(&mut self, position: Position) -> Result<bool, Failure> {
+        let Some(plans) = self.plans.get(position.claim) else { return Ok(true) };
+        let Some(plan) = plans.get(position.request) else {
+            return self.search(Position::at(position.claim + 1, 0));
+        };
+        self.deepest = self.deepest.max((position.claim, position.request));
+        let Some(alternative) = position.alternative else {
             for alternative in 0..plan.asks.len() {
-                if self.search(Place { alternative: Some(alternative), ..place })? {
+                if self.search(Position { alternative: Some(alternative), ..position })? {
                     return Ok(true);
                 }
             }
@@ -168,32 +170,30 @@ impl<'a> Attempt<'a> {
         };
         let Some(ask) = plan.asks.get(alternative) else { return Ok(false) };
         let wanted = ask.asked.count;
-        let others = self.chosen.iter().filter(|chosen| chosen.claim == place.claim).count() - place.done;
-        // All devices of a node that has none are not enough: types.go, `DeviceAllocationModeAll`.
+        let others = self.chosen.iter().filter(|chosen| chosen.claim == position.claim).count() - position.count;
         if wanted == 0 || others + wanted > MAX_RESULTS {
             return Ok(false);
         }
-        if place.done == wanted {
-            return self.search(Place::of(place.claim, place.request + 1));
+        if position.count == wanted {
+            return self.search(Position::at(position.claim, position.request + 1));
         }
-        for device in place.next..self.devices.devices.len() {
-            if self.take(place, alternative, device)? {
+        for device in position.next..self.devices.devices.len() {
+            if self.take(position, alternative, device)? {
                 return Ok(true);
             }
         }
         Ok(false)
     }
 
-    /// Takes a device for a request and searches on; gives the device back if that fails.
-    fn take(&mut self, place: Place, alternative: usize, device: usize) -> Result<bool, Failure> {
-        let (steps, left) = self.steps;
-        if left == 0 {
-            return Err(Failure::TooMuchWork(self.node.to_owned(), steps));
+    /// Chooses a device for a request and continues the search. If that fails, gives the device back.
+    fn take(&mut self, position: Position, alternative: usize, device: usize) -> Result<bool, Failure> {
+        if self.steps_left == 0 {
+            return Err(Failure::TooMuchWork(self.node.to_owned(), self.max_steps));
         }
-        self.steps = (steps, left - 1);
-        let chosen = Chosen { claim: place.claim, request: place.request, alternative, device };
-        // The check for devices in use is cheap and comes first: the selectors of such a device are not evaluated.
-        if self.is_taken(device) || !self.selects(place.claim, place.request, alternative, device)? {
+        self.steps_left -= 1;
+        let chosen = Chosen { claim: position.claim, request: position.request, alternative, device };
+        // The cheap check for a device in use comes first, so that the selectors are not evaluated for such a device.
+        if self.is_taken(device) || !self.selects(position.claim, position.request, alternative, device)? {
             return Ok(false);
         }
         if !self.has_capacity(chosen)? || self.is_tainted(device) || !self.consume(device)? {
@@ -204,7 +204,7 @@ impl<'a> Attempt<'a> {
             return Ok(false);
         }
         self.chosen.push(chosen);
-        let next = Place { done: place.done + 1, next: device + 1, alternative: Some(alternative), ..place };
+        let next = Position { count: position.count + 1, next: device + 1, alternative: Some(alternative), ..position };
         if self.search(next)? {
             return Ok(true);
         }
@@ -214,14 +214,13 @@ impl<'a> Attempt<'a> {
         Ok(false)
     }
 
-    /// Returns true if a device is in use. If several claims may have the device, the choices of this attempt do not
-    /// count.
+    /// Returns true if another claim has the device alone, or if this attempt has chosen it and cannot share it.
     fn is_taken(&self, device: usize) -> bool {
         let is_chosen = self.chosen.iter().any(|chosen| chosen.device == device);
         self.is_used(device) || (is_chosen && !self.is_shared(device))
     }
 
-    /// Returns true if another claim has the device.
+    /// Returns true if another claim has the device alone.
     pub fn is_used(&self, device: usize) -> bool {
         self.devices.devices.get(device).is_some_and(|device| self.used.contains(&device.name))
     }
@@ -230,14 +229,14 @@ impl<'a> Attempt<'a> {
         self.asks(of.claim, of.request).get(of.alternative)
     }
 
-    /// Returns true if the class's selectors and the request's select the device; the class's come first.
-    pub fn selects(&mut self, claim: usize, request: usize, alternative: usize, place: usize) -> Result<bool, Failure> {
-        let key = (claim, request, alternative, place);
+    /// Returns true if the selectors of the class and then those of the request select the device.
+    pub fn selects(&mut self, claim: usize, request: usize, alternative: usize, index: usize) -> Result<bool, Failure> {
+        let key = (claim, request, alternative, index);
         if let Some(known) = self.selected.get(&key) {
             return Ok(*known);
         }
         let (Some(ask), Some(device), Some(view)) =
-            (self.asks(claim, request).get(alternative), self.devices.devices.get(place), self.views.get(place))
+            (self.asks(claim, request).get(alternative), self.devices.devices.get(index), self.views.get(index))
         else {
             return Ok(false);
         };
@@ -261,8 +260,8 @@ impl<'a> Attempt<'a> {
         Ok(selected)
     }
 
-    /// Returns true if a taint keeps claims off the device. No claim of ours tolerates one. Taints with an effect that the
-    /// scheduler does not know, and those with `None`, inform only (`taintPreventsAllocation`).
+    /// Returns true if a taint keeps the device from claims; tolerations are not modelled. Taints with an unknown
+    /// effect, or with `None`, only inform (`taintPreventsAllocation`).
     pub fn is_tainted(&self, device: usize) -> bool {
         let mut taints = self.devices.devices.get(device).into_iter().flat_map(|device| &device.device.taints);
         taints.any(|taint| ["NoSchedule", "NoExecute"].contains(&taint.effect.as_str()))
@@ -273,7 +272,7 @@ impl<'a> Attempt<'a> {
         self.devices.devices.get(device).is_some_and(|device| device.device.allow_multiple_allocations)
     }
 
-    /// The capacity that a choice takes of its device; `None` if the device's policies refuse it.
+    /// The amounts that a choice consumes of its device; `None` if the device's policies refuse them.
     pub fn consumes(&self, chosen: Chosen) -> Result<Option<Consumed>, Failure> {
         let (Some(ask), Some(device)) = (self.ask(chosen), self.devices.devices.get(chosen.device)) else {
             return Ok(None);
@@ -281,28 +280,28 @@ impl<'a> Attempt<'a> {
         capacity::consumed(&device.name.to_string(), device.device, ask.asked.capacity.as_ref())
     }
 
-    /// Returns true if the device has the capacity that the request takes, beside the capacity that claims have.
+    /// Returns true if the device has the requested capacity besides the amounts that claims have.
     pub fn has_capacity(&self, chosen: Chosen) -> Result<bool, Failure> {
         let (Some(ask), Some(device)) = (self.ask(chosen), self.devices.devices.get(chosen.device)) else {
             return Ok(false);
         };
-        // One claim has this device as a whole.
-        let is_whole = !device.device.allow_multiple_allocations && !self.shares.contains_key(&device.name);
-        if ask.asked.capacity.is_none() && is_whole {
+        // Only one claim at a time may have this device.
+        let is_exclusive = !device.device.allow_multiple_allocations && !self.shares.contains_key(&device.name);
+        if ask.asked.capacity.is_none() && is_exclusive {
             return Ok(true);
         }
         let Some(wanted) = self.consumes(chosen)? else { return Ok(false) };
-        let mut now = Vec::new();
+        let mut in_attempt = Vec::new();
         for other in self.chosen.iter().filter(|other| other.device == chosen.device) {
-            now.extend(self.consumes(*other)?);
+            in_attempt.extend(self.consumes(*other)?);
         }
         let before = self.shares.get(&device.name).into_iter().flat_map(BTreeMap::values);
-        capacity::fits(&device.name.to_string(), device.device, &wanted, before.chain(&now))
+        capacity::fits(&device.name.to_string(), device.device, &wanted, before.chain(&in_attempt))
     }
 
-    /// Takes the counters that a device consumes from its pool, all of them or none.
-    fn consume(&mut self, place: usize) -> Result<bool, Failure> {
-        let Some(device) = self.devices.devices.get(place) else { return Ok(false) };
+    /// Subtracts the amounts that a device consumes from the counters of its pool, or changes nothing if one is short.
+    fn consume(&mut self, index: usize) -> Result<bool, Failure> {
+        let Some(device) = self.devices.devices.get(index) else { return Ok(false) };
         let Some(pool) = self.counters.get(device.pool) else { return Ok(false) };
         let amounts = consumed(device)?;
         let enough = amounts.iter().all(|(counter, amount)| pool.get(counter).is_some_and(|left| left >= amount));
@@ -312,11 +311,11 @@ impl<'a> Attempt<'a> {
         Ok(enough)
     }
 
-    fn give_back(&mut self, place: usize) -> Result<(), Failure> {
-        self.devices.devices.get(place).map_or(Ok(()), |device| change(&mut self.counters, device, 1))
+    fn give_back(&mut self, index: usize) -> Result<(), Failure> {
+        self.devices.devices.get(index).map_or(Ok(()), |device| change(&mut self.counters, device, 1))
     }
 
-    /// Adds a device to the constraints of its claim, to all or to none.
+    /// Adds a device to the constraints of its claim, or to none of them if it breaks one.
     fn satisfies(&mut self, chosen: Chosen) -> bool {
         let ask = self.plans.get(chosen.claim).and_then(|plans| plans.get(chosen.request));
         let Some(ask) = ask.and_then(|plan| plan.asks.get(chosen.alternative)) else { return false };
@@ -331,7 +330,7 @@ impl<'a> Attempt<'a> {
     }
 }
 
-/// Adds the amounts that a device consumes to its pool's counters, or subtracts them.
+/// Adds the amounts that a device consumes to the counters of its pool; with the sign -1, subtracts them.
 fn change<'a>(
     counters: &mut [BTreeMap<Counter<'a>, Quantity>],
     device: &NodeDevice<'a>,

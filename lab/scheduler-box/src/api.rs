@@ -1,5 +1,5 @@
-//! The parts of `resource.k8s.io/v1` that the model reads, by the JSON names of its objects. What bears on a choice and is
-//! not modelled, because linkwise neither publishes it nor asks for it, is refused by name.
+//! The parts of `resource.k8s.io/v1` that the model reads. Fields that would influence a choice but are not modelled,
+//! because linkwise neither publishes nor requests them, are refused by name.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::error::Failure;
 
-/// Reads an object.
+/// Reads an object of the API.
 pub(crate) fn read<T: DeserializeOwned>(object: &Value) -> Result<T, Failure> {
     T::deserialize(object).map_err(|error| {
         let text = |value: &Value| value.as_str().unwrap_or("?").to_owned();
@@ -188,7 +188,7 @@ pub(crate) struct Request {
     pub first_available: Vec<Exactly>,
 }
 
-/// The content of a request: a whole request, or an alternative of one, which then has a name.
+/// The content of a request without alternatives, or one alternative of a request. Only an alternative has a name.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub(crate) struct Exactly {
@@ -229,7 +229,7 @@ pub(crate) struct Constraint {
     pub match_attribute: String,
 }
 
-/// One entry of an allocation's results.
+/// A device in the results of an allocation.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct AllocationResult {

@@ -1,4 +1,4 @@
-//! The devices of one node in the order in which the allocator tries them: from slices to pools to a list.
+//! The devices of one node, read from its slices and pools, in the order in which the allocator tries them.
 //!
 //! k8s@1.36: `structured/internal/incubating/pools_incubating.go`.
 
@@ -26,18 +26,18 @@ impl std::fmt::Display for DeviceName {
     }
 }
 
-/// A share of a device that several claims have: its ID, and the amounts that it takes.
+/// A share of a device that several claims may have: the ID of the share, and the amounts that it consumes.
 pub(crate) type Share = (String, Consumed);
 
-/// The devices of a `status.allocation`, each with its share if it has one. Devices with admin access are left out.
+/// The devices of a `status.allocation`. A device that several claims may have comes with the share of this claim.
 pub(crate) fn of_allocation(allocation: &Value) -> Result<Vec<(DeviceName, Option<Share>)>, Failure> {
-    let wrong =
+    let malformed =
         |error: serde_json::Error| Failure::Malformed { name: "status.allocation".to_owned(), why: error.to_string() };
     let results = allocation["devices"]["results"].as_array().cloned().unwrap_or_default();
     let mut devices = Vec::new();
     for result in results {
         let AllocationResult { driver, pool, device, share_id, consumed_capacity, .. } =
-            AllocationResult::deserialize(result).map_err(wrong)?;
+            AllocationResult::deserialize(result).map_err(malformed)?;
         let name = DeviceName { driver, pool, device };
         let amounts = consumed_capacity.into_iter().map(|(capacity, amount)| {
             let amount = Amount::of(&name.to_string(), &amount)?;
@@ -49,10 +49,10 @@ pub(crate) fn of_allocation(allocation: &Value) -> Result<Vec<(DeviceName, Optio
     Ok(devices)
 }
 
-/// A counter of a pool: its set, its name.
+/// A counter of a pool: the name of its counter set, and its own name.
 pub(crate) type Counter<'a> = (&'a str, &'a str);
 
-/// A device of a pool that is read.
+/// A device of a valid pool.
 pub(crate) struct NodeDevice<'a> {
     pub name: DeviceName,
     pub device: &'a Device,
@@ -65,15 +65,15 @@ pub(crate) struct NodeDevice<'a> {
 pub(crate) struct NodeDevices<'a> {
     /// The devices, in the order in which they are tried.
     pub devices: Vec<NodeDevice<'a>>,
-    /// The values of the counter sets, by pool.
+    /// The initial values of the counters, by pool.
     pub counters: Vec<BTreeMap<Counter<'a>, Quantity>>,
-    /// Pools that are not read, with the reasons.
+    /// The pools that are skipped, each with the reason.
     pub unread: Vec<String>,
 }
 
 impl<'a> NodeDevices<'a> {
-    /// Gathers the slices of this node by pool: those of the newest generation. Pools are ordered by driver and name,
-    /// slices by their object's name; devices keep the order of their slice.
+    /// Groups the slices of a node by pool, and keeps those of the newest generation. Pools are ordered by driver and
+    /// name, slices by the name of their object, devices as their slice lists them.
     pub fn gather(node: &str, slices: &'a [Slice]) -> Result<Self, Failure> {
         let mut pools: BTreeMap<(&str, &str), Vec<&Slice>> = BTreeMap::new();
         for slice in slices {
@@ -111,13 +111,13 @@ impl<'a> NodeDevices<'a> {
                 consumption.counters.keys().map(|counter| (consumption.counter_set.as_str(), counter.as_str()))
             });
             let unknown = consumed.into_iter().find(|counter| !counters.contains_key(counter));
-            let twice = !names.insert(device.name.as_str());
+            let is_duplicate = !names.insert(device.name.as_str());
             if let Some((set, counter)) = unknown {
                 let why = format!("{name} is invalid: device {} consumes counter {set}/{counter}", device.name);
                 self.unread.push(format!("{why}, which no slice has"));
                 return Ok(());
             }
-            if twice {
+            if is_duplicate {
                 self.unread.push(format!("{name} is invalid: two devices are named {}", device.name));
                 return Ok(());
             }
@@ -127,20 +127,20 @@ impl<'a> NodeDevices<'a> {
                 return Err(Failure::Malformed { name: format!("{name}/{}", device.name), why });
             }
         }
-        let place = self.counters.len();
+        let pool_index = self.counters.len();
         self.counters.push(counters);
         for slice in slices {
             self.devices.extend(slice.spec.devices.iter().map(|device| NodeDevice {
                 name: DeviceName { driver: driver.to_owned(), pool: pool.to_owned(), device: device.name.clone() },
                 device,
-                pool: place,
+                pool: pool_index,
             }));
         }
         Ok(())
     }
 }
 
-/// The counters that a device consumes of its pool.
+/// The counters that a device consumes, with the amounts.
 pub(crate) fn consumed<'a>(device: &NodeDevice<'a>) -> Result<Vec<(Counter<'a>, Quantity)>, Failure> {
     let mut all = Vec::new();
     for consumption in &device.device.consumes_counters {

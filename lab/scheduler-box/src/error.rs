@@ -1,14 +1,14 @@
-//! The reasons why claims are not allocated.
+//! The errors of an allocation.
 
 use std::fmt;
 
 /// The reason why an attempt to allocate claims failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Failure {
-    /// No node has the devices that the claims request; the pod waits. One reason for each node.
+    /// No node has free devices that satisfy the claims, so that the pod waits. One reason for each node.
     #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
     Refused(Vec<Refusal>),
-    /// A selector cannot be evaluated: the attempt ends, on all nodes.
+    /// A selector cannot be evaluated, which ends the attempt on all nodes.
     #[error("claim {claim}, request {request}: selector `{expression}` of device {device}: {why}")]
     Selector {
         /// Namespace and name.
@@ -22,7 +22,7 @@ pub enum Failure {
         /// CEL's message.
         why: String,
     },
-    /// The class does not exist.
+    /// The DeviceClass of a request does not exist.
     #[error("claim {claim}, request {request}: there is no DeviceClass {class}")]
     NoClass {
         /// Namespace and name.
@@ -32,15 +32,15 @@ pub enum Failure {
         /// The class.
         class: String,
     },
-    /// The search was stopped: the real scheduler would have run out of time.
+    /// The search on a node reached its bound; the real scheduler would have timed out.
     #[error("node {0}: given up after {1} devices were looked at")]
     TooMuchWork(String, u64),
-    /// An object does not follow the API, or uses something that this model does not have.
+    /// An object does not follow the API, or uses a part of it that is not modelled.
     #[error("{name}: {why}")]
     Malformed {
         /// Kind and name.
         name: String,
-        /// The fault.
+        /// The rule that it breaks, or the part that is not modelled.
         why: String,
     },
 }
@@ -50,25 +50,25 @@ pub enum Failure {
 pub struct Refusal {
     /// The node.
     pub node: String,
-    /// Namespace and name of the claim that could not be served.
+    /// Namespace and name of the claim that cannot be allocated.
     pub claim: String,
-    /// Its first request that could not be served; `request/alternative` for an alternative.
+    /// The first request of the claim that cannot be allocated; `request/alternative` for an alternative.
     pub request: String,
     /// The number of devices that the request asks for.
     pub wanted: usize,
-    /// The number of devices that its selectors choose.
+    /// The number of devices that the selectors of the request and its class select.
     pub selected: usize,
-    /// The number of chosen devices that other claims have.
+    /// The number of selected devices that other claims have.
     pub used: usize,
-    /// The number of chosen devices that have taints which the request does not tolerate.
+    /// The number of selected devices that a taint keeps from claims.
     pub tainted: usize,
-    /// The number of chosen devices that lack the requested capacity, or have too little of it left.
+    /// The number of selected devices that lack the requested capacity, or have too little of it left.
     pub short: usize,
     /// The constraints that apply to the request.
     pub constraints: Vec<String>,
-    /// Pools that are not read: incomplete or invalid.
+    /// The pools that are skipped, because they are incomplete or invalid.
     pub unread_pools: Vec<String>,
-    /// The number of devices examined in vain; a device counts again each time that the search examines it.
+    /// The number of steps of the search; each examination of a device is a step.
     pub steps: u64,
 }
 

@@ -1,5 +1,5 @@
-//! Pods that request an extended resource (`nvidia.com/gpu: 2`) which a DeviceClass names: the claim that the scheduler
-//! makes for them (gate `DRAExtendedResource`, on from 1.36).
+//! The claim that the scheduler makes for a pod with an extended resource (`nvidia.com/gpu: 2`) of a DeviceClass
+//! (gate `DRAExtendedResource`, on by default since 1.36).
 //!
 //! k8s@1.36: `pkg/scheduler/framework/plugins/dynamicresources/extendeddynamicresources.go`.
 
@@ -11,21 +11,21 @@ use crate::Cluster;
 use crate::api::DeviceClass;
 
 impl Cluster {
-    /// The claim for a pod: one request for each container and resource. `containers` holds the extended resources of
-    /// each container, by name, with their numbers. Resources that no class names are left to device plugins. `None` if
-    /// no resource is for DRA.
+    /// The claim for a pod, with one request for each container and resource. `containers` lists the extended resources
+    /// of each container, with their counts. A resource that no class names is left to device plugins; `None` if this
+    /// holds for all resources.
     ///
-    /// The caller checks that no device plugin of the node has the resource: then the real scheduler makes no claim.
+    /// The caller checks that no device plugin of the node serves the resource: else the scheduler makes no claim.
     pub fn extended_claim(&self, namespace: &str, pod: &str, containers: &[Vec<(&str, u64)>]) -> Option<Value> {
         let mut requests = Vec::new();
         for (container, resources) in containers.iter().enumerate() {
-            for (place, (resource, count)) in resources.iter().enumerate() {
+            for (index, (resource, count)) in resources.iter().enumerate() {
                 if let Some(class) = self.class_of(resource) {
                     let exactly = json!({
                         "deviceClassName": class.metadata.name, "allocationMode": "ExactCount", "count": count,
                     });
                     requests
-                        .push(json!({"name": format!("container-{container}-request-{place}"), "exactly": exactly}));
+                        .push(json!({"name": format!("container-{container}-request-{index}"), "exactly": exactly}));
                 }
             }
         }
@@ -41,7 +41,7 @@ impl Cluster {
         })
     }
 
-    /// The class of a resource: the newest of several; of those created at the same time, the first by name.
+    /// The newest class that names the resource. Among classes of the same age, the first by name.
     fn class_of(&self, resource: &str) -> Option<&DeviceClass> {
         let named = self.classes.iter().filter(|class| class.spec.extended_resource.as_deref() == Some(resource));
         named.max_by_key(|class| (&class.metadata.created, Reverse(&class.metadata.name)))

@@ -1,13 +1,13 @@
 //! A model of kube-scheduler's allocator of DRA devices: chooses the node and the devices for a pod's claims.
 //!
-//! The model is the structured allocator of Kubernetes 1.36
-//! (`staging/src/k8s.io/dynamic-resource-allocation/structured`, `internal/incubating`), written anew over the JSON of
-//! `resource.k8s.io/v1`. The first complete solution wins, depth first over claims, requests and devices in the order
-//! in which they are published. Between nodes the score of `firstAvailable` decides
-//! (`pkg/scheduler/framework/plugins/dynamicresources`).
+//! The model reimplements the structured allocator of Kubernetes 1.36
+//! (`staging/src/k8s.io/dynamic-resource-allocation/structured`, `internal/incubating`) over the JSON objects of
+//! `resource.k8s.io/v1`. It searches depth first over claims, requests and devices, takes the devices in the order in
+//! which slices publish them, and stops at the first complete solution. Among nodes, the score of the `firstAvailable`
+//! alternatives decides (`pkg/scheduler/framework/plugins/dynamicresources`).
 //!
-//! The demo and the tests run against it. The model does no I/O, knows nothing of linkwise, and shares no code with it.
-//! It has what linkwise publishes and asks for. The rest it refuses by name: devices with both counters and
+//! The demo and the tests run against it. The model does no I/O and shares no code with linkwise. It covers the parts
+//! of the API that linkwise publishes or requests, and refuses other parts by name: devices with both counters and
 //! `allowMultipleAllocations`, slices of several nodes, list attributes, and in a claim `allocationMode: All`,
 //! `adminAccess`, tolerations, `distinctAttribute` and configuration.
 
@@ -32,21 +32,21 @@ use api::{Claim, DeviceClass, Slice};
 use devices::{DeviceName, NodeDevices};
 use selector::Selectors;
 
-/// The most devices that an attempt for one node examines; a device counts each time. The real scheduler stops after 10
-/// s (gate `DRASchedulerFilterTimeout`).
+/// The most steps of an attempt on one node; each examination of a device is a step. The real scheduler stops after
+/// 10 s instead (gate `DRASchedulerFilterTimeout`).
 pub const MAX_STEPS: u64 = 2_000_000;
 
-/// The scheduler's knowledge of the cluster.
+/// The scheduler's view of the cluster.
 #[derive(Clone, Debug)]
 pub struct Cluster {
     slices: Vec<Slice>,
     classes: Vec<DeviceClass>,
-    /// Devices that each belong to one claim alone.
+    /// The devices that a claim has for itself.
     used: BTreeSet<DeviceName>,
-    /// The shares that claims have of devices that several claims may have, by the share's ID.
+    /// The shares of devices that several claims may have, by the share's ID.
     shares: BTreeMap<DeviceName, BTreeMap<String, Consumed>>,
     selectors: Selectors,
-    /// See [`MAX_STEPS`].
+    /// The bound of an attempt; see [`MAX_STEPS`].
     steps: u64,
 }
 
@@ -55,20 +55,20 @@ pub struct Cluster {
 pub struct Placement {
     /// The node.
     pub node: String,
-    /// The score of the alternatives that the claims got there: 8 minus the index of each, summed over the requests.
+    /// The sum of the scores of the alternatives that the claims got: 8 for the first, 1 less for each later one.
     pub score: i64,
-    /// The number of devices examined on this node; a device counts each time.
+    /// The number of steps of the search on this node.
     pub steps: u64,
-    /// `status.allocation` of each claim, in their order.
+    /// The `status.allocation` of each claim, in the order of the claims.
     pub allocations: Vec<Value>,
 }
 
 impl Cluster {
-    /// Reads ResourceSlices, DeviceClasses, and the claims that have devices already.
+    /// Reads ResourceSlices, DeviceClasses, and claims, of which some may be allocated already.
     ///
     /// # Errors
     ///
-    /// One of them does not follow the API.
+    /// An object does not follow the API.
     pub fn new(slices: &[Value], classes: &[Value], claims: &[Value]) -> Result<Self, Failure> {
         let mut cluster = Self {
             slices: slices.iter().map(api::read).collect::<Result<_, _>>()?,
@@ -87,13 +87,13 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// The same, with another bound on the work of an attempt.
+    /// The same cluster with another bound than [`MAX_STEPS`].
     #[must_use]
     pub fn with_most_steps(self, steps: u64) -> Self {
         Self { steps, ..self }
     }
 
-    /// Marks the devices of a `status.allocation` as used, except those with `adminAccess`.
+    /// Marks the devices of a `status.allocation` as used.
     ///
     /// # Errors
     ///
@@ -128,17 +128,17 @@ impl Cluster {
     ///
     /// # Errors
     ///
-    /// [`Failure::Refused`] if the node has no such devices free; other failures abort the whole attempt.
+    /// [`Failure::Refused`] if the node lacks free devices that satisfy the claims. Other failures concern all nodes.
     pub fn allocate(&self, node: &str, claims: &[Value]) -> Result<Placement, Failure> {
         let claims: Vec<Claim> = claims.iter().map(api::read).collect::<Result<_, _>>()?;
         self.place(node, &claims)
     }
 
-    /// Allocates the claims of one pod on the node with the best score; of equal scores, on the first node by name.
+    /// Allocates the claims of one pod on the node with the best score; among equal scores, on the first node by name.
     ///
     /// # Errors
     ///
-    /// [`Failure::Refused`] if no node has such devices free, with each node's reason.
+    /// [`Failure::Refused`] with the reason of each node, if no node has free devices that satisfy the claims.
     pub fn schedule(&self, nodes: &[&str], claims: &[Value]) -> Result<Placement, Failure> {
         let claims: Vec<Claim> = claims.iter().map(api::read).collect::<Result<_, _>>()?;
         let (mut best, mut refusals): (Option<Placement>, Vec<Refusal>) = (None, Vec::new());
@@ -150,7 +150,7 @@ impl Cluster {
                 }
                 Ok(_) => {}
                 Err(Failure::Refused(mut why)) => refusals.append(&mut why),
-                // As in the real scheduler: an error on one node ends the attempt on all.
+                // As in the real scheduler, an error on one node ends the attempt on all nodes.
                 Err(other) => return Err(other),
             }
         }

@@ -1,6 +1,6 @@
 //! Kubernetes quantities as numbers.
 
-/// A quantity in billionths, as exact as Kubernetes' own.
+/// A quantity in billionths, the precision of Kubernetes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Quantity(pub i128);
 
@@ -8,8 +8,8 @@ const BINARY: [&str; 7] = ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"];
 const DECIMAL: [&str; 10] = ["n", "u", "m", "", "k", "M", "G", "T", "P", "E"];
 
 impl Quantity {
-    /// Reads a quantity; parts of a billionth are rounded up. `None` if the text is not one, or is one that this box
-    /// does not know (exponents, more than nine decimals).
+    /// Reads a quantity; parts of a billionth are rounded up. `None` if the text is not a quantity, or has a form that
+    /// is not modelled (exponents, more than nine decimals).
     pub fn parse(text: &str) -> Option<Self> {
         let end = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
         let (number, suffix) = text.split_at(end);
@@ -26,21 +26,21 @@ impl Quantity {
         let times = |base: i128, power: usize| number.checked_mul(base.checked_pow(u32::try_from(power).ok()?)?);
         let value = match (binary(suffix), DECIMAL.iter().position(|one| *one == suffix)) {
             (Some(power), _) => times(1024, power)?,
-            // Powers are in billionths; the first suffix is one billionth.
+            // The first decimal suffix is one billionth, so that the power counts from billionths.
             (None, power) => (times(1000, power?)? + 999_999_999) / 1_000_000_000,
         };
         Some(Self(if negative { -value } else { value }))
     }
 
-    /// The form in which the API server writes a quantity: `1024Ki` is `1Mi`, `1000` is `1k`. `None` if the text is not
-    /// one.
+    /// The canonical form, in which the API server writes a quantity: `1Mi` for `1024Ki`, `1k` for `1000`. `None` if
+    /// the text is not a quantity.
     pub fn canonical(text: &str) -> Option<String> {
         let quantity = Self::parse(text)?;
         let suffix = text.trim_start_matches(|c: char| !c.is_ascii_alphabetic());
         Some(if binary(suffix).is_some() { quantity.binary() } else { shortest(quantity.0, 1000, &DECIMAL) })
     }
 
-    /// Makes a quantity of a whole number.
+    /// Converts a whole number.
     pub fn of_whole(number: i128) -> Self {
         Self(number * 1_000_000_000)
     }
@@ -57,12 +57,12 @@ impl Quantity {
     }
 }
 
-/// The power of 1024 of a suffix; `None` for those of powers of 1000.
+/// The power of 1024 that a suffix stands for; `None` for a decimal suffix.
 fn binary(suffix: &str) -> Option<usize> {
     BINARY.iter().position(|one| *one == suffix).filter(|power| *power > 0)
 }
 
-/// Writes a number in the largest unit that gives a whole number.
+/// Writes a number in the largest unit in which it is whole.
 fn shortest(mut number: i128, base: i128, units: &[&str]) -> String {
     let mut unit = 0;
     while number != 0 && number % base == 0 && unit + 1 < units.len() {
@@ -76,7 +76,7 @@ mod tests {
     use super::Quantity;
 
     #[test]
-    fn quantity_has_one_form() {
+    fn quantity_has_one_canonical_form() {
         let forms = "81559Mi=81559Mi 81920Mi=80Gi 1024Ki=1Mi 1=1 1000=1k 85899345920=85899345920 0.5=500m \
                      1.5Gi=1536Mi 0=0 512Ki=512Ki 0.5Ki=512 -2k=-2k 0.1n=1n";
         for (text, form) in forms.split_whitespace().map(|words| words.split_once('=').unwrap()) {

@@ -1,11 +1,11 @@
-//! The answer: `status.allocation` in the API's form, or the reason why a node has no devices.
+//! The result of a search: the `status.allocation` of each claim, or the reason why a node cannot serve the claims.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use serde_json::{Value, json};
 
-use crate::allocator::{Attempt, Chosen, bears_on};
+use crate::allocator::{Attempt, Chosen, applies_to};
 use crate::api::{AllocationResult, Claim};
 use crate::devices::NodeDevice;
 use crate::error::{Failure, Refusal};
@@ -41,7 +41,7 @@ pub(crate) fn allocation(attempt: &Attempt<'_>, claim: usize) -> Result<Value, F
     }))
 }
 
-/// A new ID for a share of a device, derived from the choice. The real scheduler's IDs are random.
+/// A new ID for a share of a device, derived from `choice`. The real scheduler's IDs are random.
 fn new_share(attempt: &Attempt<'_>, device: &NodeDevice<'_>, choice: &str) -> String {
     let known = attempt.shares.get(&device.name);
     let mut id = String::new();
@@ -56,7 +56,7 @@ fn new_share(attempt: &Attempt<'_>, device: &NodeDevice<'_>, choice: &str) -> St
     id
 }
 
-/// The reason why a request cannot be served. Of a list of alternatives, the last one's reason: it asks for least.
+/// The reason why a node cannot serve a request, or its last alternative, which usually asks for the least.
 pub(crate) fn refusal(attempt: &mut Attempt<'_>, claim: usize, request: usize) -> Refusal {
     let alternative = attempt.asks(claim, request).len().saturating_sub(1);
     let mut refusal = Refusal {
@@ -70,16 +70,16 @@ pub(crate) fn refusal(attempt: &mut Attempt<'_>, claim: usize, request: usize) -
         short: 0,
         constraints: Vec::new(),
         unread_pools: attempt.devices.unread.clone(),
-        steps: attempt.looked_at(),
+        steps: attempt.steps(),
     };
     for device in 0..attempt.devices.devices.len() {
-        // A selector that fails here was not reached by the search, and so is not the reason.
+        // If a selector fails here, the search did not reach it, so that it is not the reason.
         if attempt.selects(claim, request, alternative, device).unwrap_or(false) {
             refusal.selected += 1;
             refusal.used += usize::from(attempt.is_used(device));
             let chosen = Chosen { claim, request, alternative, device };
             refusal.tainted += usize::from(attempt.is_tainted(device));
-            // An invalid amount was not reached by the search either.
+            // The search did not reach an invalid amount either.
             refusal.short += usize::from(!attempt.has_capacity(chosen).unwrap_or(true));
         }
     }
@@ -87,8 +87,8 @@ pub(crate) fn refusal(attempt: &mut Attempt<'_>, claim: usize, request: usize) -
         refusal.request.clone_from(&ask.name);
         refusal.wanted = ask.asked.count;
         let constraints = attempt.claims.get(claim).into_iter().flat_map(|claim| &claim.spec.devices.constraints);
-        let bearing = constraints.filter(|constraint| bears_on(&constraint.requests, ask));
-        refusal.constraints = bearing.map(|of| format!("matchAttribute {}", of.match_attribute)).collect();
+        let applying = constraints.filter(|constraint| applies_to(&constraint.requests, ask));
+        refusal.constraints = applying.map(|one| format!("matchAttribute {}", one.match_attribute)).collect();
     }
     refusal
 }

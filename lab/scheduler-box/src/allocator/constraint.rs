@@ -1,27 +1,27 @@
-//! `matchAttribute`, checked for each device that is added.
+//! `matchAttribute` constraints, checked whenever the search adds a device.
 //!
-//! k8s@1.36: `matchAttributeConstraint`. A missing attribute never matches. Versions match if their texts are equal.
+//! k8s@1.36: `matchAttributeConstraint`. A device without the attribute never matches. Equal texts of versions match.
 
 use super::{Ask, Chosen};
 use crate::api::{Attribute, Claim};
 use crate::devices::NodeDevice;
 
-/// A constraint and the devices under it so far.
+/// A constraint, and the values of the devices to which it applies so far.
 pub(super) struct MatchState<'a> {
     requests: &'a [String],
     attribute: &'a str,
     values: Vec<(Chosen, &'a Attribute)>,
 }
 
-/// A device to be added.
+/// A device that the search adds.
 pub(super) struct Member<'b, 'a> {
     pub chosen: Chosen,
     pub ask: &'b Ask<'a>,
     pub device: &'b NodeDevice<'a>,
 }
 
-/// Returns true if a constraint applies to a request or to an alternative of one.
-pub(crate) fn bears_on(constraint: &[String], ask: &Ask<'_>) -> bool {
+/// Returns true if a constraint applies to a request without alternatives, or to an alternative.
+pub(crate) fn applies_to(constraint: &[String], ask: &Ask<'_>) -> bool {
     constraint.is_empty() || constraint.iter().any(|name| *name == ask.request || *name == ask.name)
 }
 
@@ -29,14 +29,14 @@ pub(crate) fn bears_on(constraint: &[String], ask: &Ask<'_>) -> bool {
 pub(super) fn of_claim(claim: &Claim) -> Vec<MatchState<'_>> {
     let constraints = claim.spec.devices.constraints.iter();
     let states =
-        constraints.map(|of| MatchState { requests: &of.requests, attribute: &of.match_attribute, values: Vec::new() });
+        constraints.map(|it| MatchState { requests: &it.requests, attribute: &it.match_attribute, values: Vec::new() });
     states.collect()
 }
 
 impl<'a> MatchState<'a> {
-    /// Adds a device; false if it breaks the constraint.
+    /// Adds a device. Returns false if the device breaks the constraint.
     pub fn add(&mut self, member: &Member<'_, 'a>) -> bool {
-        if !bears_on(self.requests, member.ask) {
+        if !applies_to(self.requests, member.ask) {
             return true;
         }
         let Some(value) = attribute(member.device, self.attribute) else { return false };
@@ -47,7 +47,7 @@ impl<'a> MatchState<'a> {
         fits
     }
 
-    /// Takes a device back, if it was added.
+    /// Removes a device, if it was added last.
     pub fn forget(&mut self, chosen: &Chosen) {
         let is_last = |(last, _): &(Chosen, &Attribute)| {
             (last.claim, last.request, last.device) == (chosen.claim, chosen.request, chosen.device)
@@ -58,7 +58,7 @@ impl<'a> MatchState<'a> {
     }
 }
 
-/// A device's attribute by its full name; a name without a domain is in the driver's domain.
+/// A device's attribute by its qualified name. A published name without a domain is in the driver's domain.
 fn attribute<'a>(device: &NodeDevice<'a>, name: &str) -> Option<&'a Attribute> {
     let attributes = &device.device.attributes;
     attributes.get(name).or_else(|| {

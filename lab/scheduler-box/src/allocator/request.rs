@@ -3,15 +3,15 @@
 use crate::api::{Claim, DeviceClass, Exactly};
 use crate::error::Failure;
 
-/// A request.
+/// A request as the search reads it.
 pub(crate) struct RequestPlan<'a> {
-    /// The alternatives of the request in the order of preference; a single one if the request has no list.
+    /// The alternatives in the order of preference. A request without alternatives is its own single alternative.
     pub asks: Vec<Ask<'a>>,
     /// Set if the request is a list of alternatives.
     pub is_prioritised: bool,
 }
 
-/// An alternative of a request, or a whole request.
+/// An alternative of a request, or a request without alternatives.
 pub(crate) struct Ask<'a> {
     /// The request's name.
     pub request: &'a str,

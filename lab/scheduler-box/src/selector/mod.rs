@@ -1,10 +1,10 @@
-//! Selectors of devices in CEL, as the API server and the scheduler of Kubernetes evaluate them.
+//! CEL selectors of devices, as the API server and the scheduler of Kubernetes evaluate them.
 //!
-//! `device` has `driver`, `attributes` and `capacity` (by domain, then name; a domain that the device does not have is
-//! an empty map) and `allowMultipleAllocations`. There is CEL's standard library, and nothing of what Kubernetes adds to it
-//! (`staging/src/k8s.io/dynamic-resource-allocation/cel/compile.go`): no expression of ours uses that. Types are not
-//! checked before evaluation: an expression that the real API server would refuse at a claim's creation fails here when it
-//! is evaluated.
+//! `device` has the fields `driver`, `attributes` and `capacity` (maps by domain, then by name; a missing domain is an
+//! empty map) and `allowMultipleAllocations`. Expressions may use CEL's standard library, but not the libraries that
+//! Kubernetes adds (`staging/src/k8s.io/dynamic-resource-allocation/cel/compile.go`), because no expression of linkwise
+//! needs them. Types are not checked before evaluation. An expression with a wrong type therefore fails when it is
+//! evaluated, whereas the real API server refuses it when a client creates the claim.
 
 mod values;
 
@@ -17,14 +17,14 @@ use cel::{Context, Env, Program, Value};
 
 use crate::api::Device;
 
-/// Compiled expressions and their environment. Copies share them.
+/// Compiled expressions and their environment, which clones share.
 #[derive(Clone)]
 pub(crate) struct Selectors {
     env: Arc<Env>,
     programs: Arc<Mutex<BTreeMap<String, Compiled>>>,
 }
 
-/// A program, or the reason why the text is not one.
+/// A program, or the reason why the text does not compile.
 type Compiled = Arc<Result<Program, String>>;
 
 impl fmt::Debug for Selectors {
@@ -33,7 +33,7 @@ impl fmt::Debug for Selectors {
     }
 }
 
-/// A device as expressions see it, made at the first use.
+/// A device as expressions see it, built when it is first needed.
 #[derive(Default)]
 pub(crate) struct View(OnceCell<Context<'static, 'static>>);
 
@@ -46,7 +46,7 @@ impl Selectors {
     ///
     /// # Errors
     ///
-    /// The text is not CEL, it reads something that the device does not have, or its value is not a boolean.
+    /// The text does not compile, it reads a field that the device lacks, or its value is not a boolean.
     pub fn selects(&self, expression: &str, driver: &str, device: &Device, view: &View) -> Result<bool, String> {
         let program = self.compiled(expression);
         let program = program.as_ref().as_ref().map_err(Clone::clone)?;

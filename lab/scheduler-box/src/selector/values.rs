@@ -1,5 +1,5 @@
-//! Kubernetes' additions to CEL's values: a device and its domains. Versions and quantities are there, as values without
-//! content.
+//! The values of a device in CEL: its fields, and its attributes and capacities by domain. Versions and quantities are
+//! empty maps, so that an expression can only test that they exist.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -44,7 +44,7 @@ fn attribute(value: &Attribute) -> Boxed {
     }
 }
 
-/// Maps by domain; a missing domain is an empty map (`newStringInterfaceMapWithDefault`).
+/// The attributes or capacities by domain. A missing domain is an empty map (`newStringInterfaceMapWithDefault`).
 #[derive(Debug, Default)]
 struct Domains {
     maps: HashMap<String, CelMap<'static>>,
@@ -52,7 +52,7 @@ struct Domains {
 }
 
 impl Domains {
-    /// Sorts entries by domain. A name without a domain is in the driver's.
+    /// Groups entries by domain. A name without a domain belongs to the driver's domain.
     fn of<'a>(driver: &str, entries: impl Iterator<Item = (&'a str, Boxed)>) -> Self {
         let mut domains: HashMap<String, Vec<(&str, Boxed)>> = HashMap::new();
         for (name, value) in entries {

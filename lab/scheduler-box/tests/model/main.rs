@@ -1,4 +1,4 @@
-//! The model of the scheduler's allocator, rule by rule.
+//! The rules of the scheduler's allocator, a test each.
 //!
 //! The expected results follow from the API's types (`staging/src/k8s.io/api/resource/v1/types.go`) and the allocator
 //! (`staging/src/k8s.io/dynamic-resource-allocation/structured/internal/incubating`) of Kubernetes 1.36.

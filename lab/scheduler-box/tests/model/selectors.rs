@@ -1,4 +1,4 @@
-//! Selectors in CEL.
+//! Selectors of devices in CEL.
 
 use serde_json::{Value, json};
 
@@ -29,9 +29,9 @@ fn selects(devices: Value, expression: &str) -> Result<bool, Failure> {
     }
 }
 
-/// dynamic-resource-allocation/cel/compile.go: the fields of `device`, and the libraries of Kubernetes.
+/// dynamic-resource-allocation/cel/compile.go: the fields of `device`.
 #[test]
-fn selector_reads_what_the_api_promises() {
+fn selector_reads_driver_attributes_and_sharing() {
     let own = format!("device.attributes['{DRIVER}']");
     for (expression, expected) in [
         (format!("device.driver == '{DRIVER}' && {own}.type == 'gpu'"), true),
@@ -48,10 +48,10 @@ fn selector_reads_what_the_api_promises() {
     }
 }
 
-/// allocator_incubating.go:1278-1283 and dynamicresources.go (`case err != nil`): a selector that reads a missing
-/// attribute of a device is an error of the whole attempt, on all nodes.
+/// allocator_incubating.go:1278-1283 and dynamicresources.go (`case err != nil`): a selector that fails, for example
+/// because a device lacks the attribute, ends the attempt on all nodes.
 #[test]
-fn missing_attribute_ends_the_attempt() {
+fn failing_selector_ends_the_attempt() {
     for expression in [
         format!("device.attributes['{DRIVER}'].absent == 1"),
         "device.attributes['other.example.com'].type == 'gpu'".to_owned(),
@@ -67,10 +67,10 @@ fn missing_attribute_ends_the_attempt() {
     }
 }
 
-/// isSelectable: the class's selectors come first, and shield the claim's from other drivers' devices. Devices that the
-/// search does not reach are not examined.
+/// isSelectable: the selectors of the class are evaluated first, so that those of the claim are evaluated only for
+/// devices of the class. Devices that the search does not reach are not examined.
 #[test]
-fn class_shields_the_claims_selectors() {
+fn selectors_of_the_class_are_evaluated_first() {
     let nic = json!({"name": "nic", "attributes": {"net.example.com/rdma": {"bool": true}}});
     let mut nics = slice("b", json!([nic]));
     (nics["spec"]["driver"], nics["spec"]["pool"]["name"]) = (json!("a-net.example.com"), json!("nics"));
@@ -81,11 +81,11 @@ fn class_shields_the_claims_selectors() {
     claim["spec"]["devices"]["requests"][0]["exactly"]["deviceClassName"] = json!("gpu");
     cluster.allocate("n", &[claim.clone()]).unwrap();
     claim["spec"]["devices"]["requests"][0]["exactly"]["count"] = json!(2);
-    assert!(matches!(cluster.allocate("n", &[claim]), Err(Failure::Selector { .. })), "now 'bare' is looked at");
+    assert!(matches!(cluster.allocate("n", &[claim]), Err(Failure::Selector { .. })), "the search examines 'bare' now");
 }
 
 #[test]
-fn unknown_class_is_named() {
+fn unknown_class_is_refused_by_name() {
     let cluster = Cluster::new(&[slice("a", plain(&["x"]))], &[], &[]).unwrap();
     let failure = cluster.allocate("n", &[selecting("true")]).unwrap_err();
     assert_eq!(failure.to_string(), "claim default/c, request r: there is no DeviceClass all");

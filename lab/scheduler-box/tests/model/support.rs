@@ -1,12 +1,12 @@
-//! Small pools and claims.
+//! Small pools and claims for the tests.
 
 use linkwise_scheduler_box::{Cluster, Failure, Placement};
 use serde_json::{Value, json};
 
-/// The driver of all pools that do not name another.
+/// The driver of all pools, unless a test sets another.
 pub const DRIVER: &str = "gpu.example.com";
 
-/// A slice of node `n` with pool `n`, one slice to the pool.
+/// The only slice of the pool `n` on the node `n`.
 pub fn slice(name: &str, devices: Value) -> Value {
     json!({
         "kind": "ResourceSlice", "metadata": {"name": name},
@@ -22,13 +22,13 @@ pub fn plain(names: &[&str]) -> Value {
     names.iter().map(|name| json!({"name": name})).collect()
 }
 
-/// A slice with another value of a field, by its JSON pointer below `spec`.
+/// The slice with another value of the field at a JSON pointer below `spec`.
 pub fn with(mut slice: Value, pointer: &str, value: Value) -> Value {
-    *slice["spec"].pointer_mut(pointer).expect("the field is there") = value;
+    *slice["spec"].pointer_mut(pointer).expect("the slice has the field") = value;
     slice
 }
 
-/// A class that selects all devices, one that selects this driver's, one with this expression.
+/// The class `all`, which selects all devices, and the class `gpu`, which selects those of [`DRIVER`].
 pub fn classes() -> Vec<Value> {
     vec![
         json!({"metadata": {"name": "all"}, "spec": {}}),
@@ -49,7 +49,7 @@ pub fn count(count: usize) -> Value {
     claim(json!([{"name": "r", "exactly": {"deviceClassName": "all", "count": count}}]), json!([]))
 }
 
-/// The cluster of these slices.
+/// A cluster with these slices.
 pub fn cluster(slices: &[Value]) -> Cluster {
     Cluster::new(slices, &classes(), &[]).unwrap()
 }
@@ -59,17 +59,19 @@ pub fn allocate(slices: &[Value], claim: &Value) -> Result<Placement, Failure> {
     cluster(slices).allocate("n", std::slice::from_ref(claim))
 }
 
-/// `request device` of each result of a claim.
-pub fn got(placement: &Placement, claim: usize) -> Vec<String> {
-    let results = placement.allocations[claim]["devices"]["results"].as_array().unwrap();
+/// The request and the device of each result of a claim, as `request device`.
+pub fn results(placement: &Placement, claim: usize) -> Vec<String> {
+    let allocated = placement.allocations[claim]["devices"]["results"].as_array().unwrap();
     let text = |value: &Value| value.as_str().unwrap().to_owned();
-    results.iter().map(|result| format!("{} {}", text(&result["request"]), text(&result["device"]))).collect()
+    allocated.iter().map(|result| format!("{} {}", text(&result["request"]), text(&result["device"]))).collect()
 }
 
-/// The devices of the one claim, or the reason why there are none.
+/// The devices that a claim gets on the node `n`, or the reason why the node refuses it.
 pub fn devices(slices: &[Value], claim: &Value) -> Result<Vec<String>, String> {
     match allocate(slices, claim) {
-        Ok(placement) => Ok(got(&placement, 0).iter().map(|one| one.split_once(' ').unwrap().1.to_owned()).collect()),
+        Ok(placement) => {
+            Ok(results(&placement, 0).iter().map(|one| one.split_once(' ').unwrap().1.to_owned()).collect())
+        }
         Err(Failure::Refused(why)) => Err(why[0].to_string()),
         Err(other) => panic!("{other}"),
     }
