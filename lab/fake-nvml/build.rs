@@ -1,5 +1,5 @@
-//! Names the shared library as the driver's is named, and keeps it loaded once loaded: its
-//! control thread must never run in unmapped code.
+//! Gives the shared library the name of the driver's library. Forbids unloading it, so that the control thread never
+//! runs in unmapped code.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

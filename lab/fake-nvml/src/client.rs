@@ -1,4 +1,4 @@
-//! The tools of a test: the path of the shared library, and a control that injects faults.
+//! The interface for tests: the path of the shared library, and the client of the control socket.
 
 use std::fs::OpenOptions;
 use std::io::{self, BufRead, BufReader, Write};
@@ -7,43 +7,43 @@ use std::path::{Path, PathBuf};
 
 use crate::command::{self, Command};
 
-/// The built shared library, found relative to the running test or binary.
+/// The path of the built shared library, found relative to the running executable.
 ///
 /// # Panics
 ///
-/// If the library is not beside the executable, nor one folder above or in `deps` below.
+/// If the library is neither beside the executable, nor one folder above, nor in the folder `deps` of either.
 pub fn library_path() -> PathBuf {
     let name = "libfake_nvml.so";
-    let executable = std::env::current_exe().expect("the kernel names this executable");
+    let executable = std::env::current_exe().expect("the kernel knows the path of this executable");
     let folders = executable.ancestors().skip(1).take(2);
     let candidates = folders.flat_map(|folder| [folder.join(name), folder.join("deps").join(name)]);
     let found = candidates.into_iter().find(|path| path.exists());
     found.unwrap_or_else(|| panic!("no {name} near {}: build the package fake-nvml", executable.display()))
 }
 
-/// The test's end of the control socket.
+/// The client of a control socket.
 #[derive(Clone, Debug)]
 pub struct Control {
     socket: PathBuf,
 }
 
 impl Control {
-    /// A control of another process, over the socket that its `FAKE_NVML_CONTROL` names.
+    /// Makes a client of the processes whose `FAKE_NVML_CONTROL` names this socket.
     pub fn new(socket: impl Into<PathBuf>) -> Self {
         Self { socket: socket.into() }
     }
 
-    /// The socket's path.
+    /// The path of the control socket.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// Sends one command to every process that listens and waits until it is done. A command that is kept (see the
-    /// crate's page) is also written down for the next process, even if no process listens now.
+    /// Sends a command to every process that listens, and waits for all answers. If the journal keeps the command (see the
+    /// docs of the crate), the next process starts with it, even if no process listens now.
     ///
     /// # Errors
     ///
-    /// Every process refused the command, or no process listens and the command cannot wait.
+    /// Every process refused the command, or no process listens and the journal does not keep the command.
     pub fn send(&self, line: &str) -> io::Result<()> {
         let command: Command = line.parse().map_err(io::Error::other)?;
         let journal = command::journal(&self.socket);
@@ -55,7 +55,7 @@ impl Control {
                 Ok(answer) if answer == "ok" => done = true,
                 Ok(answer) if answer.is_empty() => done |= matches!(command, Command::CrashNow),
                 Ok(answer) => refused = Some(io::Error::other(format!("'{line}': {answer}"))),
-                // The process has ended meanwhile.
+                // The process has ended in the meantime.
                 Err(_) => {}
             }
         }
@@ -63,11 +63,11 @@ impl Control {
             Some(refused) if !done => Err(refused),
             _ if command.is_kept() => writeln!(journal, "{line}"),
             _ if done => Ok(()),
-            _ => Err(io::Error::new(io::ErrorKind::ConnectionRefused, format!("'{line}': nobody listens"))),
+            _ => Err(io::Error::new(io::ErrorKind::ConnectionRefused, format!("'{line}': no process listens"))),
         }
     }
 
-    /// Returns true if any process listens.
+    /// Returns true if a process has loaded the library.
     pub fn is_heard(&self) -> bool {
         !self.listeners().is_empty()
     }
@@ -84,7 +84,7 @@ impl Control {
     }
 }
 
-/// Returns the answer to one command; empty if the command ends the process.
+/// Sends a command to one process and returns the answer, which is empty if the process ends instead.
 fn ask(mut stream: UnixStream, line: &str) -> io::Result<String> {
     writeln!(stream, "{line}")?;
     let mut answer = String::new();

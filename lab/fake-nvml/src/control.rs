@@ -1,4 +1,4 @@
-//! The control socket's server: a thread inside the process that loaded the library.
+//! The server of the control socket, and the journal: a thread inside the process that loaded the library.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Seek, SeekFrom, Write};
@@ -7,19 +7,19 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread;
 
-use crate::command::{self, Act, Command, Selector};
+use crate::command::{self, Action, Command, Selector};
 use crate::state::{self, FAKE};
 
-/// The journal; set when there is a control socket.
+/// The path of the journal, if there is a control socket.
 static JOURNAL: OnceLock<PathBuf> = OnceLock::new();
 
-/// Binds the socket, replays the commands kept for this machine, and serves in a thread of its own.
+/// Binds the socket, replays the journal, and serves commands in a thread of its own.
 ///
-/// This thread locks the journal before it binds the socket and until it has read the journal; a client locks the
-/// journal while it sends. So a command is either answered here or found in the journal, and is never lost.
+/// The journal stays locked from before the socket is bound until the journal is read, and a client locks the journal
+/// while it sends a command. No command is lost therefore: this process either receives it or finds it in the journal.
 pub fn start(socket: &Path) -> io::Result<()> {
     let journal = command::journal(socket);
-    // A process has one socket.
+    // A process starts only one server.
     let _ = JOURNAL.set(journal.clone());
     let file = OpenOptions::new().create(true).append(true).read(true).open(&journal)?;
     file.lock()?;
@@ -29,13 +29,13 @@ pub fn start(socket: &Path) -> io::Result<()> {
         _ => {}
     }
     let listener = UnixListener::bind(socket)?;
-    for line in lasting(&file)?.0 {
+    for line in effective(&file)?.0 {
         match line.parse() {
             Ok(command) => state::apply(&command).unwrap_or_else(|error| eprintln!("fake-nvml: {line}: {error}")),
             Err(error) => eprintln!("fake-nvml: {error}"),
         }
     }
-    state::lock().runs = true;
+    state::lock().is_started = true;
     file.unlock()?;
     thread::Builder::new().name("fake-nvml".into()).spawn(move || {
         for stream in listener.incoming().flatten() {
@@ -45,30 +45,30 @@ pub fn start(socket: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The whole lines of a journal that still count, and the length in bytes of all of them: each order about MIG writes a
-/// whole layout, which replaces the one before. Only one is in memory, since thousands are 25 MB and an agent's memory is
-/// bounded.
-fn lasting(journal: &File) -> io::Result<(Vec<String>, u64)> {
+/// The complete lines of a journal that still have an effect, and the length of all complete lines in bytes. A MIG
+/// layout replaces the earlier layouts of its GPU. These are dropped while the journal is read, because thousands of
+/// them take 25 MB, and the memory of an agent is bounded.
+fn effective(journal: &File) -> io::Result<(Vec<String>, u64)> {
     let gpu = |line: &str| line.strip_prefix("mig ").and_then(|rest| Some(rest.split_once(' ')?.0.to_owned()));
-    let (mut journal, mut kept, mut length) = (BufReader::new(journal), Vec::<String>::new(), 0);
+    let (mut journal, mut lines, mut length) = (BufReader::new(journal), Vec::<String>::new(), 0);
     loop {
         let mut line = String::new();
         let bytes = journal.read_line(&mut line)?;
-        // A line that is being written is read with the next ones.
+        // An incomplete line is read later, when its writer has finished.
         if !line.ends_with('\n') {
-            return Ok((kept, length));
+            return Ok((lines, length));
         }
         length += bytes as u64;
         if let Some(replaced) = gpu(&line) {
-            kept.retain(|before| gpu(before).as_ref() != Some(&replaced));
+            lines.retain(|earlier| gpu(earlier).as_ref() != Some(&replaced));
         }
-        kept.push(line);
+        lines.push(line);
     }
 }
 
-/// The MIG layouts that the journal has got since they were read last: one driver serves all processes.
-pub fn layouts() -> Vec<(Selector, Act)> {
-    /// The part of the journal that was read, in bytes.
+/// The MIG layouts that other processes have added to the journal since the last call.
+pub fn layouts() -> Vec<(Selector, Action)> {
+    /// The length of the part that was read before, in bytes.
     static READ: Mutex<u64> = Mutex::new(0);
     let Some(journal) = JOURNAL.get() else { return Vec::new() };
     let mut read = READ.lock().unwrap_or_else(PoisonError::into_inner);
@@ -77,7 +77,7 @@ pub fn layouts() -> Vec<(Selector, Act)> {
     }
     let more = File::open(journal).and_then(|mut file| {
         file.seek(SeekFrom::Start(*read))?;
-        lasting(&file)
+        effective(&file)
     });
     let (lines, length) = more.unwrap_or_default();
     *read += length;
@@ -89,7 +89,7 @@ pub fn layouts() -> Vec<(Selector, Act)> {
     layouts.collect()
 }
 
-/// Writes a command to the journal, for the next process. Without a control socket there is no journal.
+/// Appends a command to the journal, if there is a control socket.
 pub fn keep(line: &str) -> io::Result<()> {
     let Some(journal) = JOURNAL.get() else { return Ok(()) };
     let mut file = OpenOptions::new().create(true).append(true).open(journal)?;

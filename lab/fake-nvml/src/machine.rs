@@ -1,4 +1,4 @@
-//! The part of the machine file that NVML can see; other keys are ignored.
+//! The parts of a machine file that NVML reports. Other keys are ignored.
 
 use std::collections::BTreeMap;
 
@@ -38,12 +38,12 @@ pub struct Gpu {
     pub fabric: Option<Fabric>,
     #[serde(default)]
     pub common_ancestors: BTreeMap<u32, Level>,
-    /// The driver's refusals of P2P with other GPUs.
+    /// The reasons why the driver refuses P2P with other GPUs, by their index.
     #[serde(default)]
     pub p2p_refused: BTreeMap<u32, P2pRefusal>,
 }
 
-/// NVML's reasons with their numbers, `nvmlGpuP2PStatus_t`.
+/// NVML's reasons for refusing P2P, with the numbers of `nvmlGpuP2PStatus_t`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum P2pRefusal {
@@ -88,13 +88,13 @@ pub struct Fabric {
     pub clique: u32,
 }
 
-/// The MIG layout of one GPU; the command `mig` takes the same.
+/// The MIG layout of a GPU, in machine files and in the command `mig`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mig {
     pub enabled: bool,
     #[serde(default)]
     pub devices: Vec<MigDevice>,
-    /// The profiles. If the list is empty: each profile that NVML knows, with sizes of zero and without a placement.
+    /// The profiles. An empty list stands for every profile that NVML knows, each with sizes of zero and no placement.
     #[serde(default)]
     pub profiles: Vec<MigProfile>,
     /// GPU instances without a compute instance.
@@ -137,14 +137,14 @@ pub struct MigDevice {
     pub engines: Option<Engines>,
 }
 
-/// Memory slices of the GPU.
+/// The memory slices of the GPU that an instance takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Placement {
     pub start: u32,
     pub size: u32,
 }
 
-/// The engines of a MIG device; by default 14 multiprocessors and a copy engine for each slice.
+/// The engines of a MIG device. The default is 14 multiprocessors and a copy engine for each slice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Engines {
     pub multiprocessors: u32,
@@ -167,7 +167,7 @@ impl Mig {
     }
 }
 
-/// NVML's levels with their numbers.
+/// NVML's topology levels, with the numbers of `nvmlGpuTopologyLevel_t`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Level {
@@ -201,7 +201,7 @@ pub struct Device {
     pub devices: Vec<Device>,
 }
 
-/// `domain:bus:device.function`.
+/// A PCI address, `domain:bus:device.function`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub struct Pci {
@@ -242,7 +242,7 @@ impl Machine {
         self.gpus.iter().position(|gpu| Some(gpu.index) == index || gpu.uuid == name)
     }
 
-    /// The ends of a GPU's NVLinks: its own, and those of other GPUs that lead to it, each by position and number.
+    /// The NVLinks of a GPU, and those of other GPUs that lead to it, each by the GPU's position and the link's number.
     pub fn links_of(&self, gpu: usize) -> Vec<(usize, u32)> {
         let to = self.gpus.get(gpu).map(|gpu| Remote::Gpu(gpu.pci));
         let ends = self.gpus.iter().enumerate().flat_map(|(at, gpu)| {
@@ -251,8 +251,8 @@ impl Machine {
         ends.filter(|(at, _, remote)| *at == gpu || Some(*remote) == to).map(|(at, link, _)| (at, link)).collect()
     }
 
-    /// NVML's common ancestor of two GPUs by position: the file's entry for the pair, or else the level in the host's
-    /// tree; `None` if one of them is not in the tree.
+    /// The common ancestor of two GPUs, by position: the file's entry for the pair, or else the level in the host's tree.
+    /// `None` if a GPU is not in the tree.
     pub fn common_ancestor(&self, a: usize, b: usize) -> Option<Level> {
         let (a, b) = (self.gpus.get(a)?, self.gpus.get(b)?);
         if let Some(level) = a.common_ancestors.get(&b.index).or_else(|| b.common_ancestors.get(&a.index)) {
@@ -293,7 +293,7 @@ struct Path<'a> {
 }
 
 impl Device {
-    /// Returns true for a switch, which is counted once: by its upstream port, or as a whole.
+    /// Returns true for a switch as a whole or for its upstream port, so that each switch counts once.
     fn is_switch(&self) -> bool {
         matches!(self.kind.as_str(), "upstream-port" | "switch")
     }

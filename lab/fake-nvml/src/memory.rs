@@ -1,64 +1,61 @@
-//! The memory faults of a library: it leaks, or it starts a language's runtime.
+//! Faults of memory: the library leaks, or starts the runtime of a language.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, Once, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// The time from one step of a leak to the next.
-const STEP: Duration = Duration::from_millis(10);
-/// The number of steps in a second.
-const STEPS: usize = 100;
-/// The most bytes that leak: the machine survives even if the process has no memory limit.
+/// The interval between two steps of a leak, and the number of steps in a second.
+const STEP_INTERVAL: Duration = Duration::from_millis(10);
+const STEPS_PER_SECOND: usize = 100;
+/// The most bytes that leak, so that the machine survives if the process has no memory limit.
 const MAX_BYTES: usize = 512 << 20;
 
-/// The bytes that a runtime maps, as Go's does for its heap, and those that it uses.
-const MAPPED: usize = 1 << 30;
-const USED: usize = 8 << 20;
-/// The number of its threads, and the stack of each: glibc's default, all of it mapped.
+/// The bytes that a runtime maps for its heap, as Go does, and the bytes that it uses.
+const MAPPED_BYTES: usize = 1 << 30;
+const USED_BYTES: usize = 8 << 20;
+/// The number of its threads, and the stack of each, which is glibc's default.
 const THREADS: usize = 16;
-const STACK: usize = 8 << 20;
+const STACK_BYTES: usize = 8 << 20;
 
-/// The rate of the leak in MiB a second.
-static RATE: AtomicUsize = AtomicUsize::new(0);
-static LEAKS: Once = Once::new();
-static KEPT: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
+static MIB_PER_SECOND: AtomicUsize = AtomicUsize::new(0);
+static LEAK: Once = Once::new();
+static LEAKED: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
 
 fn keep(memory: Vec<u8>) {
-    KEPT.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
+    LEAKED.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
 }
 
-/// Makes this number of MiB leak each second from now on, in small steps, regardless of calls. Leaked memory is never
-/// freed.
+/// Leaks this number of MiB each second from now on, in small steps, regardless of calls.
 pub fn leak(mib: usize) {
-    RATE.store(mib, Ordering::Relaxed);
-    LEAKS.call_once(|| drop(thread::spawn(leak_on)));
+    MIB_PER_SECOND.store(mib, Ordering::Relaxed);
+    LEAK.call_once(|| drop(thread::spawn(leak_steadily)));
 }
 
-fn leak_on() {
+fn leak_steadily() {
     let mut leaked = 0;
     loop {
-        thread::park_timeout(STEP);
-        let bytes = (RATE.load(Ordering::Relaxed) << 20) / STEPS;
+        thread::park_timeout(STEP_INTERVAL);
+        let bytes = (MIB_PER_SECOND.load(Ordering::Relaxed) << 20) / STEPS_PER_SECOND;
         if bytes > 0 && leaked < MAX_BYTES {
             leaked += bytes;
-            // The bytes are written to, so that they take memory and not only address space.
+            // Written bytes take memory; unwritten ones would only take address space.
             keep(vec![1; bytes]);
         }
     }
 }
 
-/// Starts a runtime. If it gets no memory or no thread, it aborts the process, as a Go library does.
+/// Starts a runtime. Aborts the process if memory or a thread is refused, as a Go library does.
 pub fn start_runtime() {
     let mut heap = Vec::new();
-    if heap.try_reserve_exact(MAPPED).is_err() {
+    if heap.try_reserve_exact(MAPPED_BYTES).is_err() {
         eprintln!("fatal error: runtime: cannot allocate memory");
         std::process::abort();
     }
-    heap.resize(USED, 1);
+    heap.resize(USED_BYTES, 1);
     keep(heap);
     for _ in 0..THREADS {
-        let started = thread::Builder::new().stack_size(STACK).spawn(|| {
+        let started = thread::Builder::new().stack_size(STACK_BYTES).spawn(|| {
             loop {
                 thread::park();
             }

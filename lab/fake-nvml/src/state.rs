@@ -1,4 +1,4 @@
-//! The one simulated driver of this process: its machine, its faults, its event sets.
+//! The simulated driver of this process: the machine, the faults, the event sets.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -7,12 +7,12 @@ use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use nvml_wrapper_sys::bindings::*;
 
-use crate::command::{Act, Command, Fault, Selector};
+use crate::command::{Action, Command, Fault, Selector};
 use crate::control;
 use crate::machine::Machine;
 use crate::memory;
 
-/// A call's outcome: a value, or NVML's return code.
+/// The outcome of a call: a value, or NVML's return code.
 pub type Answer<T = ()> = Result<T, nvmlReturn_t>;
 
 pub static FAKE: LazyLock<Fake> = LazyLock::new(Fake::default);
@@ -20,34 +20,33 @@ pub static FAKE: LazyLock<Fake> = LazyLock::new(Fake::default);
 #[derive(Default)]
 pub struct Fake {
     state: Mutex<State>,
-    /// Notified at each change: an event came, a rule came or went.
+    /// Notified after each command, because it may post an event or release a blocked call.
     pub changed: Condvar,
-    /// Notified when a function was called or is blocked. It is separate from `changed`, on which calls themselves
-    /// wait.
+    /// Notified when a function is called or blocked. It is separate from `changed`, on which blocked calls wait.
     called: Condvar,
 }
 
 #[derive(Default)]
 pub struct State {
     pub machine: Machine,
-    /// The number of nvmlInit calls that are not yet undone.
+    /// The number of nvmlInit calls without their nvmlShutdown.
     pub inits: u32,
     loaded: bool,
     lost: BTreeSet<usize>,
-    /// GPUs that fell off the bus while this process ran.
+    /// The GPUs that fell off the bus while this process ran.
     fallen: BTreeSet<usize>,
-    /// GPUs that had fallen off the bus before this process began.
+    /// The GPUs that fell off the bus before this process started.
     unknown: BTreeSet<usize>,
-    /// Set once the journal was read.
-    pub runs: bool,
+    /// Set once the journal is read: later commands come from a running test.
+    pub is_started: bool,
     loss_ends_waits: bool,
     rules: Vec<Rule>,
     /// The number of calls of each function.
     calls: BTreeMap<String, u64>,
-    /// The functions whose calls are blocked now, one entry a call.
+    /// The function of each blocked call.
     blocked: Vec<String>,
     pub recovery: BTreeMap<usize, u32>,
-    /// The row remapping, by GPU: pending and failed.
+    /// The row remapping, by GPU: true if pending, true if failed.
     pub rows: BTreeMap<usize, (bool, bool)>,
     pub uncorrectable: BTreeMap<usize, u64>,
     /// The links whose state differs from the machine file.
@@ -58,14 +57,14 @@ pub struct State {
     pub fabrics: BTreeMap<usize, (u32, u32, u32)>,
     pub driver: Option<String>,
     absent: BTreeSet<usize>,
-    /// Set while a call holds the library's lock.
+    /// Set while `hold` blocks a call, and with it every other call.
     held: bool,
     pub sets: BTreeMap<usize, EventSet>,
     pub sets_made: usize,
 }
 
 struct Rule {
-    /// The GPU; `None` stands for every GPU, and for calls that are about none.
+    /// The GPU; `None` for calls about any GPU, and for calls that concern no GPU.
     gpu: Option<usize>,
     function: String,
     fault: Fault,
@@ -87,23 +86,23 @@ pub struct Event {
     pub compute_instance: Option<u32>,
 }
 
-/// The handle of the GPU at a position; never dereferenced.
+/// The handle of the GPU at a position. Nobody dereferences it.
 pub fn handle(position: usize) -> nvmlDevice_t {
     std::ptr::without_provenance_mut(0x1000 + position)
 }
 
-/// The handle of a MIG device by its GPU's position and its index there, or of a GPU instance by its id.
+/// The handle of a MIG device, by the position of the GPU and the device's index, or of a GPU instance, by its id.
 pub fn mig_handle(position: usize, number: u32) -> nvmlDevice_t {
     std::ptr::without_provenance_mut(0x10_0000 + position * 0x100 + number as usize)
 }
 
-/// The position and the number in such a handle; `None` for a GPU's handle.
+/// The position and the number in a handle of [`mig_handle`]; `None` for the handle of a GPU.
 pub fn mig_position(handle: nvmlDevice_t) -> Option<(usize, u32)> {
     let number = handle.addr().checked_sub(0x10_0000)?;
     Some((number / 0x100, u32::try_from(number % 0x100).ok()?))
 }
 
-/// Begins a call about a MIG device by its handle. The call also fails, hangs or is lost with its GPU.
+/// Begins a call about a MIG device. The faults of the GPU apply to it too.
 pub fn enter_mig(function: &str, device: nvmlDevice_t) -> Answer<(MutexGuard<'static, State>, usize, u32)> {
     let (gpu, index) = mig_position(device).ok_or(nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT)?;
     let state = enter_with(function, |_| Ok(vec![gpu]))?;
@@ -123,37 +122,37 @@ pub fn lock() -> MutexGuard<'static, State> {
     FAKE.state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Begins a call that is about no GPU.
+/// Begins a call that concerns no GPU.
 pub fn enter(function: &str) -> Answer<MutexGuard<'static, State>> {
     enter_with(function, |_| Ok(Vec::new()))
 }
 
-/// Begins a call about a GPU by its handle.
+/// Begins a call about a GPU.
 pub fn enter_gpu(function: &str, device: nvmlDevice_t) -> Answer<(MutexGuard<'static, State>, usize)> {
     let gpu = position(device)?;
     let state = enter_with(function, |_| Ok(vec![gpu]))?;
     Ok((state, gpu))
 }
 
-/// The position in a handle.
+/// The position in the handle of a GPU.
 pub fn position(device: nvmlDevice_t) -> Answer<usize> {
     device.addr().checked_sub(0x1000).ok_or(nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT)
 }
 
-/// Begins a call about the GPUs that `which` finds: refuses, blocks or aborts if a rule says so.
+/// Begins a call about the GPUs that `which` finds. Answers an error, blocks or aborts if a fault applies.
 pub fn enter_with(function: &str, which: impl Fn(&State) -> Answer<Vec<usize>>) -> Answer<MutexGuard<'static, State>> {
     let mut state = lock();
     for (which, layout) in control::layouts() {
-        // What is wrong with one was said when it came.
+        // The process that received the command has reported its errors.
         for gpu in state.each(&which).unwrap_or_default() {
-            let _ = state.act(gpu, &layout);
+            let _ = state.carry_out(gpu, &layout);
         }
     }
     *state.calls.entry(function.to_owned()).or_default() += 1;
     FAKE.called.notify_all();
-    let mut holds = false;
+    let mut is_holder = false;
     loop {
-        while state.held && !holds {
+        while state.held && !is_holder {
             state = FAKE.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         if state.inits == 0 {
@@ -170,9 +169,9 @@ pub fn enter_with(function: &str, which: impl Fn(&State) -> Answer<Vec<usize>>) 
             return Err(nvmlReturn_enum_NVML_ERROR_UNKNOWN);
         }
         let fault = state.fault(function, &gpus);
-        if fault == Some(Fault::Hold) || holds {
-            holds = fault == Some(Fault::Hold);
-            state.held = holds;
+        if fault == Some(Fault::Hold) || is_holder {
+            is_holder = fault == Some(Fault::Hold);
+            state.held = is_holder;
             FAKE.changed.notify_all();
         }
         match fault {
@@ -191,13 +190,13 @@ pub fn enter_with(function: &str, which: impl Fn(&State) -> Answer<Vec<usize>>) 
 }
 
 impl State {
-    /// The fault of a function for these GPUs.
+    /// The fault that applies to a call about these GPUs.
     fn fault(&self, function: &str, gpus: &[usize]) -> Option<Fault> {
         let applies = |rule: &&Rule| rule.gpu.is_none_or(|gpu| gpus.contains(&gpu)) && rule.function == function;
         self.rules.iter().rev().find(applies).map(|rule| rule.fault)
     }
 
-    /// Returns true if a wait on a set fails because one of its GPUs is lost.
+    /// Returns true if a wait for events of a set fails because one of its GPUs is lost.
     pub fn loss_ends(&self, set: &EventSet) -> bool {
         self.loss_ends_waits && set.registered.keys().any(|gpu| self.is_lost(*gpu))
     }
@@ -217,7 +216,7 @@ impl State {
         self.machine.position(&selector.0).ok_or_else(|| format!("there is no GPU '{}'", selector.0))
     }
 
-    /// Resolves a selector; `*` is `None`.
+    /// The position that a selector names; `None` for `*`.
     fn resolve_or_all(&self, selector: &Selector) -> Result<Option<usize>, String> {
         if selector.0 == "*" { Ok(None) } else { self.resolve(selector).map(Some) }
     }
@@ -227,44 +226,44 @@ impl State {
         Ok(self.resolve_or_all(selector)?.map_or_else(all, |gpu| vec![gpu]))
     }
 
-    fn act(&mut self, gpu: usize, act: &Act) -> Result<(), String> {
-        match act {
-            Act::Xid(data, [gpu_instance, compute_instance], events) => {
+    fn carry_out(&mut self, gpu: usize, action: &Action) -> Result<(), String> {
+        match action {
+            Action::Xid(data, [gpu_instance, compute_instance], events) => {
                 let (gpu_instance, compute_instance) = (*gpu_instance, *compute_instance);
                 let kind = nvmlEventTypeXidCriticalError.into();
                 for _ in 0..*events {
                     self.post(Event { gpu, kind, data: *data, gpu_instance, compute_instance })?;
                 }
             }
-            Act::Ecc => {
+            Action::Ecc => {
                 let kind = nvmlEventTypeDoubleBitEccError.into();
                 self.post(Event { gpu, kind, data: 0, gpu_instance: None, compute_instance: None })?;
             }
-            Act::Lost(true) => drop(self.lost.insert(gpu)),
-            Act::Lost(false) => drop(self.lost.remove(&gpu)),
-            Act::Fallen if self.runs => drop(self.fallen.insert(gpu)),
-            Act::Fallen => drop(self.unknown.insert(gpu)),
-            Act::Reset(true) if self.runs => return Err("a process uses the GPU".to_owned()),
-            Act::Reset(_) if self.runs => {}
-            Act::Reset(_) => {
+            Action::Lost(true) => drop(self.lost.insert(gpu)),
+            Action::Lost(false) => drop(self.lost.remove(&gpu)),
+            Action::Fallen if self.is_started => drop(self.fallen.insert(gpu)),
+            Action::Fallen => drop(self.unknown.insert(gpu)),
+            Action::Reset(true) if self.is_started => return Err("a process uses the GPU".to_owned()),
+            Action::Reset(_) if self.is_started => {}
+            Action::Reset(_) => {
                 self.unknown.remove(&gpu);
                 self.uncorrectable.remove(&gpu);
                 self.rows.remove(&gpu);
-                self.recovery.entry(gpu).and_modify(|action| *action = 0);
+                self.recovery.entry(gpu).and_modify(|recovery| *recovery = 0);
             }
-            Act::Present(true) => drop(self.absent.remove(&gpu)),
-            Act::Present(false) => drop(self.absent.insert(gpu)),
-            Act::Recovery(action) => drop(self.recovery.insert(gpu, *action)),
-            Act::Mig(mig) => self.machine.gpus[gpu].mig = Some(mig.clone()),
-            Act::Rows(pending, failed) => drop(self.rows.insert(gpu, (*pending, *failed))),
-            Act::Uncorrectable(errors) => drop(self.uncorrectable.insert(gpu, *errors)),
-            Act::Link(link, state) => drop(self.links.insert((gpu, *link), *state)),
-            Act::Links(state) => {
+            Action::Present(true) => drop(self.absent.remove(&gpu)),
+            Action::Present(false) => drop(self.absent.insert(gpu)),
+            Action::Recovery(recovery) => drop(self.recovery.insert(gpu, *recovery)),
+            Action::Mig(mig) => self.machine.gpus[gpu].mig = Some(mig.clone()),
+            Action::Rows(pending, failed) => drop(self.rows.insert(gpu, (*pending, *failed))),
+            Action::Uncorrectable(errors) => drop(self.uncorrectable.insert(gpu, *errors)),
+            Action::Link(link, state) => drop(self.links.insert((gpu, *link), *state)),
+            Action::Links(state) => {
                 for link in self.machine.links_of(gpu) {
                     self.links.insert(link, *state);
                 }
             }
-            Act::Fabric(joining, status, mask) => drop(self.fabrics.insert(gpu, (*joining, *status, *mask))),
+            Action::Fabric(state, status, mask) => drop(self.fabrics.insert(gpu, (*state, *status, *mask))),
         }
         Ok(())
     }
@@ -277,7 +276,7 @@ impl State {
                 listeners += 1;
             }
         }
-        if listeners == 0 { Err("no event set is registered for it".to_owned()) } else { Ok(()) }
+        if listeners == 0 { Err("no event set has registered this event".to_owned()) } else { Ok(()) }
     }
 }
 
@@ -286,9 +285,9 @@ pub fn apply(command: &Command) -> Result<(), String> {
     let mut guard = lock();
     let state = &mut *guard;
     match command {
-        Command::Gpu(which, act) => {
+        Command::Gpu(which, action) => {
             for gpu in state.each(which)? {
-                state.act(gpu, act)?;
+                state.carry_out(gpu, action)?;
             }
         }
         Command::Fault(which, function, fault) => {
@@ -298,7 +297,7 @@ pub fn apply(command: &Command) -> Result<(), String> {
                 None => state.rules.retain(|rule| rule.gpu != gpu || rule.function != *function),
             }
         }
-        Command::LinkFields(there) => state.without_link_fields = !there,
+        Command::LinkFields(exist) => state.without_link_fields = !exist,
         Command::Leak(mib) => memory::leak(*mib),
         Command::Runtime => memory::start_runtime(),
         Command::LossEndsWaits => state.loss_ends_waits = true,
@@ -306,8 +305,8 @@ pub fn apply(command: &Command) -> Result<(), String> {
         Command::Driver(version) => state.driver = Some(version.clone()),
         Command::Calls(function, more) => {
             let calls = |state: &State| state.calls.get(function).copied().unwrap_or(0);
-            let enough = calls(state) + more;
-            let waited = FAKE.called.wait_while(guard, |state| calls(state) < enough);
+            let wanted = calls(state) + more;
+            let waited = FAKE.called.wait_while(guard, |state| calls(state) < wanted);
             drop(waited.unwrap_or_else(PoisonError::into_inner));
         }
         Command::Blocked(function) => {
@@ -318,14 +317,14 @@ pub fn apply(command: &Command) -> Result<(), String> {
     Ok(())
 }
 
-/// nvmlInit: the first call reads the environment, the machine file and the journal.
+/// Answers nvmlInit. The first call reads the environment, the machine file and the journal.
 pub fn init() -> Answer {
-    #[expect(clippy::disallowed_methods, reason = "a library that is dlopened has no argv")]
+    #[expect(clippy::disallowed_methods, reason = "a library that is loaded by dlopen has no arguments")]
     let environment = |name| std::env::var(name).ok().filter(|value: &String| !value.is_empty());
     let mut state = lock();
     if !state.loaded {
         let loaded = environment("FAKE_NVML_MACHINE")
-            .ok_or_else(|| "FAKE_NVML_MACHINE names no machine file".to_owned())
+            .ok_or_else(|| "FAKE_NVML_MACHINE is not set".to_owned())
             .and_then(|path| std::fs::read_to_string(&path).map_err(|error| format!("{path}: {error}")))
             .and_then(|text| Machine::parse(&text));
         state.machine = loaded.map_err(|error| {

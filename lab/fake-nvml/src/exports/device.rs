@@ -1,4 +1,4 @@
-//! A GPU's answers about itself and about its place in the machine.
+//! The facts of a GPU, and its place in the topology of the machine.
 
 use std::ffi::{c_char, c_int, c_uint, c_ulong, c_ulonglong};
 use std::mem::size_of;
@@ -14,17 +14,17 @@ fn gpu(machine: &Machine, position: usize) -> Answer<&Gpu> {
     machine.gpus.get(position).ok_or(INVALID)
 }
 
-fn bytes(gpu: &Gpu) -> Option<u64> {
+fn memory_bytes(gpu: &Gpu) -> Option<u64> {
     gpu.memory_mib.map(|mib| mib << 20)
 }
 
-fn generation(gpu: &Gpu) -> Option<c_uint> {
+fn pcie_generation(gpu: &Gpu) -> Option<c_uint> {
     let rates = [2500, 5000, 8000, 16000, 32000, 64000];
     let link = gpu.pcie?;
     rates.iter().position(|rate| *rate == link.mts).map(|at| at as c_uint + 1)
 }
 
-/// A brand's number; 99 is newer than every list.
+/// NVML's number of a brand; 99 stands for a brand that no list knows yet.
 fn brand(brand: &str) -> nvmlBrandType_t {
     match brand {
         "Tesla" => nvmlBrandType_enum_NVML_BRAND_TESLA,
@@ -34,7 +34,7 @@ fn brand(brand: &str) -> nvmlBrandType_t {
     }
 }
 
-/// An architecture's number; 99 is newer than every list.
+/// NVML's number of an architecture; 99 stands for an architecture that no list knows yet.
 fn architecture(architecture: &str) -> nvmlDeviceArchitecture_t {
     match architecture {
         "Volta" => NVML_DEVICE_ARCH_VOLTA,
@@ -52,9 +52,10 @@ facts! {
         |gpu| gpu.c2c.map(|c2c| nvmlC2cModeInfo_v1_t { isC2cEnabled: c2c.into() });
     nvmlDeviceGetBrand(nvmlBrandType_t) = |gpu| gpu.brand.as_deref().map(brand);
     nvmlDeviceGetArchitecture(nvmlDeviceArchitecture_t) = |gpu| gpu.architecture.as_deref().map(architecture);
-    nvmlDeviceGetMemoryInfo(nvmlMemory_t) = |gpu| bytes(gpu).map(|total| nvmlMemory_t { total, free: total, used: 0 });
-    nvmlDeviceGetMaxPcieLinkGeneration(c_uint) = |gpu| generation(gpu);
-    nvmlDeviceGetGpuMaxPcieLinkGeneration(c_uint) = |gpu| generation(gpu);
+    nvmlDeviceGetMemoryInfo(nvmlMemory_t) =
+        |gpu| memory_bytes(gpu).map(|total| nvmlMemory_t { total, free: total, used: 0 });
+    nvmlDeviceGetMaxPcieLinkGeneration(c_uint) = |gpu| pcie_generation(gpu);
+    nvmlDeviceGetGpuMaxPcieLinkGeneration(c_uint) = |gpu| pcie_generation(gpu);
     nvmlDeviceGetCurrPcieLinkWidth(c_uint) = |gpu| gpu.pcie.map(|link| link.width);
     nvmlDeviceGetMaxPcieLinkWidth(c_uint) = |gpu| gpu.pcie.map(|link| link.width);
 }
@@ -107,7 +108,7 @@ exports! {
 
     fn nvmlDeviceGetMemoryInfo_v2(device: nvmlDevice_t, memory: *mut nvmlMemory_v2_t) {
         let (state, at) = enter_gpu("nvmlDeviceGetMemoryInfo_v2", device)?;
-        let total = bytes(gpu(&state.machine, at)?).ok_or(UNSUPPORTED)?;
+        let total = memory_bytes(gpu(&state.machine, at)?).ok_or(UNSUPPORTED)?;
         let version = version(memory, &[(size_of::<nvmlMemory_v2_t>(), 2)])?;
         put(memory, nvmlMemory_v2_t { version, total, reserved: 0, free: total, used: 0 })
     }
@@ -155,9 +156,9 @@ exports! {
         let state = enter_with("nvmlDeviceGetP2PStatus", |_| Ok(vec![a, b]))?;
         let (one, two) = (gpu(&state.machine, a)?, gpu(&state.machine, b)?);
         let refusal = one.p2p_refused.get(&two.index).or_else(|| two.p2p_refused.get(&one.index));
-        // A driver may refuse the one and allow the other.
-        let asked = capability == nvmlGpuP2PCapsIndex_enum_NVML_P2P_CAPS_INDEX_WRITE;
-        put(status, refusal.filter(|_| asked).map_or(0, |refusal| *refusal as nvmlGpuP2PStatus_t))
+        // Only writes are refused, because a driver may refuse one capability and allow another.
+        let is_write = capability == nvmlGpuP2PCapsIndex_enum_NVML_P2P_CAPS_INDEX_WRITE;
+        put(status, refusal.filter(|_| is_write).map_or(0, |refusal| *refusal as nvmlGpuP2PStatus_t))
     }
 
     fn nvmlDeviceGetTemperature(device: nvmlDevice_t, _sensor: nvmlTemperatureSensors_t, celsius: *mut c_uint) {
@@ -211,9 +212,9 @@ exports! {
         if values.is_null() {
             return Err(INVALID);
         }
-        for at_value in 0..count {
+        for index in 0..count {
             // SAFETY: not null, and the caller promises `count` structures.
-            let value = unsafe { &mut *values.add(at_value) };
+            let value = unsafe { &mut *values.add(index) };
             let answer = match value.fieldId {
                 field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION => state.recovery.get(&at).copied().ok_or(UNSUPPORTED),
                 field_id::NVML_FI_DEV_NVLINK_GET_STATE => link_state(&state, at, value.scopeId),

@@ -1,4 +1,4 @@
-//! Event sets. A wait wakes at once when an event, a fault or a loss comes.
+//! Event sets. A wait ends as soon as an event is posted, a fault applies, or a GPU is lost.
 
 use std::ffi::{c_uint, c_ulonglong};
 use std::sync::PoisonError;
@@ -10,7 +10,7 @@ use super::{INVALID, UNSUPPORTED, exports, put};
 use crate::state::{self, Event, EventSet, FAKE, enter, enter_gpu};
 
 const SUPPORTED: u64 = (nvmlEventTypeXidCriticalError | nvmlEventTypeDoubleBitEccError) as u64;
-/// NVML's number for "no instance" in an event.
+/// NVML's number for an event that concerns no instance.
 const NO_INSTANCE: c_uint = 0xffff_ffff;
 
 fn data(event: Event) -> nvmlEventData_t {
@@ -39,7 +39,7 @@ exports! {
 
     fn nvmlDeviceRegisterEvents(device: nvmlDevice_t, types: c_ulonglong, set: nvmlEventSet_t) {
         let (mut state, at) = enter_gpu("nvmlDeviceRegisterEvents", device).inspect_err(|code| {
-            // NVML's reference says that the set is undefined after this error: it cannot be used any more.
+            // By NVML's reference, the set is undefined after this error, so that it cannot be used any more.
             if *code == nvmlReturn_enum_NVML_ERROR_UNKNOWN {
                 state::lock().sets.remove(&set.addr());
             }

@@ -1,9 +1,7 @@
-//! MIG: the mode, the MIG devices, their instances and profiles; instances made and destroyed.
+//! MIG: the mode, the MIG devices, their instances and profiles, and the creation and destruction of instances.
 //!
-//! Every layout that changes is written to the journal of the control socket, because a driver keeps its instances
-//! while processes come and go.
-//!
-//! A MIG device's handle and a GPU instance's stand for the GPU's position and a number on it.
+//! Every changed layout is written to the journal of the control socket, because a driver keeps its instances while
+//! processes come and go. The handle of a MIG device or a GPU instance encodes the position of the GPU and a number.
 
 use std::collections::BTreeMap;
 use std::ffi::c_uint;
@@ -18,15 +16,15 @@ use crate::machine::{BareInstance, Engines, Mig, MigDevice, MigProfile, Placemen
 use crate::state::{self, Answer, State, enter_gpu, enter_mig};
 
 const NOT_FOUND: nvmlReturn_t = nvmlReturn_enum_NVML_ERROR_NOT_FOUND;
-/// The most MIG devices that a GPU of today can have.
+/// The most MIG devices of a GPU.
 const MAX_MIG_DEVICES: c_uint = 7;
-/// NVML_GPU_INSTANCE_PROFILE_COUNT of NVML 13; the bindings have that of NVML 12.
+/// `NVML_GPU_INSTANCE_PROFILE_COUNT` of NVML 13; the bindings have the count of NVML 12.
 const PROFILES: c_uint = 18;
-/// The difference between a compute instance's handle and its GPU instance's number.
+/// The number in a compute instance's handle is this plus the id of its GPU instance.
 const COMPUTE: c_uint = 0x80;
 /// The number of compute instances that this process has made.
 static MADE: AtomicU32 = AtomicU32::new(0);
-/// The first of the driver's profile ids. Drivers number profiles as they like (19 is 1g on an A100), but never by
+/// The first of the driver's profile ids. A driver numbers profiles in its own way (19 is 1g on an A100), never by
 /// NVML's profile numbers.
 const PROFILE_IDS: c_uint = 100;
 
@@ -34,6 +32,7 @@ fn mig(state: &State, at: usize) -> Answer<&Mig> {
     state.machine.gpus.get(at).and_then(|gpu| gpu.mig.as_ref()).ok_or(UNSUPPORTED)
 }
 
+/// The number of a MIG device's profile, `NVML_GPU_INSTANCE_PROFILE_*`.
 fn profile(device: &MigDevice) -> Answer<c_uint> {
     let number = |suffixes: [Option<c_uint>; 8]| {
         let slices = usize::try_from(device.gpu_slices).ok()?.checked_sub(1)?;
@@ -51,12 +50,12 @@ fn profile(device: &MigDevice) -> Answer<c_uint> {
     .ok_or(nvmlReturn_enum_NVML_ERROR_UNKNOWN)
 }
 
-/// The driver's id of a device's profile.
+/// The driver's id of a MIG device's profile.
 fn profile_id(device: &MigDevice) -> Answer<c_uint> {
     device.profile_id.map_or_else(|| Ok(PROFILE_IDS + profile(device)?), Ok)
 }
 
-/// The placement of a GPU instance. Without one in the file, the instance lies behind the instances before it.
+/// The placement of a GPU instance. If the file has none, the instance follows the instances with lower ids.
 fn placement(mig: &Mig, device: &MigDevice) -> Placement {
     device.placement.unwrap_or_else(|| {
         let before = mig.devices.iter().filter(|other| other.gpu_instance < device.gpu_instance);
@@ -65,8 +64,8 @@ fn placement(mig: &Mig, device: &MigDevice) -> Placement {
     })
 }
 
-/// A placement as NVML writes it.
-fn written(Placement { start, size }: Placement) -> nvmlGpuInstancePlacement_t {
+/// A placement in NVML's structure.
+fn placement_info(Placement { start, size }: Placement) -> nvmlGpuInstancePlacement_t {
     nvmlGpuInstancePlacement_t { start, size }
 }
 
@@ -136,7 +135,7 @@ exports! {
     fn nvmlGpuInstanceGetInfo(instance: nvmlGpuInstance_t, info: *mut nvmlGpuInstanceInfo_t) {
         let (state, at, id) = enter_mig("nvmlGpuInstanceGetInfo", instance.cast())?;
         let BareInstance { profile_id, placement, .. } = instance_of(mig(&state, at)?, id)?;
-        let (device, placement) = (state::handle(at), written(placement));
+        let (device, placement) = (state::handle(at), placement_info(placement));
         put(info, nvmlGpuInstanceInfo_t { device, id, profileId: profile_id, placement })
     }
 
@@ -148,7 +147,7 @@ exports! {
         let (state, at) = enter_gpu("nvmlDeviceGetGpuInstanceProfileInfo", device)?;
         mig(&state, at)?;
         match number {
-            // 8_SLICE is on no GPU of today; 6_SLICE stands for a profile that the driver has never heard of.
+            // No GPU has 8_SLICE; 6_SLICE stands for a profile that the driver does not know.
             5 => return Err(UNSUPPORTED),
             6 | PROFILES.. => return Err(INVALID),
             _ => {}
@@ -157,7 +156,7 @@ exports! {
         if !profiles.is_empty() {
             return put(info, profile_info(profiles.iter().find(|profile| profile.number == number).ok_or(INVALID)?));
         }
-        // If the file gives the profile a driver's own id, that id counts.
+        // The file may name the driver's id of a profile, with a MIG device.
         let named = |device: &&MigDevice| device.profile_id.is_some() && profile(device) == Ok(number);
         let named = mig(&state, at)?.devices.iter().find(named).and_then(|device| device.profile_id);
         let id = named.unwrap_or(PROFILE_IDS + number);
@@ -172,7 +171,7 @@ exports! {
     ) {
         let (state, at) = enter_gpu("nvmlDeviceGetGpuInstancePossiblePlacements_v2", device)?;
         let found = mig(&state, at)?.profiles.iter().find(|known| known.id == profile).ok_or(UNSUPPORTED)?;
-        put_all(placements, count, &found.placements.iter().copied().map(written).collect::<Vec<_>>())
+        put_all(placements, count, &found.placements.iter().copied().map(placement_info).collect::<Vec<_>>())
     }
 
     fn nvmlDeviceGetGpuInstances(
@@ -202,15 +201,15 @@ exports! {
         if !layout.enabled || !known.placements.contains(&wanted) {
             return Err(INVALID);
         }
-        let there = instances_of(layout)?;
-        let ends = |place: Placement| place.start + place.size;
-        let is_taken = |other: &BareInstance| {
-            wanted.start < ends(other.placement) && other.placement.start < ends(wanted)
+        let existing = instances_of(layout)?;
+        let end = |placement: Placement| placement.start + placement.size;
+        let overlaps = |other: &BareInstance| {
+            wanted.start < end(other.placement) && other.placement.start < end(wanted)
         };
-        if there.iter().any(is_taken) {
+        if existing.iter().any(overlaps) {
             return Err(nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_RESOURCES);
         }
-        let id = (1..).find(|id| there.iter().all(|other| other.id != *id)).ok_or(INVALID)?;
+        let id = (1..).find(|id| existing.iter().all(|other| other.id != *id)).ok_or(INVALID)?;
         put(instance, state::mig_handle(at, id).cast())?;
         change(&mut state, at, |mig| mig.bare.push(BareInstance { id, profile_id: profile, placement: wanted }))?;
         keep(state, at)
@@ -234,7 +233,7 @@ exports! {
         let (state, at, id) = enter_mig("nvmlGpuInstanceGetComputeInstanceProfileInfo", instance.cast())?;
         let bare = mig(&state, at)?.bare.iter().find(|bare| bare.id == id).ok_or(NOT_FOUND)?;
         let profile = mig(&state, at)?.profiles.iter().find(|known| known.id == bare.profile_id).ok_or(NOT_FOUND)?;
-        // The order is that of NVML_COMPUTE_INSTANCE_PROFILE_*.
+        // In the order of NVML_COMPUTE_INSTANCE_PROFILE_*.
         let slices = [1, 2, 3, 4, 7, 8, 6].get(number as usize).copied().ok_or(INVALID)?;
         if engines != NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED || slices > profile.gpu_slices {
             return Err(UNSUPPORTED);
@@ -260,17 +259,17 @@ exports! {
         let (mut state, at, id) = enter_mig("nvmlGpuInstanceCreateComputeInstance", instance.cast())?;
         let layout = mig(&state, at)?;
         let bare = *layout.bare.iter().find(|bare| bare.id == id).ok_or(NOT_FOUND)?;
-        let of = layout.profiles.iter().find(|known| known.id == bare.profile_id).ok_or(NOT_FOUND)?.clone();
+        let known = layout.profiles.iter().find(|known| known.id == bare.profile_id).ok_or(NOT_FOUND)?.clone();
         let compute_slices = [1, 2, 3, 4, 7, 8, 6].get(profile as usize).copied().ok_or(INVALID)?;
         let index = (0..MAX_MIG_DEVICES).find(|index| layout.device(*index).is_none()).ok_or(INVALID)?;
-        let extension = match of.number {
+        let extension = match known.number {
             7 | 8 => "media",
             10..=12 => "graphics",
             13 | 14 => "no-media",
             15 | 16 => "all-media",
             _ => "none",
         };
-        // No two instances have the same UUID as long as the driver is loaded, even if different processes made them.
+        // UUIDs are unique while the driver is loaded, even among instances of different processes.
         let made = MADE.fetch_add(1, Ordering::Relaxed);
         let uuid = format!("MIG-{:08x}-{made:04x}-0000-0000-00000000{at:04x}", std::process::id());
         let device = MigDevice {
@@ -278,13 +277,13 @@ exports! {
             uuid,
             gpu_instance: id,
             compute_instance: 0,
-            gpu_slices: of.gpu_slices,
+            gpu_slices: known.gpu_slices,
             compute_slices,
-            memory_mib: of.memory_mib,
+            memory_mib: known.memory_mib,
             profile_id: Some(bare.profile_id),
             placement: Some(bare.placement),
             extension: Some(extension.to_owned()),
-            engines: Some(of.engines),
+            engines: Some(known.engines),
         };
         put(compute_instance, state::mig_handle(at, COMPUTE + id).cast())?;
         change(&mut state, at, |mig| {
@@ -334,7 +333,7 @@ fn profile_info(profile: &MigProfile) -> nvmlGpuInstanceProfileInfo_t {
     }
 }
 
-/// All GPU instances.
+/// All GPU instances of a layout.
 fn instances_of(mig: &Mig) -> Answer<Vec<BareInstance>> {
     let mut found: BTreeMap<c_uint, BareInstance> = mig.bare.iter().map(|bare| (bare.id, *bare)).collect();
     for device in &mig.devices {
@@ -349,17 +348,17 @@ fn change(state: &mut State, at: usize, change: impl FnOnce(&mut Mig)) -> Answer
     Ok(())
 }
 
-/// Writes a GPU's layout to the journal, so that the next process finds it.
+/// Writes the layout of a GPU to the journal, for other processes and for later ones.
 fn keep(state: MutexGuard<'static, State>, at: usize) -> Answer {
     let Some(gpu) = state.machine.gpus.get(at) else { return Ok(()) };
     let layout = serde_json::to_string(&gpu.mig).map_err(|_| nvmlReturn_enum_NVML_ERROR_UNKNOWN)?;
     let line = format!("mig {} {layout}", gpu.index);
-    // A command that changes the state locks the journal.
+    // A client locks the journal while a command waits for the state, so that the state is released first.
     drop(state);
     control::keep(&line).map_err(|_| nvmlReturn_enum_NVML_ERROR_UNKNOWN)
 }
 
-/// Writes a list as NVML does: without a buffer only its length.
+/// Writes a list and its length, or only its length if the caller has no buffer.
 fn put_all<T: Copy>(out: *mut T, count: *mut c_uint, values: &[T]) -> Answer {
     if !out.is_null() {
         // SAFETY: not null; `count` holds the length of the caller's buffer.

@@ -1,4 +1,4 @@
-//! NVML's C functions. Each one runs in `guard`, checks its arguments, and answers from `state`.
+//! NVML's C functions. Each function runs in `guard`, checks its arguments, and answers from the state of the driver.
 
 mod device;
 mod events;
@@ -16,10 +16,10 @@ use crate::state::Answer;
 const INVALID: nvmlReturn_t = nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT;
 const UNSUPPORTED: nvmlReturn_t = nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED;
 
-/// Defines C functions: `fail`, `hang` and `crash` take the same names.
+/// Defines C functions. The commands `fail`, `hang`, `hold` and `crash` use the same names.
 macro_rules! exports {
     ($(fn $name:ident($($arg:ident: $type:ty),* $(,)?) $body:block)*) => {$(
-        /// Behaves as NVML's reference says.
+        /// Follows NVML's reference.
         ///
         /// # Safety
         ///
@@ -33,7 +33,7 @@ macro_rules! exports {
 }
 use exports;
 
-/// Defines the C functions that write one fact of a GPU; a fact that the machine file lacks is not supported.
+/// Defines C functions that write one fact of a GPU. A fact that the machine file lacks is NOT_SUPPORTED.
 macro_rules! facts {
     ($($name:ident($type:ty) = |$gpu:ident| $fact:expr;)*) => {
         exports! {$(
@@ -47,7 +47,7 @@ macro_rules! facts {
 }
 use facts;
 
-/// Writes through an out-pointer; null is INVALID_ARGUMENT.
+/// Writes through a pointer of the caller; null is INVALID_ARGUMENT.
 fn put<T>(out: *mut T, value: T) -> Answer {
     if out.is_null() {
         return Err(INVALID);
@@ -57,12 +57,12 @@ fn put<T>(out: *mut T, value: T) -> Answer {
     Ok(())
 }
 
-/// The version word with which a structure begins, if it is one of the known ones: a size and a number each.
+/// The version with which a structure begins, if it is a known one, given by the size and the number of each.
 fn version<T>(out: *mut T, known: &[(usize, c_uint)]) -> Answer<c_uint> {
     if out.is_null() {
         return Err(INVALID);
     }
-    // SAFETY: not null, and the caller promises a structure that begins with its version word.
+    // SAFETY: not null, and the caller promises a structure that begins with its version.
     let version = unsafe { out.cast::<c_uint>().read() };
     let is_known = known.iter().any(|(size, number)| version == *size as c_uint | number << 24);
     is_known.then_some(version).ok_or(nvmlReturn_enum_NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
@@ -85,9 +85,9 @@ fn put_text(buffer: *mut c_char, length: c_uint, text: &str) -> Answer {
     Ok(())
 }
 
-/// A PCI address as NVML gives it; `None` is the all-ones address of an unknown remote.
+/// A PCI address in NVML's structure. `None` becomes the address of ones that NVML gives for an unknown remote end.
 fn pci_info(pci: Option<Pci>) -> nvmlPciInfo_t {
-    // SAFETY: plain integers and character arrays, for which zeros are a value.
+    // SAFETY: plain integers and character arrays, for which zeros are valid.
     let mut info: nvmlPciInfo_t = unsafe { std::mem::zeroed() };
     let (domain, bus, device, function) = match pci {
         Some(pci) => (pci.domain, pci.bus, pci.device, pci.function),

@@ -1,4 +1,4 @@
-//! Init, shutdown, versions, and the lookups of a GPU.
+//! Initialisation, shutdown, versions, and the handles of GPUs.
 
 use std::ffi::{c_char, c_int, c_uint};
 
@@ -9,7 +9,7 @@ use crate::state::{self, enter, enter_with};
 
 const DRIVER_VERSION: &str = "580.95.05";
 const NVML_VERSION: &str = "13.580.95.05";
-/// 13.0, as 1000 times the major and 10 times the minor version.
+/// CUDA 13.0: 1000 times the major version plus 10 times the minor.
 const CUDA_VERSION: c_int = 13_000;
 
 exports! {
