@@ -325,11 +325,8 @@ impl ApiServerBox {
         created.map_err(|refusal| refusal.status())
     }
 
-    /// Creates an object as the client with this token would: validating policies may refuse the request.
-    ///
-    /// # Errors
-    ///
-    /// The Status of the server's refusal.
+    /// Creates an object as the client with this token would: validating policies may refuse the request. Fails as
+    /// [`Self::create`] does.
     pub fn create_as(&self, token: &str, key: &Key, object: Value) -> Result<Value, Value> {
         let user = self.shared.user(Some(token));
         let plural = key.resource.plural;
@@ -338,22 +335,15 @@ impl ApiServerBox {
         self.create(token, key, object)
     }
 
-    /// Sends a merge patch of a cluster-scoped object, or of its status, as the client with this token would.
-    ///
-    /// # Errors
-    ///
-    /// The Status of the server's refusal.
+    /// Sends a merge patch of a cluster-scoped object, or of its status, as the client with this token would. Fails as
+    /// [`Self::create`] does.
     pub fn patch_as(&self, token: &str, key: &Key, is_status: bool, patch: &Value) -> Result<Value, Value> {
         let patched = self.shared.patch(Some(token), token, key, is_status, patch);
         self.shared.changed();
         patched.map_err(|refusal| refusal.status())
     }
 
-    /// Replaces an object's status as a client would.
-    ///
-    /// # Errors
-    ///
-    /// The Status of the server's refusal.
+    /// Replaces an object's status as a client would. Fails as [`Self::create`] does.
     pub fn replace_status(&self, manager: &str, key: &Key, object: &Value) -> Result<Value, Value> {
         let replaced = self.shared.store().replace_status(manager, key, object);
         self.shared.changed();

@@ -23,12 +23,8 @@ impl Refusal {
         let (group, plural) = (group(key), key.resource.plural);
         let resource = if group.is_empty() { plural.to_owned() } else { format!("{plural}.{group}") };
         let message = format!("{resource} \"{}\" not found", key.name);
-        Self {
-            code: 404,
-            reason: "NotFound",
-            message,
-            details: json!({"name": key.name, "group": group, "kind": plural}),
-        }
+        let details = json!({"name": key.name, "group": group, "kind": plural});
+        Self { code: 404, reason: "NotFound", message, details }
     }
 
     pub fn exists(key: &Key) -> Self {
@@ -42,11 +38,8 @@ impl Refusal {
 
     pub fn forbidden(resource: &ResourceType, verb: &str) -> Self {
         let plural = resource.plural;
-        Self::new(
-            403,
-            "Forbidden",
-            format!("{plural} is forbidden: User \"client\" cannot {verb} resource \"{plural}\""),
-        )
+        let message = format!("{plural} is forbidden: User \"client\" cannot {verb} resource \"{plural}\"");
+        Self::new(403, "Forbidden", message)
     }
 
     pub fn bad_request(message: impl Into<String>) -> Self {

@@ -38,8 +38,8 @@ impl Control {
         &self.socket
     }
 
-    /// Sends a command to every process that listens, and waits for all answers. If the journal keeps the command (see the
-    /// docs of the crate), the next process starts with it, even if no process listens now.
+    /// Sends a command to every process that listens, and waits for all answers. If the journal keeps the command (see
+    /// the docs of the crate), the next process starts with it, even if no process listens now.
     ///
     /// # Errors
     ///

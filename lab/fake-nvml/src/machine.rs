@@ -251,8 +251,8 @@ impl Machine {
         ends.filter(|(at, _, remote)| *at == gpu || Some(*remote) == to).map(|(at, link, _)| (at, link)).collect()
     }
 
-    /// The common ancestor of two GPUs, by position: the file's entry for the pair, or else the level in the host's tree.
-    /// `None` if a GPU is not in the tree.
+    /// The common ancestor of two GPUs, by position: the file's entry for the pair, or else the level in the host's
+    /// tree. `None` if a GPU is not in the tree.
     pub fn common_ancestor(&self, a: usize, b: usize) -> Option<Level> {
         let (a, b) = (self.gpus.get(a)?, self.gpus.get(b)?);
         if let Some(level) = a.common_ancestors.get(&b.index).or_else(|| b.common_ancestors.get(&a.index)) {

@@ -108,11 +108,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Marks the devices of a `status.allocation` as free.
-    ///
-    /// # Errors
-    ///
-    /// The allocation does not follow the API.
+    /// Marks the devices of a `status.allocation` as free. Fails as [`Self::occupy`] does.
     pub fn release(&mut self, allocation: &Value) -> Result<(), Failure> {
         for (device, share) in devices::of_allocation(allocation)? {
             match (share, self.shares.get_mut(&device)) {

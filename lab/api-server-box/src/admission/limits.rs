@@ -67,12 +67,9 @@ pub(crate) fn check(store: &Store, key: &Key, pod: &Value) -> Result<(), Refusal
                         }
                         Some(_) => continue,
                     };
-                    let message = format!("{bound}imum {resource} usage per {kind} is {limit}, but {why}");
-                    return Err(Refusal::new(
-                        403,
-                        "Forbidden",
-                        format!("pods \"{}\" is forbidden: {message}", key.name),
-                    ));
+                    let cause = format!("{bound}imum {resource} usage per {kind} is {limit}, but {why}");
+                    let message = format!("pods \"{}\" is forbidden: {cause}", key.name);
+                    return Err(Refusal::new(403, "Forbidden", message));
                 }
             }
         }

@@ -232,11 +232,9 @@ fn check_config(checks: &mut Checks, field: &str, config: &Value, requests: Opti
 
 fn check_request(checks: &mut Checks, field: &str, name: &str, requests: &BTreeSet<String>) {
     if !requests.contains(name) {
-        checks.invalid(
-            field,
-            name,
-            "must be the name of a request in the claim or the name of a request and a subrequest separated by '/'",
-        );
+        let why =
+            "must be the name of a request in the claim or the name of a request and a subrequest separated by '/'";
+        checks.invalid(field, name, why);
     }
 }
 
