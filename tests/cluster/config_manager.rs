@@ -14,10 +14,10 @@ use tokio::process::{Child, ChildStdout, Command};
 use crate::cluster::support::{Cluster, config_map, until, within};
 use crate::run::node::{Process, get};
 
-/// The label, as by default.
+/// The default of NODE_LABEL.
 const LABEL: &str = "nvidia.com/device-plugin.config";
 
-/// A node with its server, its ConfigMap and the folder of the link.
+/// A node with an API server, a mounted ConfigMap and the folder of the link that config-manager writes.
 struct Node {
     cluster: Cluster,
     folder: tempfile::TempDir,
@@ -44,7 +44,7 @@ impl Node {
         self.at("config/config.yaml")
     }
 
-    /// The text that a neighbour reads.
+    /// The configuration to which the link leads.
     fn text(&self) -> Option<String> {
         fs::read_to_string(self.destination()).ok()
     }
@@ -53,7 +53,7 @@ impl Node {
         until(|| self.text().as_deref() == Some(text)).await;
     }
 
-    /// The process with the chart's variables, and these over them.
+    /// Starts config-manager with the chart's environment, overridden by `variables`.
     fn run(&self, variables: &[(&str, &str)]) -> Process {
         let mut command = Command::new(self.at("config-manager"));
         command.arg0("config-manager").env_clear().envs(self.cluster.variables());
@@ -66,7 +66,7 @@ impl Node {
         Process::of(command)
     }
 
-    /// Waits until the process with these variables ends, with all of its log.
+    /// Starts config-manager and waits for its end; returns its status and its log.
     async fn ends(&self, variables: &[(&str, &str)]) -> (ExitStatus, String) {
         let (status, log) = self.run(variables).ended().await;
         (status, log.join("\n"))
@@ -87,8 +87,8 @@ async fn terminate(mut process: Process) -> String {
     log.join("\n")
 }
 
-/// A process that prints a line for each SIGUSR1. (A shell cannot trap a signal that its parent ignores, as `nohup` has it
-/// with SIGHUP.)
+/// A process that prints a line for each SIGUSR1. SIGHUP would not do: under `nohup` it is ignored, and a shell cannot
+/// trap a signal that its parent ignores.
 struct Neighbour {
     _child: Child,
     lines: Lines<BufReader<ChildStdout>>,
@@ -96,7 +96,7 @@ struct Neighbour {
 
 impl Neighbour {
     async fn start(name: &str) -> Self {
-        // It starts no process: a copy of it would have its name until it is another program.
+        // The script forks nothing, because a forked shell would have its name too until it executes another program.
         let script = "trap 'echo signalled' USR1; echo ready; while :; do read -r line; done";
         let mut command = Command::new("sh");
         command.arg0(name).args(["-c", script]).stdin(Stdio::piped()).stdout(Stdio::piped()).kill_on_drop(true);
@@ -125,7 +125,7 @@ async fn sidecar_follows_the_label_and_signals() {
     neighbour.is_signalled().await;
     logs(&process, "configuration=\"b\"").await;
     logs(&process, "signal sent").await;
-    // A ConfigMap that changes is read through the link, without a signal.
+    // A changed ConfigMap is read through the link, so that it needs no signal.
     fs::write(node.at("available-configs/b"), "b: 2").unwrap();
     node.reads("b: 2").await;
     let log = terminate(process).await;
@@ -135,7 +135,7 @@ async fn sidecar_follows_the_label_and_signals() {
 }
 
 #[tokio::test]
-async fn unknown_label_is_reported_once_and_the_last_one_stays() {
+async fn unknown_label_keeps_the_previous_configuration() {
     let node = Node::start(&[("a", "a: 1"), ("b", "b: 1")]).await;
     node.label("a");
     let process = node.run(&[]);
@@ -144,7 +144,7 @@ async fn unknown_label_is_reported_once_and_the_last_one_stays() {
     let line = logs(&process, "no configuration selected, keeping the previous one").await;
     assert!(line.contains("the node's label names 'missing', but the folder has 'a', 'b'"), "{line}");
     assert_eq!(node.text().as_deref(), Some("a: 1"));
-    // Added to the ConfigMap, it is selected without a change of the label.
+    // Once the ConfigMap has this name, it is selected although the label does not change.
     fs::write(node.at("available-configs/missing"), "m: 1").unwrap();
     node.reads("m: 1").await;
     fs::remove_file(node.at("available-configs/missing")).unwrap();
@@ -156,7 +156,7 @@ async fn unknown_label_is_reported_once_and_the_last_one_stays() {
 }
 
 #[tokio::test]
-async fn oneshot_without_a_configuration_fails_with_the_reason() {
+async fn oneshot_without_configuration_fails_with_reason() {
     let node = Node::start(&[("a", "a: 1"), ("b", "b: 1")]).await;
     node.label("missing");
     let (status, log) = node.ends(&[("ONESHOT", "true")]).await;
@@ -169,21 +169,21 @@ async fn oneshot_without_a_configuration_fails_with_the_reason() {
 }
 
 #[tokio::test]
-async fn oneshot_keeps_what_is_in_place_where_it_cannot_select() {
+async fn oneshot_that_cannot_select_keeps_the_previous() {
     let node = Node::start(&[("a", "a: 1")]).await;
     fs::write(node.destination(), "kept: 1").unwrap();
     node.label("missing");
     let (status, log) = node.ends(&[("ONESHOT", "true")]).await;
     assert!(status.success() && log.contains("keeping the previous one"), "{log}");
-    let gone = Answer::Refusal(503, "not ready", None);
-    node.cluster.server.fail(Fault::of("GET", "", usize::MAX, gone));
+    let unavailable = Answer::Refusal(503, "not ready", None);
+    node.cluster.server.fail(Fault::of("GET", "", usize::MAX, unavailable));
     let (status, log) = node.ends(&[("ONESHOT", "true")]).await;
     assert!(status.success() && log.contains("node not read in time, keeping the configuration in place"), "{log}");
     assert_eq!(node.text().as_deref(), Some("kept: 1"));
 }
 
 #[tokio::test]
-async fn server_that_is_away_is_logged_once_and_asked_again() {
+async fn server_outage_is_logged_once_and_retried() {
     let node = Node::start(&[("a", "a: 1"), ("b", "b: 1")]).await;
     node.label("a");
     let process = node.run(&[]);
@@ -214,7 +214,7 @@ async fn forbidden_watch_is_named_in_the_log() {
 }
 
 #[tokio::test]
-async fn missing_neighbour_is_reported_and_the_configuration_stays() {
+async fn missing_process_to_signal_is_logged() {
     let node = Node::start(&[("a", "a: 1")]).await;
     node.label("a");
     let process = node.run(&[("SEND_SIGNAL", "true"), ("PROCESS_TO_SIGNAL", "no-such-neighbour")]);
@@ -224,7 +224,7 @@ async fn missing_neighbour_is_reported_and_the_configuration_stays() {
 }
 
 #[tokio::test]
-async fn kubeconfig_is_used_where_one_is_given() {
+async fn kubeconfig_is_used_if_given() {
     let node = Node::start(&[("a", "a: 1")]).await;
     node.label("a");
     let kubeconfig = node.at("kubeconfig");
@@ -234,7 +234,9 @@ async fn kubeconfig_is_used_where_one_is_given() {
         json!({
             "apiVersion": "v1", "kind": "Config", "current-context": "c",
             "contexts": [{"name": "c", "context": {"cluster": "box", "user": "me"}}],
-            "clusters": [{"name": "box", "cluster": {"server": node.cluster.server.url(), "certificate-authority": ca}}],
+            "clusters": [{
+                "name": "box", "cluster": {"server": node.cluster.server.url(), "certificate-authority": ca},
+            }],
             "users": [{"name": "me", "user": {"token": "first"}}],
         })
         .to_string(),
@@ -260,7 +262,7 @@ async fn missing_option_or_access_is_named() {
 }
 
 #[tokio::test]
-async fn probes_and_metrics_show_what_is_selected() {
+async fn probes_and_metrics_show_the_selection() {
     let node = Node::start(&[("a", "a: 1")]).await;
     node.label("a");
     let process = node.run(&[("LINKWISE_CONFIG_MANAGER_METRICS_ADDRESS", "127.0.0.1:0")]);

@@ -1,4 +1,4 @@
-//! `linkwise doctor` with an API server: objects that another program left, and what DRA lacks there.
+//! Tests of `linkwise doctor` with an API server: objects that another program left, and all that DRA lacks there.
 
 use std::process::Stdio;
 
@@ -9,7 +9,7 @@ use tokio::process::Command;
 
 use crate::cluster::support::{Cluster, node_key, within};
 
-/// A cluster, and a folder that is a host without anything.
+/// A cluster, and an empty folder as the root of a host.
 struct Host {
     cluster: Cluster,
     root: TempDir,
@@ -20,7 +20,7 @@ impl Host {
         Self { cluster: Cluster::start().await, root: tempfile::tempdir().unwrap() }
     }
 
-    /// The doctor, where these GPUs go through DRA.
+    /// The doctor of a node whose GPUs `gpus` go through DRA.
     fn program(&self, gpus: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
         let root = self.root.path();
@@ -33,26 +33,26 @@ impl Host {
         command
     }
 
-    /// What a check reports, as status and text.
+    /// The findings of a check: status and text.
     async fn findings(&self, check: &str, gpus: &str) -> Vec<(String, String)> {
         of_check(&report(&mut self.program(gpus)).await, check)
     }
 
-    /// Checks that a check reports this, where all GPUs go through DRA.
+    /// Asserts that a check has a finding with this status and text while all GPUs go through DRA.
     async fn finds(&self, check: &str, status: &str, part: &str) {
         let found = self.findings(check, "all").await;
         assert!(found.iter().any(|(of, what)| of == status && what.contains(part)), "{part}: {found:#?}");
     }
 }
 
-/// What a report has of a check.
+/// The findings of a check in a report: status, and text with advice.
 fn of_check(report: &Value, check: &str) -> Vec<(String, String)> {
     let findings = report["findings"].as_array().unwrap().iter().filter(|finding| finding["check"] == check);
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     findings.map(|it| (text(&it["status"]), format!("{} -> {}", text(&it["what"]), text(&it["advice"])))).collect()
 }
 
-/// The whole report.
+/// Runs the doctor; returns its whole report.
 async fn report(program: &mut Command) -> Value {
     let output = within(program.output()).await.unwrap();
     serde_json::from_slice(&output.stdout).unwrap()
@@ -64,7 +64,7 @@ fn put(cluster: &Cluster, manager: &str, namespace: &str, name: &str) {
 }
 
 #[tokio::test]
-async fn node_features_that_another_program_left_are_named() {
+async fn node_features_left_by_another_program_are_named() {
     let host = Host::new().await;
     assert_eq!(host.findings("labels", "none").await, []);
     put(&host.cluster, "linkwise", "gpu", "nvidia-features-for-n");
@@ -81,14 +81,14 @@ async fn node_features_that_another_program_left_are_named() {
 }
 
 #[tokio::test]
-async fn node_features_that_cannot_be_listed_are_no_failure() {
+async fn unlistable_node_features_are_no_failure() {
     let host = Host::new().await;
     let forbidden = Answer::Refusal(403, "nodefeatures is forbidden", None);
     host.cluster.server.fail(Fault::of("GET", "nodefeatures", usize::MAX, forbidden));
     let found = host.findings("labels", "none").await;
     let [(skipped, why)] = found.as_slice() else { panic!("{found:?}") };
     assert!(skipped == "skipped" && why.contains("forbidden") && why.contains("kubectl get nodefeatures"), "{why}");
-    // A pod without a token: `linkwise` says so too, and asks nobody.
+    // Without a token the doctor says so, and sends no request.
     std::fs::remove_file(host.cluster.folder().join("token")).unwrap();
     let before = host.cluster.server.requests().len();
     let found = host.findings("labels", "none").await;
@@ -116,7 +116,7 @@ async fn missing_class_and_foreign_slices_of_dra_are_named() {
     host.finds("DRA", "failed", "ResourceSlice theirs was written by 'gpu-kubelet-plugin'").await;
     let found = host.findings("DRA", "all").await;
     assert!(!found.iter().any(|(_, what)| what.contains("far")), "{found:?}");
-    // What the roles of overlay and chart allow.
+    // The roles of the overlay and the chart do not allow to list DeviceClasses.
     let lists_classes = |path: &str| path.split('?').next().unwrap().ends_with("/deviceclasses");
     assert!(!host.cluster.server.requests()[asked_before..].iter().any(|request| lists_classes(&request.uri)));
     let forbidden = Answer::Refusal(403, "deviceclasses is forbidden", None);
@@ -125,7 +125,7 @@ async fn missing_class_and_foreign_slices_of_dra_are_named() {
 }
 
 #[tokio::test]
-async fn policy_for_unchanged_pods_is_looked_for() {
+async fn missing_policy_for_unchanged_pods_is_named() {
     let host = Host::new().await;
     let kind = "mutatingadmissionpolicies";
     for (code, message, part) in [
@@ -141,14 +141,14 @@ async fn policy_for_unchanged_pods_is_looked_for() {
     host.finds("DRA", "warning", "linkwise-unchanged-pods has no binding").await;
     host.cluster.server.put("kubectl", &ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS.key(None, name), json!({}));
     host.finds("DRA", "ok", "linkwise-unchanged-pods makes claims of nvidia.com/gpu: N").await;
-    // What the roles of overlay and chart allow: these two, by their name.
+    // The roles of the overlay and the chart allow to read these two objects only, by name.
     let requests = host.cluster.server.requests();
     let others = requests.iter().filter(|it| it.uri.contains(kind) && !it.uri.contains(name));
     assert_eq!(others.count(), 0, "{requests:?}");
 }
 
 #[tokio::test]
-async fn resource_of_both_doors_and_remembered_plugin_are_named() {
+async fn resource_of_both_doors_or_an_old_plugin_is_named() {
     let host = Host::new().await;
     let class = json!({"spec": {"extendedResourceName": "nvidia.com/gpu"}});
     host.cluster.server.put("kubectl", &ResourceType::DEVICE_CLASSES.key(None, "gpu.nvidia.com"), class);
@@ -216,19 +216,18 @@ async fn missing_right_to_write_events_is_named() {
         let mut program = host.program("none");
         of_check(&report(program.env("LINKWISE_EVENTS", "true")).await, "events")
     };
-    // Whose configuration asks for none hears nothing of them.
+    // The check is skipped if the configuration turns events off.
     assert_eq!(host.findings("events", "none").await, []);
     assert_eq!(host.cluster.count("POST", "selfsubjectaccessreviews"), 0);
     assert_eq!(found().await, [("ok".to_owned(), "linkwise may write events about pods -> ".to_owned())]);
     host.cluster.server.forbid(&[("create", "events")]);
     let missing = found().await;
     let [(warning, what)] = missing.as_slice() else { panic!("{missing:?}") };
-    let words = "no right to create events: no pod";
-    assert!(warning == "warning" && what.contains(words) && what.contains("overlays/events"), "{what}");
+    let part = "no right to create events: no pod";
+    assert!(warning == "warning" && what.contains(part) && what.contains("overlays/events"), "{what}");
     host.cluster.server.fail(Fault::of("POST", "selfsubjectaccessreviews", 1, Answer::Refusal(500, "broken", None)));
     let skipped = found().await;
     assert!(skipped[0].0 == "skipped" && skipped[0].1.contains("kubectl auth can-i create events"), "{skipped:?}");
-    // A pod without a token.
     std::fs::remove_file(host.cluster.folder().join("token")).unwrap();
     let none = found().await;
     assert!(none[0].0 == "skipped" && none[0].1.contains("token"), "{none:?}");

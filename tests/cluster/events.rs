@@ -1,4 +1,4 @@
-//! The writer of events: what a pod is told, once, and what an API server that refuses or is away makes of it.
+//! Tests of the writer of events: a pod gets one event, even if the API server refuses, is slow or is away for a while.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,13 +39,13 @@ fn event(pod: &str) -> PodEvent {
     PodEvent { namespace, pod, uid, claim: None, reason: PodEvent::SLOW_GPUS, note: "far from the best".to_owned() }
 }
 
-/// An event about a pod that has a claim only, which has its name.
+/// An event about a pod whose UID is known only through a claim of the same name.
 fn by_claim(pod: &str) -> PodEvent {
     PodEvent { uid: None, claim: Some(pod.to_owned()), ..event(pod) }
 }
 
 impl Writing {
-    /// Reserves a claim for a pod of a name.
+    /// Stores a claim that is reserved for a pod.
     fn reserve(&self, claim: &str, pod: &str) {
         let (namespace, name) = claim.split_once('/').unwrap();
         let key = ResourceType::RESOURCE_CLAIMS.key(Some(namespace), name);
@@ -55,7 +55,7 @@ impl Writing {
         self.cluster.server.put("kube-scheduler", &key, json!({"spec": spec, "status": {"reservedFor": users}}));
     }
 
-    /// Says for which pods events are due.
+    /// Publishes the pods for which events are due.
     fn due(&self, pods: &[&str]) {
         self.due.send_replace(Arc::new(pods.iter().map(|name| event(name)).collect()));
     }
@@ -74,7 +74,7 @@ impl Writing {
     }
 }
 
-/// The pods that have events, in order.
+/// The pods that have events, sorted.
 fn told(events: &[Value]) -> Vec<String> {
     let mut told: Vec<String> = events.iter().map(about).collect();
     told.sort();
@@ -98,11 +98,11 @@ async fn pod_gets_one_event_by_its_uid() {
     assert_eq!((&event["metadata"]["namespace"], &event["regarding"]["uid"]), (&json!("a"), &uid));
     assert_eq!((&event["type"], &event["reason"]), (&json!("Warning"), &json!("SlowGPUPlacement")));
     assert_eq!((&event["note"], &event["reportingInstance"]), (&json!("far from the best"), &json!("n")));
-    // The same list again, and a second pod to see that it was looked at.
+    // The first pod is listed again and gets no second event; the second pod's event shows that the list was read.
     writing.due(&["a/train-0", "a/train-1"]);
     writing.tells(&["a/train-0", "a/train-1"]).await;
     assert_eq!(writing.cluster.count("POST", "/events"), 2);
-    // So does the next process: the first one's event is found to be there.
+    // The next process finds the event of the first one, and writes no second.
     let Writing { cluster, running, .. } = writing;
     running.end().await;
     let writing = start(cluster, PACE);
@@ -113,10 +113,10 @@ async fn pod_gets_one_event_by_its_uid() {
 }
 
 #[tokio::test]
-async fn pod_with_a_claim_gets_its_uid_from_there() {
+async fn pod_gets_its_uid_from_its_claim() {
     let writing = writing().await;
     writing.reserve("a/train-0", "train-0");
-    // The claim is another pod's by now, or gone; names that are none would be asked for for ever.
+    // These get no event: the claim is reserved for another pod, is gone, or has a name that no object can have.
     writing.reserve("a/train-1", "later");
     let others = ["a/train-1", "a/train-2", "a/../secrets/x"].map(by_claim);
     writing.due.send_replace(Arc::new(others.into_iter().chain([by_claim("a/train-0")]).collect()));
@@ -124,7 +124,7 @@ async fn pod_with_a_claim_gets_its_uid_from_there() {
     assert_eq!(writing.events()[0]["regarding"]["uid"], "uid-by-claim");
     let asked = |of: &str| writing.cluster.count("GET", of);
     assert_eq!((asked("/resourceclaims/train-2"), asked("secrets"), asked("/pods")), (1, 0, 0));
-    // Without DRA's rights such a pod gets none, and holds up no other.
+    // Without the right to read claims such a pod gets no event, and delays no other.
     writing.cluster.server.forbid(&[("get", "resourceclaims")]);
     writing.due.send_replace(Arc::new(vec![by_claim("b/p"), event("b/q")]));
     writing.tells(&["a/train-0", "b/q"]).await;
@@ -143,7 +143,7 @@ async fn missing_right_is_waited_for() {
 }
 
 #[tokio::test]
-async fn refused_namespace_holds_up_no_other() {
+async fn refused_namespace_delays_no_other() {
     let writing = writing().await;
     let why = "unable to create new content in namespace ends because it is being terminated";
     let refusal = Answer::Refusal(403, why, None);
@@ -153,13 +153,13 @@ async fn refused_namespace_holds_up_no_other() {
 }
 
 #[tokio::test]
-async fn server_that_was_away_gets_what_still_holds() {
+async fn outage_delays_only_events_that_still_hold() {
     let writing = writing().await;
     writing.cluster.server.go_away().await;
     writing.due(&["a/ends", "a/stays"]);
     until(|| writing.outcomes("unreachable") > 1).await;
     writing.due(&["a/stays"]);
-    // Whatever was being tried before is over.
+    // After two more failures the attempt with the previous list is over.
     let failed = writing.outcomes("unreachable");
     until(|| writing.outcomes("unreachable") > failed + 1).await;
     writing.cluster.server.come_back().await;
@@ -168,10 +168,10 @@ async fn server_that_was_away_gets_what_still_holds() {
 }
 
 #[tokio::test]
-async fn slow_server_costs_a_deadline_and_no_event() {
+async fn slow_server_loses_no_event() {
     let writing = start(Cluster::start().await, Pace { request: Duration::from_millis(100), ..PACE });
     writing.cluster.server.fail(Fault::of("POST", "/events", 1, Answer::Silence));
-    // This one is carried out: the second attempt finds the event.
+    // The server carries out this request without an answer, so that the next attempt finds the event.
     writing.cluster.server.fail(Fault::of("POST", "/events", 1, Answer::Lost));
     writing.due(&["a/p"]);
     until(|| writing.outcomes("conflict") == 1).await;
@@ -180,13 +180,13 @@ async fn slow_server_costs_a_deadline_and_no_event() {
 }
 
 #[tokio::test]
-async fn node_writes_ten_events_in_a_row() {
+async fn node_writes_at_most_ten_events_in_a_row() {
     let writing = writing().await;
     let names: Vec<String> = (10..25).map(|number| format!("a/p{number}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     writing.due(&names);
     writing.tells(&names[..10]).await;
-    // Another writer's ten would leave time for more, were they allowed.
+    // While another writer tries ten events, the first has time to write more, if that were allowed.
     let Writing { cluster, running, due } = writing;
     let other = start(cluster, PACE);
     other.due(&names[..10]);
@@ -199,7 +199,7 @@ async fn node_writes_ten_events_in_a_row() {
 
 const GPU: &str = "nvidia.com/gpu";
 
-/// The kubelet's checkpoint has these pods, with the numbers of their GPUs of a DGX-1.
+/// Writes the kubelet's checkpoint: these pods, with the indices of their GPUs of a DGX-1.
 fn checkpoint(node: &Node, pods: &[(&str, &[u8])]) {
     let entry = |(pod, gpus): &(&str, &[u8])| {
         let ids: Vec<String> = gpus.iter().map(|gpu| id(*gpu)).collect();
@@ -215,13 +215,13 @@ fn id(gpu: u8) -> String {
     format!("GPU-00000001-0000-4000-8000-00000000000{gpu}")
 }
 
-/// A pod that holds these GPUs.
+/// Makes the kubelet list a pod that holds these GPUs.
 fn holds(node: &Node, name: &str, gpus: &[u8]) {
     let place = Place { pod: name.to_owned(), container: "main".to_owned(), resource: GPU.to_owned() };
     node.kubelet.hold(place, gpus.iter().map(|gpu| id(*gpu)));
 }
 
-/// A node whose GPUs go through the device plugin, and whose kubelet's checkpoint the test writes.
+/// A node whose GPUs go through the device plugin. The test writes the kubelet's checkpoint.
 async fn node() -> Node {
     let node = Node::start_with(|options| options.writes_checkpoint = false, DraOptions::new("").reconcile).await;
     node.configure("none");
@@ -232,7 +232,7 @@ fn run(node: &Node) -> Child {
     node.program().env("LINKWISE_EVENTS", "true").spawn().unwrap()
 }
 
-/// The first event of a node, which is the only one.
+/// Waits for the first event of a node, which has to be the only one.
 async fn first_event(node: &Node) -> Value {
     within(node.cluster.server.wait_for_objects(&ResourceType::EVENTS, |events| !events.is_empty())).await;
     let [event] = node.cluster.server.objects(&ResourceType::EVENTS).try_into().unwrap();
@@ -240,7 +240,7 @@ async fn first_event(node: &Node) -> Value {
 }
 
 #[tokio::test]
-async fn node_tells_the_pod_whose_gpus_have_no_nvlink() {
+async fn pod_without_nvlink_gets_an_event_with_bandwidths() {
     let node = node().await;
     // One pair with two NVLinks, and one with none.
     holds(&node, "good", &[0, 3]);
@@ -258,9 +258,9 @@ async fn node_tells_the_pod_whose_gpus_have_no_nvlink() {
 }
 
 #[tokio::test]
-async fn node_tells_why_the_better_gpus_were_not_given() {
+async fn event_says_why_better_gpus_were_not_given() {
     let node = node().await;
-    // All that has an NVLink to what is left.
+    // Other pods hold all GPUs but 1 and 6, which have no NVLink between them.
     for gpu in [0, 2, 3, 4, 5, 7] {
         holds(&node, &format!("other-{gpu}"), &[gpu]);
     }

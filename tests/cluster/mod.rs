@@ -1,4 +1,4 @@
-//! The programs and writers that need the API server, against an API server in a box.
+//! Tests of the programs and writers that need the API server, against its box.
 
 mod config_manager;
 mod doctor;

@@ -1,4 +1,4 @@
-//! The follower of a node: what it publishes, and what it survives.
+//! Tests of the follower of a node's labels: what it publishes, and which faults it survives.
 
 use std::time::Duration;
 
@@ -38,7 +38,7 @@ async fn watching(pace: Pace) -> Following {
     following
 }
 
-fn of<const N: usize>(labels: [(&str, &str); N]) -> NodeLabels {
+fn node_labels<const N: usize>(labels: [(&str, &str); N]) -> NodeLabels {
     NodeLabels::Of(labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into())
 }
 
@@ -48,12 +48,12 @@ impl Following {
         within(self.labels.wait_for(|now| now.as_ref() == Some(&expected))).await.unwrap();
     }
 
-    /// Waits until the label `a` has this value, and there is no other.
+    /// Waits until the label `a` with this value is published, and no other label.
     async fn has(&mut self, value: &str) {
-        self.publishes(of([("a", value)])).await;
+        self.publishes(node_labels([("a", value)])).await;
     }
 
-    /// Gives the label `a` the value 2, which is published.
+    /// Sets the label `a` to 2, and waits until that is published.
     async fn follows(&mut self) {
         self.cluster.label_node("n", json!({"a": "2"}));
         self.has("2").await;
@@ -72,18 +72,18 @@ async fn labels_follow_the_node() {
     following.has("1").await;
     following.cluster.server.wait_for_watches(1).await;
     following.cluster.label_node("n", json!({"a": "2", "b": "1"}));
-    following.publishes(of([("a", "2"), ("b", "1")])).await;
+    following.publishes(node_labels([("a", "2"), ("b", "1")])).await;
     following.cluster.server.remove(&node_key("n"));
     following.publishes(NodeLabels::Absent).await;
     following.cluster.label_node("n", json!({}));
-    following.publishes(of([])).await;
+    following.publishes(node_labels([])).await;
     let requests = following.cluster.server.requests().len();
     assert_eq!((following.cluster.count("GET", "watch"), requests), (1, 2), "one list, one watch");
     following.running.end().await;
 }
 
 #[tokio::test]
-async fn label_is_read_after_each_fault_of_a_list() {
+async fn labels_are_read_after_each_list_fault() {
     let quick = Pace { request: Duration::from_secs(2), ..PACE };
     for (answer, outcome) in [
         (Answer::Refusal(403, "nodes is forbidden", None), "forbidden"),
@@ -107,7 +107,7 @@ async fn label_is_read_after_each_fault_of_a_list() {
 }
 
 #[tokio::test]
-async fn node_is_read_anew_after_each_fault_of_a_watch() {
+async fn node_is_listed_again_after_each_watch_fault() {
     for (answer, outcome) in [
         (Answer::Refusal(403, "nodes is forbidden", None), "forbidden"),
         (Answer::Refusal(410, "too old resource version", None), "expired"),
@@ -136,11 +136,11 @@ async fn expired_watch_misses_nothing() {
 }
 
 #[tokio::test]
-async fn watch_that_ends_in_its_time_is_continued() {
+async fn watch_that_ends_normally_is_continued() {
     let mut following = watching(Pace { watch: Duration::from_secs(1), ..PACE }).await;
     until(|| following.cluster.count("GET", "watch=true") >= 3).await;
     following.follows().await;
-    assert_eq!(following.requests("list", "ok"), 1, "it is not read anew");
+    assert_eq!(following.requests("list", "ok"), 1, "the node is not listed again");
 }
 
 #[tokio::test]
@@ -148,7 +148,7 @@ async fn rotated_token_is_read_when_the_old_one_is_refused() {
     let mut following = watching(PACE).await;
     following.cluster.write_token("second");
     following.cluster.server.accept_tokens(&["second"]);
-    // The watch that is open would stay so.
+    // Without an outage the open watch would go on with the old token.
     following.cluster.server.go_away().await;
     following.cluster.label_node("n", json!({"a": "2"}));
     following.cluster.server.come_back().await;
@@ -157,18 +157,18 @@ async fn rotated_token_is_read_when_the_old_one_is_refused() {
 }
 
 #[tokio::test]
-async fn labels_stay_while_the_server_is_away_and_follow_after() {
+async fn labels_stay_while_the_server_is_away() {
     let mut following = watching(PACE).await;
     following.cluster.server.go_away().await;
     until(|| following.requests("list", "unreachable") >= 5).await;
-    assert_eq!(*following.labels.borrow_and_update(), Some(of([("a", "1")])));
+    assert_eq!(*following.labels.borrow_and_update(), Some(node_labels([("a", "1")])));
     following.cluster.label_node("n", json!({"a": "2"}));
     following.cluster.server.come_back().await;
     following.has("2").await;
 }
 
 #[tokio::test]
-async fn token_that_is_wrong_or_late_is_read_again() {
+async fn wrong_or_missing_token_is_read_again() {
     for (token, outcome) in [(Some("wrong"), "unauthorized"), (None, "no_access")] {
         let cluster = labelled().await;
         match token {

@@ -1,5 +1,5 @@
-//! The writer of the node's condition: written when it changes, with startup taints that go once a boot, beside a kubelet
-//! that writes the same node.
+//! Tests of the writer of the node's condition: it writes each change, removes startup taints once a boot, and does not
+//! disturb the kubelet, which writes the same node.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -20,7 +20,7 @@ const KIND: &str = "linkwise.dev/GPUsReady";
 struct Writing {
     cluster: Cluster,
     wanted: watch::Sender<Option<Arc<Condition>>>,
-    /// The marks of removed taints, the last of which the next process gets.
+    /// The marks of removed taints. The next process gets the last of them.
     marks: Arc<Mutex<Vec<String>>>,
     running: Option<Running>,
 }
@@ -34,7 +34,7 @@ impl Writing {
         writing
     }
 
-    /// Starts a writer in this boot.
+    /// Starts a writer; `boot` is the id of the node's present boot.
     fn start(&mut self, boot: &str) {
         let marks = Arc::clone(&self.marks);
         let settings = NodeConditionSettings {
@@ -62,8 +62,8 @@ impl Writing {
         self.cluster.server.edit("kubelet", &node_key("n"), |node| node["spec"] = json!({"taints": taints}));
     }
 
-    /// The kubelet writes its resources into the node's status.
-    fn has_resources(&self) {
+    /// Writes the resources into the node's status, as the kubelet does.
+    fn write_resources(&self) {
         let has = |node: &mut Value| node["status"]["allocatable"] = json!({"nvidia.com/gpu": "8"});
         self.cluster.server.edit("kubelet", &node_key("n"), has);
     }
@@ -74,7 +74,7 @@ impl Writing {
         self.wanted.send_replace(Some(Arc::new(condition)));
     }
 
-    /// Waits until the node says this, and has only these taints.
+    /// Waits until the condition has this message and the node has only these taints.
     async fn says(&self, message: &str, taints: &[&str]) {
         until(|| own(&self.cluster)["message"] == message && self.taints() == taints).await;
     }
@@ -85,7 +85,7 @@ impl Writing {
         taints.iter().map(|taint| taint["key"].as_str().unwrap().to_owned()).collect()
     }
 
-    /// Waits until the writer has looked at its node twice more: it has written whatever it would.
+    /// Waits for three more reads of the node, after which the writer has written all that it wants to write.
     async fn looks(&self) {
         let before = self.cluster.count("GET", "/nodes/n");
         until(|| self.cluster.count("GET", "/nodes/n") >= before + 3).await;
@@ -100,14 +100,14 @@ fn own(cluster: &Cluster) -> Value {
 }
 
 #[tokio::test]
-async fn condition_is_written_when_it_changes_and_taints_go_once() {
+async fn condition_follows_changes_and_taints_go_once_a_boot() {
     let mut writing = Writing::new().await;
     let ready = json!({"type": "Ready", "status": "True"});
     let node = node_key("n");
     writing.cluster.server.edit("kubelet", &node, |node| node["status"] = json!({"conditions": [ready]}));
     writing.want("True", "8 GPUs");
     writing.says("the node's status has 0 of 8 nvidia.com/gpu", &["startup", "other"]).await;
-    writing.has_resources();
+    writing.write_resources();
     writing.want("False", "starting");
     writing.says("starting", &["startup", "other"]).await;
     let since = own(&writing.cluster)["lastTransitionTime"].clone();
@@ -117,7 +117,7 @@ async fn condition_is_written_when_it_changes_and_taints_go_once() {
     writing.want("True", "8 GPUs");
     writing.says("8 GPUs", &["other"]).await;
     writing.looks().await;
-    // Four conditions and the taint, by five requests; another look writes nothing.
+    // Four conditions and the taint took five requests; reading the node again writes nothing.
     assert_eq!(writing.cluster.count("PATCH", "/nodes/n"), 5);
     let conditions = writing.cluster.server.object(&node).unwrap()["status"]["conditions"].clone();
     assert_eq!((&conditions[0], conditions.as_array().unwrap().len()), (&ready, 2));
@@ -129,18 +129,18 @@ async fn condition_is_written_when_it_changes_and_taints_go_once() {
     assert_eq!(writing.taints(), ["startup"]);
     writing.restart("2").await;
     writing.says("8 GPUs", &[]).await;
-    // A node that is deleted and comes again is another one.
+    // A node that is deleted and registers again counts as a new one.
     writing.cluster.server.remove(&node);
     writing.cluster.label_node("n", json!({}));
     writing.taint(&["startup", "other"]);
-    writing.has_resources();
+    writing.write_resources();
     writing.says("8 GPUs", &["other"]).await;
 }
 
 #[tokio::test]
 async fn condition_outlasts_faults_of_the_api_server() {
     let writing = Writing::new().await;
-    writing.has_resources();
+    writing.write_resources();
     let refused = |code, times| Fault::of("PATCH", "/nodes/n", times, Answer::Refusal(code, "no", None));
     for (fault, message) in [(refused(403, 3), "forbidden"), (refused(409, 2), "conflict"), (refused(503, 3), "away")] {
         writing.cluster.server.fail(fault);
@@ -148,7 +148,7 @@ async fn condition_outlasts_faults_of_the_api_server() {
         writing.says(message, &["other"]).await;
     }
     assert_eq!(writing.cluster.metrics.requests("nodes", "patch", "forbidden"), 3);
-    // Somebody else removes it.
+    // An administrator removes the condition.
     writing.cluster.server.edit("admin", &node_key("n"), |node| node["status"]["conditions"] = json!([]));
     writing.says("away", &["other"]).await;
     writing.running.unwrap().end().await;
@@ -158,7 +158,7 @@ async fn condition_outlasts_faults_of_the_api_server() {
 }
 
 #[tokio::test]
-async fn node_says_what_its_kubelet_has() {
+async fn condition_follows_the_hardware_that_is_served() {
     let node = Node::start().await;
     let taint = json!({"taints": [{"key": "a.b/starts", "effect": "NoSchedule"}]});
     node.cluster.server.edit("kubelet", &node_key("n"), |node| node["spec"] = taint);
@@ -171,7 +171,7 @@ async fn node_says_what_its_kubelet_has() {
         own["status"] == status && own["reason"] == reason
     };
     until(|| served("True", "GPUsServed")).await;
-    assert_eq!(node.devices().len(), 8, "not before the slices are stored");
+    assert_eq!(node.devices().len(), 8, "the condition is True only after the slices are stored");
     until(|| node.cluster.server.object(&node_key("n")).unwrap()["spec"]["taints"] == json!([])).await;
     let control = Control::new(node.at("control"));
     control.send("remove 3").unwrap();

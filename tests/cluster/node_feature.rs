@@ -1,4 +1,4 @@
-//! The writer of the NodeFeature object: what it writes, whose it leaves alone, and what it survives.
+//! Tests of the writer of the NodeFeature object: its writes, objects of other managers, and faults of the API server.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::cluster::support::{Cluster, PACE, Running, until, within};
 
 type Labels = BTreeMap<String, String>;
 
-/// GPU Feature Discovery's name among managers.
+/// GPU Feature Discovery's field manager.
 const GFD: &str = "gpu-feature-discovery";
 
 struct Writing {
@@ -34,7 +34,7 @@ fn write(cluster: &Cluster, pace: Pace, pod: Option<&str>) -> Writing {
     write_again(cluster, pace, pod, Arc::default())
 }
 
-/// Another writer of a process that may have `replaced` GPU Feature Discovery's object.
+/// Starts another writer in the same process; `replaced` is true once one replaced GPU Feature Discovery's object.
 fn write_again(cluster: &Cluster, pace: Pace, pod: Option<&str>, replaced: Arc<AtomicBool>) -> Writing {
     let (labels, follow) = watch::channel(None);
     let (node, namespace) = ("n".to_owned(), "gpu".to_owned());
@@ -44,13 +44,13 @@ fn write_again(cluster: &Cluster, pace: Pace, pod: Option<&str>, replaced: Arc<A
 }
 
 impl Writing {
-    /// Says what the labels are.
+    /// Publishes the labels that the writer has to write.
     fn want(&self, labels: &[(&str, &str)]) {
         let labels: Labels = labels.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
         self.labels.send_replace(Some(Arc::new(labels)));
     }
 
-    /// The same, and waits until exactly these are the object's.
+    /// Publishes labels, and waits until the object has exactly these.
     async fn write(&self, cluster: &Cluster, labels: &[(&str, &str)]) {
         self.want(labels);
         written(cluster, labels).await;
@@ -80,7 +80,7 @@ fn managers(cluster: &Cluster) -> Vec<String> {
     entries.iter().map(|entry| entry["manager"].as_str().unwrap().to_owned()).collect()
 }
 
-/// The object as GPU Feature Discovery makes it, with a label that is not there any more.
+/// The object as GPU Feature Discovery makes it, with a label that linkwise does not write.
 fn of_gfd() -> Value {
     json!({
         "metadata": {
@@ -106,11 +106,11 @@ async fn object_follows_the_labels() {
     assert_eq!(managers(&cluster), ["linkwise"]);
     writing.write(&cluster, &[("a", "2")]).await;
     writing.running.end().await;
-    assert!(cluster.server.object(&key()).is_some(), "it stays at the end");
+    assert!(cluster.server.object(&key()).is_some(), "the object stays when the writer ends");
 }
 
 #[tokio::test]
-async fn same_labels_are_no_write_also_after_a_restart() {
+async fn same_labels_cause_no_write_even_after_a_restart() {
     let cluster = Cluster::start().await;
     for _ in 0..2 {
         let writing = write(&cluster, Pace { reassert: Duration::from_millis(20), ..PACE }, None);
@@ -123,7 +123,7 @@ async fn same_labels_are_no_write_also_after_a_restart() {
 }
 
 #[tokio::test]
-async fn object_that_was_removed_or_edited_is_put_right() {
+async fn removed_or_edited_object_is_repaired() {
     let (cluster, writing) = started(Pace { reassert: Duration::from_millis(20), ..PACE }).await;
     writing.write(&cluster, &[("a", "1")]).await;
     cluster.server.remove(&key());
@@ -143,7 +143,7 @@ async fn object_of_gfd_is_replaced_once_whole() {
     assert_eq!(managers(&cluster), ["linkwise"]);
     writing.write(&cluster, &[("nvidia.com/gpu.count", "7")]).await;
     assert_eq!(cluster.count("DELETE", "nodefeatures"), 1);
-    // Its program still runs, and writes again: a second writer, with which this one does not quarrel.
+    // GPU Feature Discovery still runs and writes again. The writer does not fight such a second writer.
     cluster.server.put(GFD, &key(), of_gfd());
     writing.want(&[("nvidia.com/gpu.count", "6")]);
     read_again(&cluster).await;
@@ -156,7 +156,7 @@ async fn object_of_gfd_is_replaced_once_by_a_process() {
     let cluster = Cluster::start().await;
     let replaced = Arc::new(AtomicBool::new(false));
     for _ in 0..2 {
-        // A new configuration makes a new writer.
+        // Each new configuration starts a new writer.
         cluster.server.put(GFD, &key(), of_gfd());
         let first = !replaced.load(Relaxed);
         let writing = write_again(&cluster, PACE, None, Arc::clone(&replaced));
@@ -172,7 +172,7 @@ async fn object_of_gfd_is_replaced_once_by_a_process() {
 }
 
 #[tokio::test]
-async fn object_that_changes_before_its_deletion_is_read_anew() {
+async fn object_changed_before_its_deletion_is_read_again() {
     let cluster = Cluster::start().await;
     cluster.server.put(GFD, &key(), of_gfd());
     cluster.server.fail(Fault::of("DELETE", "nodefeatures", 1, Answer::Refusal(409, "a precondition fails", None)));
@@ -182,7 +182,7 @@ async fn object_that_changes_before_its_deletion_is_read_anew() {
 }
 
 #[tokio::test]
-async fn object_of_another_manager_is_left_alone_until_it_is_gone() {
+async fn foreign_object_is_left_alone_until_it_is_removed() {
     let cluster = Cluster::start().await;
     let theirs = json!({"spec": {"labels": {"theirs": "1"}}});
     cluster.server.put("kubectl", &key(), theirs.clone());
@@ -200,7 +200,7 @@ async fn object_of_another_manager_is_left_alone_until_it_is_gone() {
 #[tokio::test]
 async fn rights_of_nvidias_role_are_enough() {
     let cluster = Cluster::start().await;
-    // That role has get, list, watch, create and update.
+    // NVIDIA's role allows get, list, watch, create and update.
     for method in ["PATCH", "DELETE"] {
         let forbidden = Answer::Refusal(403, "nodefeatures is forbidden", None);
         cluster.server.fail(Fault::of(method, "nodefeatures", usize::MAX, forbidden));
@@ -209,7 +209,7 @@ async fn rights_of_nvidias_role_are_enough() {
     let writing = write(&cluster, PACE, None);
     writing.write(&cluster, &[("nvidia.com/gpu.count", "8")]).await;
     assert_eq!(cluster.server.object(&key()).unwrap()["metadata"]["ownerReferences"], Value::Null);
-    // GPU Feature Discovery stays a manager of what the update did not change; that is no second writer.
+    // GPU Feature Discovery stays the manager of fields that the update left as they were. It is no second writer.
     writing.write(&cluster, &[("nvidia.com/gpu.count", "7")]).await;
     cluster.server.remove(&key());
     writing.write(&cluster, &[("a", "1")]).await;
@@ -224,7 +224,7 @@ async fn rights_of_nvidias_role_are_enough() {
 }
 
 #[tokio::test]
-async fn labels_of_an_update_go_once_patches_are_allowed() {
+async fn stale_labels_go_once_patches_are_allowed() {
     let cluster = Cluster::start().await;
     let forbidden = || Answer::Refusal(403, "nodefeatures is forbidden", None);
     cluster.server.fail(Fault::of("PATCH", "nodefeatures", 1, forbidden()));
@@ -232,16 +232,16 @@ async fn labels_of_an_update_go_once_patches_are_allowed() {
     writing.write(&cluster, &[("a", "1"), ("b", "1")]).await;
     writing.running.end().await;
     assert_eq!((cluster.count("POST", ""), cluster.count("PATCH", "")), (1, 1), "created, not applied");
-    // The fields of a creation are no apply's: one alone would leave `b`.
+    // The fields of a creation do not belong to server-side apply, so an apply alone would leave `b`.
     let writing = write(&cluster, PACE, None);
     writing.write(&cluster, &[("a", "2")]).await;
 }
 
 #[tokio::test]
-async fn one_refused_patch_is_no_verdict_for_good() {
+async fn one_refused_patch_is_tried_again() {
     let cluster = Cluster::start().await;
     let forbidden = || Answer::Refusal(403, "nodefeatures is forbidden", None);
-    // A role with patch alone, which a webhook refuses once.
+    // The role allows patch and not create; a webhook refuses the first patch.
     cluster.server.fail(Fault::of("PATCH", "nodefeatures", 1, forbidden()));
     cluster.server.fail(Fault::of("POST", "nodefeatures", usize::MAX, forbidden()));
     let writing = write(&cluster, PACE, None);
@@ -261,7 +261,7 @@ async fn daemon_set_of_the_pod_owns_the_object() {
     writing.write(&cluster, &[("a", "1")]).await;
     assert_eq!(cluster.server.object(&key()).unwrap()["metadata"]["ownerReferences"], json!([owner]));
     writing.running.end().await;
-    // Started again, it finds the object as wanted.
+    // After a restart the writer finds the object as wanted.
     let writing = write(&cluster, PACE, Some("p"));
     writing.want(&[("a", "1")]);
     let before = cluster.count("GET", "nodefeatures");
@@ -271,7 +271,7 @@ async fn daemon_set_of_the_pod_owns_the_object() {
 }
 
 #[tokio::test]
-async fn pod_that_may_not_be_read_costs_only_the_owner() {
+async fn unreadable_pod_costs_only_the_owner_reference() {
     let cluster = Cluster::start().await;
     cluster.server.fail(Fault::of("GET", "pods/p", 1, Answer::Refusal(500, "internal error", None)));
     cluster.server.fail(Fault::of("GET", "pods/p", 1, Answer::Refusal(403, "pods is forbidden", None)));
@@ -312,7 +312,7 @@ async fn last_labels_are_written_after_the_server_was_away() {
     }
     cluster.server.come_back().await;
     written(&cluster, &[("a", "3")]).await;
-    assert_eq!(cluster.count("PATCH", ""), 2, "what was never true for the server is never written");
+    assert_eq!(cluster.count("PATCH", ""), 2, "labels that were replaced during the outage are never written");
     writing.running.end().await;
 }
 

@@ -1,5 +1,5 @@
-//! An upgrade from an older release and the way back, with claims that outlive each change. The older program is the one
-//! that LINKWISE_OLDER names: `make test-upgrade OLDER=COMMIT` builds it.
+//! Upgrades from an older release and downgrades to it, with claims that outlive each change. LINKWISE_OLDER names the
+//! older program, which `make test-upgrade OLDER=COMMIT` builds.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -15,15 +15,15 @@ use crate::dra::cluster::node::Node;
 use crate::dra::cluster::takeover::{World, ready};
 use crate::run::node::{Process, until};
 
-/// There and back, this often.
-const TIMES: usize = 3;
+/// The number of upgrades, each of which a downgrade follows.
+const ROUND_TRIPS: usize = 3;
 
 #[allow(clippy::disallowed_methods, reason = "the environment names the older program")]
 pub fn older_program() -> PathBuf {
     std::env::var_os("LINKWISE_OLDER").expect("LINKWISE_OLDER names a program: make test-upgrade").into()
 }
 
-/// The same settings; the older program.
+/// The older program with the arguments and environment of `command`.
 fn as_older(command: &Command) -> Command {
     let mut older = like(command, older_program());
     older.args(command.as_std().get_args());
@@ -38,18 +38,18 @@ fn older_of_mig(node: &Node) -> Command {
     as_older(&mig::program(node))
 }
 
-/// How the process of before goes.
+/// The way in which the next process replaces the previous one.
 #[derive(Clone, Copy, Debug)]
 enum Change {
-    /// The next takes over beside it, as in a rollout with a surge.
+    /// The next process takes over while the previous one runs, as in a rollout with a surge.
     Surged,
-    /// It has ended before the next begins.
+    /// The previous process ends before the next starts.
     Restarted,
-    /// It is killed, and the next begins then.
+    /// The previous process is killed before the next starts.
     Killed,
 }
 
-/// The next process, which serves; the one of before has ended.
+/// Replaces the running process by the next one; returns that once it is ready.
 async fn change(world: &World, mut running: Process, change: Change, uid: &str) -> Process {
     if let Change::Restarted | Change::Killed = change {
         running.signal(if matches!(change, Change::Killed) { "KILL" } else { "TERM" });
@@ -65,14 +65,14 @@ async fn change(world: &World, mut running: Process, change: Change, uid: &str) 
     next
 }
 
-/// Claims of each set come and go while the programs change; a pod with `kept` outlives each change.
-async fn there_and_back(mut world: World, programs: [fn(&Node) -> Command; 2], kept: &'static str, how: Change) {
+/// Switches between the programs while claims of each set come and go; a pod with the device `kept` outlives each.
+async fn upgrade_and_downgrade(mut world: World, programs: [fn(&Node) -> Command; 2], kept: &'static str, how: Change) {
     world.is_patient = true;
     world.command = programs[0];
     let mut running = world.first().await;
     let end = CancellationToken::new();
     let mut load = world.load(&end);
-    for time in 1..=2 * TIMES {
+    for time in 1..=2 * ROUND_TRIPS {
         let (node, pod) = (&world.node, format!("kept-{time}"));
         let claim = node.claim(&pod, &[kept]);
         let given = node.start_pod(&pod, &claim).await;
@@ -80,7 +80,7 @@ async fn there_and_back(mut world: World, programs: [fn(&Node) -> Command; 2], k
         running = change(&world, running, how, &format!("pod-{time}")).await;
         world.goes_on(&format!("{how:?} {time}")).await;
         assert!(load.try_join_next().is_none(), "{how:?} {time}");
-        // The kubelet asks again, as after its own restart: the pod has what it had.
+        // The kubelet prepares the claim again, as after its own restart; the pod keeps its devices.
         assert_eq!(node.start_pod(&pod, &claim).await, given, "{how:?} {time}");
         node.cluster.server.remove(&ResourceType::RESOURCE_CLAIMS.key(Some("default"), &pod));
         until(async || node.dra.stop_pod(&pod).await).await;
@@ -96,16 +96,16 @@ async fn upgrade_and_way_back_lose_no_claim() {
     for how in [Change::Surged, Change::Restarted, Change::Killed] {
         let world = World::of_gpus(Connections::ByResource, Duration::from_secs(1)).await;
         let world = World { sets: vec![vec!["gpu-4"], vec!["gpu-5", "gpu-6"]], ..world };
-        there_and_back(world, [older_of_gpus, Node::program], "gpu-7", how).await;
+        upgrade_and_downgrade(world, [older_of_gpus, Node::program], "gpu-7", how).await;
     }
 }
 
 #[tokio::test]
 #[ignore = "needs LINKWISE_OLDER: make test-upgrade"]
-async fn upgrade_and_way_back_keep_mig_devices_that_claims_have() {
+async fn upgrade_and_way_back_keep_claimed_mig_devices() {
     for how in [Change::Surged, Change::Restarted, Change::Killed] {
         let world = World::of_mig(Connections::ByResource, Duration::from_secs(1)).await;
         let world = World { sets: vec![vec!["gpu-1"], vec![mig::OTHER]], ..world };
-        there_and_back(world, [older_of_mig, mig::program], mig::DEVICE, how).await;
+        upgrade_and_downgrade(world, [older_of_mig, mig::program], mig::DEVICE, how).await;
     }
 }

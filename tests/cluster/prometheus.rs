@@ -1,6 +1,6 @@
-//! A real Prometheus (`make tools` brings Debian's) scrapes a node that goes from DRA to the device plugin, under load,
-//! while a claim keeps its GPUs: every series of docs/metrics.md is there as documented, the recording rules evaluate,
-//! and every query of the dashboards has an answer.
+//! A real Prometheus (`make tools` installs Debian's) scrapes a node that goes from DRA to the device plugin under
+//! load, while a claim keeps its GPUs. It has every series of docs/metrics.md as documented, the recording rules
+//! evaluate, and every query of the dashboards has an answer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -20,7 +20,7 @@ use crate::run::node::Process;
 
 const GPU: &str = "nvidia.com/gpu";
 
-/// What docs/metrics.md documents and this node does not have, and why.
+/// Metrics that docs/metrics.md documents and this node does not have, with the reason.
 const NOT_HERE: [(&str, &str); 7] = [
     ("linkwise_preferred_allocation_fallbacks", "no request names an unknown device"),
     ("linkwise_label_writes", "no labels are written"),
@@ -44,11 +44,11 @@ fn list<'a>(value: &'a Value, key: &str) -> impl Iterator<Item = &'a Value> {
 }
 
 fn program() -> PathBuf {
-    let brought = repository("target/tools/prometheus");
-    if brought.exists() { brought } else { "prometheus".into() }
+    let installed = repository("target/tools/prometheus");
+    if installed.exists() { installed } else { "prometheus".into() }
 }
 
-/// Labels and values.
+/// Samples as labels and value.
 type Samples = Vec<(BTreeMap<String, String>, f64)>;
 
 struct Prometheus {
@@ -58,7 +58,7 @@ struct Prometheus {
 }
 
 impl Prometheus {
-    /// One that scrapes linkwise as the PodMonitor says, with our rules.
+    /// Starts a Prometheus with our rules, which scrapes linkwise as the PodMonitor says.
     async fn start(program: &Path, linkwise: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
@@ -85,7 +85,7 @@ impl Prometheus {
         Self { address, _process: process, _folder: folder }
     }
 
-    /// `data` of an answer; null where there is none yet.
+    /// The field `data` of an answer, or null if there is none yet.
     async fn get(&self, path: &str) -> Value {
         let exchange = async {
             let mut stream = TcpStream::connect(self.address).await?;
@@ -102,7 +102,7 @@ impl Prometheus {
         answer["data"].clone()
     }
 
-    /// The samples of a query now: labels and value. What is no number is left out.
+    /// The present samples of a query, without those that are not a number.
     async fn query(&self, expr: &str) -> Samples {
         let encoded: String = expr.bytes().map(|byte| format!("%{byte:02X}")).collect();
         let data = self.get(&format!("query?query={encoded}")).await;
@@ -131,14 +131,14 @@ impl Prometheus {
         assert!(ended.is_ok(), "no answer in time: {without:#?}");
     }
 
-    /// Waits until a query has an answer, and gives it.
+    /// Waits until a query has an answer, and returns it.
     async fn has(&self, expr: &str) -> Samples {
         self.have([expr.to_owned()]).await;
         self.query(expr).await
     }
 }
 
-/// The metrics of docs/metrics.md: their names as Prometheus has them, and their labels.
+/// The metrics of docs/metrics.md: documented name, name of the series in Prometheus, and labels.
 fn documented() -> Vec<(String, String, BTreeSet<String>)> {
     let text = text("docs/metrics.md");
     let words = |cell: &str| -> Vec<String> { cell.split('`').skip(1).step_by(2).map(str::to_owned).collect() };
@@ -166,7 +166,7 @@ fn documented() -> Vec<(String, String, BTreeSet<String>)> {
     found
 }
 
-/// Titles of panels with their queries, variables replaced.
+/// The titles and queries of a dashboard's panels, with variables replaced.
 fn panels(dashboard: &str) -> Vec<(String, String)> {
     let dashboard: Value = serde_json::from_str(&text(dashboard)).unwrap();
     let of = |panel: &Value| -> Vec<(String, String)> {
@@ -195,12 +195,12 @@ fn drawn(header: &[&str], mut rows: Vec<Vec<String>>) -> String {
     rows.iter().map(line).collect()
 }
 
-/// Returns true for what only a node whose GPUs go through DRA has: its series, and those of two free GPUs.
+/// Returns true for series that a node has only while DRA gives out its GPUs: DRA's own, and those about free GPUs.
 fn is_of_dra(text: &str) -> bool {
     ["linkwise_dra_", "linkwise_cdi_", "linkwise_free_collective"].iter().any(|name| text.contains(name))
 }
 
-/// `linkwise run`, and a Prometheus that scrapes it.
+/// Starts `linkwise run`, and a Prometheus that scrapes it.
 async fn scraped(node: &Node, program: &Path) -> (Process, Prometheus) {
     let mut command = node.program();
     command.args(["--log-format", "json", "--nvml-poll-ms=50"]).env("FAKE_NVML_CONTROL", node.at("nvml"));
@@ -210,19 +210,19 @@ async fn scraped(node: &Node, program: &Path) -> (Process, Prometheus) {
     (process, prometheus)
 }
 
-/// Each series is there, with the labels that docs/metrics.md gives it.
+/// Checks that Prometheus has each series with the labels that docs/metrics.md gives it.
 async fn has_documented(prometheus: &Prometheus, documented: &[(String, String, BTreeSet<String>)]) {
     prometheus.have(documented.iter().map(|(_, series, _)| series.clone())).await;
     for (_, series, labels) in documented {
         let there: BTreeSet<String> =
             prometheus.query(series).await.into_iter().flat_map(|(of, _)| of.into_keys()).collect();
-        assert!(labels.is_subset(&there), "{series}: {labels:?} documented, {there:?} there");
+        assert!(labels.is_subset(&there), "{series}: {labels:?} are documented, {there:?} are there");
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[cfg_attr(not(has_prometheus), ignore = "no prometheus here: make tools brings it")]
-async fn prometheus_has_each_series_and_each_panel_an_answer() {
+async fn every_documented_series_and_panel_has_data() {
     let program = program();
     let node = Node::start().await;
     let is_here = |name: &str| NOT_HERE.iter().all(|(metric, _)| *metric != name);
@@ -234,7 +234,7 @@ async fn prometheus_has_each_series_and_each_panel_an_answer() {
 
     let (mut before, prometheus) = scraped(&node, &program).await;
     node.serves(8).await;
-    // No two of the GPUs that it leaves have the two NVLinks between them that others have.
+    // No two of the GPUs that the claim leaves have two NVLinks between them, as other pairs have.
     let claim = node.claim("trained", &["gpu-2", "gpu-3", "gpu-4", "gpu-5"]);
     node.start_pod("trained", &claim).await;
     has_documented(&prometheus, &of_dra).await;
@@ -245,7 +245,7 @@ async fn prometheus_has_each_series_and_each_panel_an_answer() {
     let (_process, prometheus) = scraped(&node, &program).await;
     until(|| node.healthy(GPU).len() == 4).await;
 
-    // The load: a GPU fails, NVML crashes, jobs that come and go, one that stays.
+    // The load: a GPU fails, NVML crashes, jobs come and go, and one job stays.
     prometheus.has("linkwise_gpu_healthy == 1").await;
     Control::new(node.at("nvml")).send("xid 7 79").unwrap();
     prometheus.has("linkwise_unhealthy_devices{reason=\"xid\"} == 1").await;
@@ -300,5 +300,5 @@ async fn prometheus_has_each_series_and_each_panel_an_answer() {
         drawn(&["GPU", "PCI", "NUMA node", "Namespace", "Pod", "Container", "Resource", "Door"], rows.collect());
     let documentation = text("docs/monitoring.md");
     let is_shown = documentation.contains(&jobs) && documentation.contains(&holders);
-    assert!(is_shown, "docs/monitoring.md does not have what the queries give:\n{jobs}\n{holders}");
+    assert!(is_shown, "docs/monitoring.md does not show the present answers of the queries:\n{jobs}\n{holders}");
 }

@@ -1,4 +1,4 @@
-//! What the tests share: credentials for the server in the box, quick pauses, states to wait for.
+//! Shared by the tests: credentials for the API server's box, short pauses, and waiting for a state.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -14,7 +14,7 @@ use tokio::process::Command;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-/// Pauses of milliseconds, and nothing that is written again unasked.
+/// Pauses of milliseconds; objects are reasserted as rarely as in production.
 pub const PACE: Pace = Pace {
     first: Duration::from_millis(5),
     longest: Duration::from_millis(20),
@@ -23,8 +23,8 @@ pub const PACE: Pace = Pace {
     ..Pace::DEFAULT
 };
 
-/// How long a test waits for anything.
-const DEADLINE: Duration = Duration::from_secs(60);
+/// The longest time that a test waits for a state.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The server, and a ServiceAccount's folder with a token that it accepts.
 pub struct Cluster {
@@ -43,7 +43,7 @@ impl Cluster {
         cluster
     }
 
-    /// The same, with the node `n`.
+    /// Starts a cluster with the node `n`.
     pub async fn of_node() -> Self {
         let cluster = Self::start().await;
         cluster.label_node("n", json!({}));
@@ -68,8 +68,8 @@ impl Cluster {
         Access::InCluster { url: self.server.url(), service_account: self.folder().to_owned() }
     }
 
-    /// The variables of a container that may ask the server. It has no certificates but the cluster's CA, as the image
-    /// has none.
+    /// The environment of a container with access to the server. It trusts the cluster's CA only, because the image has
+    /// no certificates.
     pub fn variables(&self) -> [(&'static str, OsString); 5] {
         let address = self.server.address();
         [
@@ -81,7 +81,7 @@ impl Cluster {
         ]
     }
 
-    /// A way to ask it.
+    /// A client of the server.
     pub fn client(&self, pace: Pace) -> ApiServer {
         ApiServer::new(self.access(), pace, self.metrics.clone())
     }
@@ -92,7 +92,7 @@ impl Cluster {
         self.server.put("kubelet", &node_key(name), node);
     }
 
-    /// How many requests of this method there were to a path with this text in it.
+    /// The number of requests of this method whose path contains this text.
     pub fn count(&self, method: &str, contains: &str) -> usize {
         let requests = self.server.requests();
         requests.iter().filter(|request| request.method == method && request.uri.contains(contains)).count()
@@ -103,7 +103,7 @@ pub fn node_key(name: &str) -> Key {
     ResourceType::NODES.key(None, name)
 }
 
-/// A task that runs to the end of the test, or until it is ended.
+/// A task that must run until the test ends or calls `end`.
 pub struct Running {
     shutdown: CancellationToken,
     task: JoinHandle<()>,
@@ -116,7 +116,7 @@ impl Running {
         Self { shutdown, task }
     }
 
-    /// Ends it in order.
+    /// Shuts the task down, and waits for its end.
     pub async fn end(mut self) {
         self.shutdown.cancel();
         within(&mut self.task).await.unwrap();
@@ -130,7 +130,7 @@ impl Drop for Running {
     }
 }
 
-/// A program on a node with eight simulated V100: its variables are those of a pod of the node `n`.
+/// A program with the environment of a pod of the node `n`, which has eight simulated V100.
 pub fn on_dgx1(cluster: &Cluster, program: impl AsRef<OsStr>, sysfs: &Path) -> Command {
     let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/host/src/machines/dgx1-v100.yaml");
     let mut command = Command::new(program);
@@ -141,7 +141,7 @@ pub fn on_dgx1(cluster: &Cluster, program: impl AsRef<OsStr>, sysfs: &Path) -> C
     command
 }
 
-/// Another program with the same variables.
+/// Another program with the environment of `command`.
 pub fn like(command: &Command, program: impl AsRef<OsStr>) -> Command {
     let mut like = Command::new(program);
     like.env_clear().envs(command.as_std().get_envs().map(|(name, value)| (name, value.unwrap())));
@@ -149,12 +149,12 @@ pub fn like(command: &Command, program: impl AsRef<OsStr>) -> Command {
     like
 }
 
-/// A future that has to be done in time.
+/// Awaits a future, which has to end within `WAIT_TIMEOUT`.
 pub async fn within<T>(future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(DEADLINE, future).await.expect("it comes in time")
+    tokio::time::timeout(WAIT_TIMEOUT, future).await.expect("the awaited state comes in time")
 }
 
-/// Waits until something holds that reports no change by itself.
+/// Polls a condition until it holds.
 pub async fn until(mut holds: impl FnMut() -> bool) {
     within(async {
         while !holds() {

@@ -1,7 +1,7 @@
-//! A node is switched from every setting to every other and back (tests/node_settings), by a reinstallation and beside
-//! the pod of before, with and without pods and claims that outlive the change. Each process gets the folders, variables
-//! and token that the chart gives its pod. It becomes ready, serves the GPUs that are free, gives none twice, and has all
-//! of them when the last holder has ended.
+//! Switches a node from every setting (tests/node_settings) to every other and back, by reinstallation and by surge,
+//! with and without pods and claims that outlive the change. Each process gets the folders, variables and token that
+//! the chart gives its pod. It becomes ready, serves the free GPUs, gives none twice, and serves all once the last
+//! holder has ended.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
@@ -20,25 +20,25 @@ use crate::run::node::{Answer, Process, get};
 
 const GPU: &str = "nvidia.com/gpu";
 const GPUS: u32 = 8;
-/// Nodes at a time.
-const CONCURRENT: usize = 6;
+/// The most nodes that are tested at a time.
+const MAX_CONCURRENT: usize = 6;
 
-/// How the pod of before goes.
+/// The way in which the next pod replaces the previous one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Change {
-    /// It has ended before the next begins.
+    /// The previous pod ends before the next starts.
     Reinstalled,
-    /// The next takes over beside it.
+    /// The next pod takes over while the previous one runs.
     Surged,
 }
 
-/// Waits until /readyz of a process answers so; returns its words.
-async fn readyz(process: &Process, is_so: impl Fn(&Answer) -> bool) -> String {
+/// Waits until the answer of a process's /readyz is accepted; returns its body.
+async fn readyz(process: &Process, accepts: impl Fn(&Answer) -> bool) -> String {
     let up = process.logged(|line| line["message"] == "linkwise is up").await;
     let address = up["metrics"].as_str().unwrap().parse().unwrap();
     let ask = async || {
         let answer = get(address, "/readyz").await;
-        if is_so(&answer) { Ok(answer.body) } else { Err(answer.body) }
+        if accepts(&answer) { Ok(answer.body) } else { Err(answer.body) }
     };
     crate::run::node::until(ask).await
 }
@@ -47,9 +47,9 @@ async fn ready(process: &Process) -> String {
     readyz(process, |answer| answer.status == 200).await
 }
 
-/// Waits until /readyz is 503 with these words.
-async fn is_unready(process: &Process, words: &[&str]) {
-    readyz(process, |answer| answer.status == 503 && words.iter().all(|word| answer.body.contains(word))).await;
+/// Waits until /readyz answers 503 with these texts in its body.
+async fn is_unready(process: &Process, parts: &[&str]) {
+    readyz(process, |answer| answer.status == 503 && parts.iter().all(|part| answer.body.contains(part))).await;
 }
 
 async fn end(mut process: Process) {
@@ -58,14 +58,14 @@ async fn end(mut process: Process) {
     assert!(status.success(), "{status}");
 }
 
-/// A node that is switched, and its books.
-struct Switched {
+/// A node that is switched between settings, with the GPUs and claims of its pods.
+struct SwitchedNode {
     node: Node,
     running: Option<Process>,
     setting: Setting,
     starts: u32,
-    /// The GPUs of pods that run, by pod; and their claims.
-    books: BTreeMap<String, BTreeSet<u32>>,
+    /// The GPUs of running pods, and the claims of those that have one, by pod.
+    gpus_by_pod: BTreeMap<String, BTreeSet<u32>>,
     claims: BTreeMap<String, ClaimRef>,
 }
 
@@ -74,7 +74,7 @@ fn gpu_of(name: &str) -> u32 {
     name.split("::").next().unwrap().rsplit('-').next().unwrap().parse().unwrap()
 }
 
-impl Switched {
+impl SwitchedNode {
     async fn start(setting: Setting) -> Self {
         let mut this = Self::new(setting).await;
         this.running = Some(this.spawn(setting));
@@ -87,11 +87,11 @@ impl Switched {
         // A folder below a file can be neither made nor written, not even by root.
         fs::write(node.at("not-mounted"), "").unwrap();
         fs::create_dir(node.at("no-token")).unwrap();
-        let (books, claims) = Default::default();
-        Self { node, running: None, setting, starts: 0, books, claims }
+        let (gpus_by_pod, claims) = Default::default();
+        Self { node, running: None, setting, starts: 0, gpus_by_pod, claims }
     }
 
-    /// The process of a pod with this setting.
+    /// Starts the process of a pod with this setting.
     fn spawn(&mut self, setting: Setting) -> Process {
         self.starts += 1;
         let node = &self.node;
@@ -137,7 +137,7 @@ impl Switched {
         self.running = Some(next);
         self.setting = setting;
         if !setting.sockets || !setting.dra && self.claims.is_empty() {
-            // As the kubelet does 30 s after a driver has gone.
+            // The kubelet deletes a driver's slices 30 s after the driver has gone.
             self.node.cluster.server.wipe_slices("n", None);
         }
     }
@@ -151,18 +151,18 @@ impl Switched {
         assert!(ended.is_none(), "it ended: {ended:?}");
     }
 
-    /// The GPUs that the kubelet may give by the device plugin, and those that the scheduler may give by DRA.
+    /// The GPUs that the kubelet may give through the device plugin, and those that the scheduler may give through DRA.
     fn offered(&self) -> (BTreeSet<u32>, BTreeSet<u32>) {
         let by_plugin = self.node.healthy(GPU).iter().map(|id| gpu_of(id)).collect();
         (by_plugin, self.node.untainted().iter().map(|name| gpu_of(name)).collect())
     }
 
-    /// Waits until the process is ready and offers what its setting says of the GPUs that nobody holds, and no GPU of a
-    /// holder through the other door.
+    /// Waits until the process is ready and offers the free GPUs through the door of its setting. Asserts meanwhile
+    /// that no door offers a GPU that is held through the other.
     async fn serves(&mut self) {
         ready(self.running()).await;
-        let held: BTreeSet<u32> = self.books.values().flatten().copied().collect();
-        let claimed: BTreeSet<u32> = self.claims.keys().flat_map(|pod| self.books[pod].clone()).collect();
+        let held: BTreeSet<u32> = self.gpus_by_pod.values().flatten().copied().collect();
+        let claimed: BTreeSet<u32> = self.claims.keys().flat_map(|pod| self.gpus_by_pod[pod].clone()).collect();
         let free = (0..GPUS).filter(|gpu| !held.contains(gpu));
         let (through_dra, plugin): (BTreeSet<u32>, BTreeSet<u32>) = free.partition(|_| self.setting.dra);
         let serves = || {
@@ -170,31 +170,30 @@ impl Switched {
             assert!(by_plugin.is_disjoint(&claimed), "a GPU of a claim is given twice: {by_plugin:?}");
             let of_plugin: BTreeSet<u32> = held.difference(&claimed).copied().collect();
             assert!(by_dra.is_disjoint(&of_plugin), "a GPU of a pod is given twice: {by_dra:?}");
-            // All slots: the list of before may have the same GPUs under other ids.
+            // Count all slots, because the previous list may have the same GPUs under other ids.
             let ids = self.node.healthy(GPU).into_iter().filter(|id| plugin.contains(&gpu_of(id))).count();
             ids == plugin.len() * self.setting.slots && by_dra.is_superset(&through_dra)
         };
         until(serves).await;
-        if self.books.is_empty() {
+        if self.gpus_by_pod.is_empty() {
             until(|| self.offered() == (plugin.clone(), through_dra.clone())).await;
         }
-        // Words about waiting pass.
         self.is_alive();
     }
 
     /// A pod gets a GPU through each door that the setting has open, and none that another has.
     async fn admits(&mut self, keep: bool) {
-        let held: BTreeSet<u32> = self.books.values().flatten().copied().collect();
+        let held: BTreeSet<u32> = self.gpus_by_pod.values().flatten().copied().collect();
         let free: BTreeSet<u32> = (0..GPUS).filter(|gpu| !held.contains(gpu)).collect();
         if !self.setting.dra && !free.is_empty() {
             let pod = format!("plugin-{}", self.starts);
             let admitted = within(self.node.kubelet.admit(&Pod::single(&pod, GPU, 1), None)).await.unwrap();
             let ids = &admitted.grant(admitted.containers.keys().next().unwrap(), GPU).unwrap().allocation.devices;
             let got: BTreeSet<u32> = ids.iter().map(|id| gpu_of(id)).collect();
-            // A slot of a GPU whose other slots are held is meant to be shared.
+            // With several slots a GPU is shared: the pod may get a free slot of a held GPU.
             assert!(self.setting.slots > 1 || got.is_subset(&free), "{pod} gets {got:?}, held are {held:?}");
             if keep {
-                self.books.insert(pod, got);
+                self.gpus_by_pod.insert(pod, got);
             } else {
                 self.node.kubelet.remove_pod(&pod);
             }
@@ -205,15 +204,15 @@ impl Switched {
             let claim = self.node.claim(&pod, &[&format!("gpu-{gpu}")]);
             self.node.start_pod(&pod, &claim).await;
             self.claims.insert(pod.clone(), claim);
-            self.books.insert(pod.clone(), [*gpu].into());
+            self.gpus_by_pod.insert(pod.clone(), [*gpu].into());
             if !keep {
                 self.stop_claim(&pod).await;
             }
         }
     }
 
-    /// A pod with a claim ends. Where the kubelet has nobody to unprepare it, the pod stays in the lists until somebody
-    /// deletes it by force.
+    /// Ends a pod with a claim. Without a driver the kubelet cannot unprepare the claim, so that the pod stays listed
+    /// until an operator deletes it by force.
     async fn stop_claim(&mut self, pod: &str) {
         self.node.cluster.server.remove(&ResourceType::RESOURCE_CLAIMS.key(Some("default"), pod));
         if self.setting.sockets {
@@ -228,24 +227,24 @@ impl Switched {
             self.node.dra.delete_by_force(pod);
         }
         self.claims.remove(pod);
-        self.books.remove(pod);
+        self.gpus_by_pod.remove(pod);
     }
 
     async fn end_holders(&mut self) {
-        for pod in self.books.keys().cloned().collect::<Vec<_>>() {
+        for pod in self.gpus_by_pod.keys().cloned().collect::<Vec<_>>() {
             if self.claims.contains_key(&pod) {
                 self.stop_claim(&pod).await;
             } else {
                 assert!(self.node.kubelet.remove_pod(&pod));
-                self.books.remove(&pod);
+                self.gpus_by_pod.remove(&pod);
             }
         }
     }
 }
 
-/// From one setting to the other under pods and claims, and back. A node is reinstalled without any on the way back.
+/// Switches a node to another setting under a pod or claim, and back. A reinstalled node goes back without holders.
 async fn forth_and_back(from: Setting, to: Setting, change: Change) {
-    let mut node = Switched::start(from).await;
+    let mut node = SwitchedNode::start(from).await;
     node.serves().await;
     for (setting, holds) in [(to, true), (from, change == Change::Surged)] {
         node.admits(holds).await;
@@ -260,17 +259,17 @@ async fn forth_and_back(from: Setting, to: Setting, change: Change) {
     assert_eq!(node.node.kubelet.violations(), []);
 }
 
-/// Every pair of settings, some nodes at a time.
+/// Tests every pair of settings, some nodes at a time.
 async fn all_pairs(change: Change) {
-    let room = Arc::new(Semaphore::new(CONCURRENT));
+    let places = Arc::new(Semaphore::new(MAX_CONCURRENT));
     let (here, mut pairs, mut names) = (LocalSet::new(), JoinSet::new(), HashMap::new());
     for (at, from) in SETTINGS.into_iter().enumerate() {
         for to in SETTINGS.into_iter().skip(at + 1) {
-            // Each setting is left under pods by some of the others, and idle by the rest.
+            // The order alternates, so that each setting is left sometimes with holders and sometimes without.
             let (from, to) = if pairs.len() % 2 == 0 { (from, to) } else { (to, from) };
-            let room = Arc::clone(&room);
+            let places = Arc::clone(&places);
             let pair = async move {
-                let _place = room.acquire_owned().await.unwrap();
+                let _place = places.acquire_owned().await.unwrap();
                 forth_and_back(from, to, change).await;
             };
             let pair = pairs.spawn_local_on(pair, &here).id();
@@ -290,19 +289,19 @@ async fn every_setting_follows_every_other() {
 }
 
 #[tokio::test]
-async fn every_setting_takes_over_from_every_other_under_pods() {
+async fn settings_take_over_from_each_other_under_pods() {
     all_pairs(Change::Surged).await;
 }
 
-/// What waits is said, and goes when the last holder has ended.
+/// Readiness and log name the claims for which the new setting waits, until the last holder has ended.
 #[tokio::test]
-async fn claims_that_are_left_are_said() {
-    let mut node = Switched::start(DRA).await;
+async fn claims_left_by_the_previous_setting_are_named() {
+    let mut node = SwitchedNode::start(DRA).await;
     node.serves().await;
     node.admits(true).await;
     node.switch(PLUGIN, Change::Reinstalled).await;
-    let said = |words: &str| words.contains("the holders to end; GPUs: 1, held by the claim default/claim-1");
-    readyz(node.running(), |answer| answer.status == 200 && said(&answer.body)).await;
+    let names = |body: &str| body.contains("the holders to end; GPUs: 1, held by the claim default/claim-1");
+    readyz(node.running(), |answer| answer.status == 200 && names(&answer.body)).await;
     node.running().said("GPUs are held through the other door").await;
     node.running().said("without DRA's folders").await;
     node.end_holders().await;
@@ -310,7 +309,7 @@ async fn claims_that_are_left_are_said() {
     readyz(node.running(), |answer| answer.status == 200 && answer.body.trim_end().ends_with("ready")).await;
 }
 
-/// A configuration may name GPUs for DRA in a pod that has none of its rights.
+/// The configuration names GPUs for DRA, and the pod lacks what DRA needs.
 #[tokio::test]
 async fn gpus_stay_with_the_plugin_where_dra_lacks_rights() {
     let by_file = |gpus: &str| format!("version: v1\nlinkwise: {{dra: {{gpus: {gpus}}}}}\n");
@@ -319,7 +318,7 @@ async fn gpus_stay_with_the_plugin_where_dra_lacks_rights() {
         Setting { name: "by-variable", env: &[("LINKWISE_DRA_GPUS", "all")], ..PLUGIN },
         Setting { name: "by-file", file: Some(all), ..PLUGIN },
     ] {
-        let mut node = Switched::start(setting).await;
+        let mut node = SwitchedNode::start(setting).await;
         let lacks = ["GPUs stay with the device plugin", "set NODE_NAME", "token", "DRA needs CDI"];
         is_unready(node.running(), &lacks).await;
         until(|| node.node.healthy(GPU).len() == 8).await;
@@ -333,7 +332,7 @@ async fn gpus_stay_with_the_plugin_where_dra_lacks_rights() {
             is_unready(node.running(), &lacks).await;
             node.is_alive();
         }
-        // With the rights it is as it should be.
+        // In a pod with all that DRA needs, DRA serves the GPUs.
         node.switch(DRA, Change::Reinstalled).await;
         node.serves().await;
     }
@@ -352,13 +351,13 @@ async fn broken_files_keep_no_setting_from_serving() {
         ("claims/c.json", None),
     ];
     for setting in SETTINGS {
-        let mut node = Switched::new(setting).await;
+        let mut node = SwitchedNode::new(setting).await;
         let at = |name: &str| node.node.at("k/linkwise").join(name);
         fs::create_dir_all(at("claims")).unwrap();
         for (name, text) in damages.iter().skip(setting.name.len() % 3) {
             match text {
                 Some(text) => fs::write(at(name), text).unwrap(),
-                // A folder in the file's place.
+                // A folder takes the file's place.
                 None => drop(fs::remove_file(at(name)).and_then(|()| fs::create_dir(at(name)))),
             }
         }
@@ -368,10 +367,10 @@ async fn broken_files_keep_no_setting_from_serving() {
     }
 }
 
-/// Without checkpoints no claim is prepared, and DRA serves when the folder is one again.
+/// Without a folder for checkpoints DRA does not serve; it does once the file in the folder's place is gone.
 #[tokio::test]
-async fn file_in_the_place_of_checkpoints_costs_dra_alone() {
-    let mut node = Switched::new(DRA).await;
+async fn file_in_place_of_the_checkpoints_stops_dra_alone() {
+    let mut node = SwitchedNode::new(DRA).await;
     let claims = node.node.at("k/linkwise/claims");
     fs::create_dir_all(claims.parent().unwrap()).unwrap();
     fs::write(&claims, "").unwrap();

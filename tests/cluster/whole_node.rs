@@ -1,5 +1,5 @@
-//! A node as the chart makes it: plugin, labels and config-manager as three processes of one image, beside a kubelet and
-//! an API server in a box.
+//! A node as the chart makes it: device plugin, GPU Feature Discovery and config-manager run as three processes of one
+//! image, beside the boxes of the kubelet and the API server.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -19,7 +19,7 @@ const LABEL: &str = "nvidia.com/device-plugin.config";
 const SHARED: &str =
     "version: v1\nsharing:\n  timeSlicing:\n    resources:\n    - {name: nvidia.com/gpu, replicas: 4}\n";
 
-/// The node's folder, with the image's links in it.
+/// The cluster, and the node's folder, which has the image's links.
 struct Node {
     cluster: Cluster,
     folder: tempfile::TempDir,
@@ -42,7 +42,7 @@ impl Node {
         self.folder.path().join(name)
     }
 
-    /// A program of the image, with what its container would have.
+    /// A program of the image, with the environment of its container.
     fn program(&self, name: &str) -> Command {
         let mut command = on_dgx1(&self.cluster, self.at(name), &self.at("sys"));
         command.env("NAMESPACE", "gpu");
@@ -53,7 +53,7 @@ impl Node {
         let mut command = self.program("config-manager");
         command.env("CONFIG_FILE_SRCDIR", self.at("available-configs")).env("CONFIG_FILE_DST", self.configuration());
         command.env("ONESHOT", oneshot.to_string()).env("SEND_SIGNAL", (!oneshot).to_string());
-        // The whole path: other plugins may run on this machine.
+        // A full path, because other plugins may run on the machine of the test.
         command.env("FALLBACK_STRATEGIES", "named,single").env("PROCESS_TO_SIGNAL", self.at("nvidia-device-plugin"));
         command
     }
@@ -102,7 +102,7 @@ fn still_runs(child: &mut Child) -> bool {
 #[tokio::test]
 async fn node_feature_stays_while_nvml_crashes_at_start() {
     let node = Node::start().await;
-    // Nothing on the PCI bus, as where NVML is simulated.
+    // The PCI bus is empty, because these GPUs exist in the simulated NVML only.
     fs::create_dir_all(node.at("sys/bus/pci/devices")).unwrap();
     let labels = || {
         let mut command = node.program("gpu-feature-discovery");
@@ -116,15 +116,15 @@ async fn node_feature_stays_while_nvml_crashes_at_start() {
 
     fake_nvml::Control::new(node.at("control")).send("crash nvmlInit_v2").unwrap();
     let ended = within(labels().arg("--oneshot").output()).await.unwrap();
-    let words = String::from_utf8_lossy(&ended.stderr).into_owned();
-    assert!(!ended.status.success() && words.contains("the NVML library crashed in nvmlInit_v2"), "{words}");
+    let log = String::from_utf8_lossy(&ended.stderr).into_owned();
+    assert!(!ended.status.success() && log.contains("the NVML library crashed in nvmlInit_v2"), "{log}");
     let process = Process::of(labels());
     process.said("keeping the previous labels").await;
     assert_eq!(node.cluster.server.object(&key).unwrap(), before);
 }
 
 #[tokio::test]
-async fn label_changes_configuration_and_labels_under_running_pods() {
+async fn node_label_switches_sharing_under_running_pod() {
     let node = Node::start().await;
     node.cluster.label_node("n", json!({}));
     assert!(within(node.config_manager(true).status()).await.unwrap().success());
@@ -143,13 +143,13 @@ async fn label_changes_configuration_and_labels_under_running_pods() {
     .await;
     assert_eq!(fs::read_link(node.configuration()).unwrap(), node.at("available-configs/shared"));
     let gpus = kubelet.state().resources[GPU].clone();
-    assert_eq!((gpus.registrations, gpus.in_use(), kubelet.violations().len()), (1, held, 0), "the pod is undisturbed");
+    assert_eq!((gpus.registrations, gpus.in_use(), kubelet.violations().len()), (1, held, 0), "the pod keeps its GPUs");
 
-    // None is the default again.
+    // Without the label the default configuration is selected again.
     node.cluster.label_node("n", json!({}));
     offers(&kubelet, |gpus| gpus.healthy.len() == 8).await;
     node.is_labelled(json!({"nvidia.com/gpu.replicas": "1", "nvidia.com/gpu.sharing-strategy": "none"})).await;
     let gpus = kubelet.state().resources[GPU].clone();
     assert_eq!((gpus.registrations, kubelet.violations().len()), (1, 0));
-    assert!(processes.iter_mut().all(still_runs), "all of them still run");
+    assert!(processes.iter_mut().all(still_runs), "a process has ended");
 }
