@@ -1,16 +1,16 @@
-//! The faults: what each hits, how it begins and is noticed, what ends it.
+//! The faults: the calls that each may fail, its beginning, the sign that it was noticed, and its end.
 
 use linkwise_api_server_box::{Answer, Fault as Refused};
 use linkwise_kubelet_box::Fault as BoxFault;
 
 use super::ledger::SHARES;
-use super::world::{GPUS, Hits, MIG, SHARED, Soak};
+use super::world::{FailingCalls, GPUS, MIG, SHARED, Soak};
 use crate::dra::cluster::mps;
 use crate::run::node::GPU;
 
-/// How a temperature is asked for: the call that every round makes of every GPU.
-const CALL: &str = "nvmlDeviceGetTemperature";
-/// NVLinks of a GPU.
+/// The NVML call that every poll makes of every GPU.
+const POLL_CALL: &str = "nvmlDeviceGetTemperature";
+/// The number of NVLinks of a GPU.
 const LINKS: u32 = 12;
 
 /// One kind of fault.
@@ -26,7 +26,7 @@ pub enum Fault {
     StreamCut,
     RegisterRefused,
     RegisterHangs,
-    NobodyDialsBack,
+    NoDialBack,
     DoorChanges,
     SharingChanges,
     ApiServerAway,
@@ -50,19 +50,19 @@ pub enum Fault {
 
 use Fault::*;
 
-/// The faults of one process of ours.
+/// The faults of one process of linkwise.
 const OF_A_PROCESS: [Fault; 2] = [Kill, ProcessStopped];
 const OF_THE_KUBELET: [Fault; 3] = [KubeletRestarts, NodeRestarts, KubeletGone];
 /// The faults between a kubelet and the device plugin.
-const BETWEEN: [Fault; 5] = [SocketDeleted, StreamCut, RegisterRefused, RegisterHangs, NobodyDialsBack];
+const BETWEEN: [Fault; 5] = [SocketDeleted, StreamCut, RegisterRefused, RegisterHangs, NoDialBack];
 /// The faults that only DRA notices.
 const OF_CLAIMS: [Fault; 4] = [ApiServerAway, ApiServerRefuses, SlicesWiped, MpsKilled];
 const OF_THE_DRIVER: [Fault; 6] = [AgentKilled, AgentStopped, CallHangs, CallHoldsTheLock, InitFails, DriverReleased];
-/// The faults that make one GPU ill.
+/// The faults that make one GPU unhealthy.
 const OF_A_GPU: [Fault; 6] = [CallCrashes, GpuLost, GpuRemoved, LinksDown, XidUntilRecovery, XidUntilCleared];
 
 impl Fault {
-    /// Every fault. Rollouts and changes of doors are many.
+    /// Every fault once, rollouts and changes of doors three times.
     pub fn all() -> Vec<Self> {
         let ours = [[Rollout; 3].as_slice(), &[DoorChanges; 3], &[SharingChanges, XidStorm], &OF_A_PROCESS].concat();
         let others = [OF_THE_KUBELET.as_slice(), &BETWEEN, &OF_CLAIMS, &OF_THE_DRIVER, &OF_A_GPU].concat();
@@ -77,17 +77,17 @@ impl Fault {
         [processes, cluster, driver].concat()
     }
 
-    /// The calls of the kubelet that may fail meanwhile.
-    pub fn hits(self) -> Hits {
+    /// The calls of the kubelet that may fail during the fault.
+    pub fn failing_calls(self) -> FailingCalls {
         match self {
-            Rollout | SlicesWiped | SharingChanges => Hits::Nothing,
-            DoorChanges => Hits::All,
-            _ if [OF_A_PROCESS.as_slice(), &OF_THE_KUBELET, &BETWEEN].concat().contains(&self) => Hits::All,
-            _ => Hits::Claims,
+            Rollout | SlicesWiped | SharingChanges => FailingCalls::Nothing,
+            DoorChanges => FailingCalls::All,
+            _ if [OF_A_PROCESS.as_slice(), &OF_THE_KUBELET, &BETWEEN].concat().contains(&self) => FailingCalls::All,
+            _ => FailingCalls::Claims,
         }
     }
 
-    /// True if it can come at this door.
+    /// Returns true if the fault can happen while this door is open.
     pub fn fits(self, is_dra: bool) -> bool {
         match self {
             SharingChanges => !is_dra,
@@ -96,8 +96,8 @@ impl Fault {
         }
     }
 
-    /// The faults that may come while this one lasts.
-    pub fn beside(self) -> &'static [Self] {
+    /// The faults that may begin while this one lasts.
+    pub fn overlapping(self) -> &'static [Self] {
         match self {
             DoorChanges => &[Kill, KubeletRestarts],
             GpuLost => &[Rollout, Kill, KubeletRestarts, NodeRestarts],
@@ -109,13 +109,14 @@ impl Fault {
         }
     }
 
-    /// True if it makes one GPU ill.
+    /// Returns true if the fault makes one GPU unhealthy.
     pub fn is_of_a_gpu(self) -> bool {
         OF_A_GPU.contains(&self)
     }
 
-    /// Lets it happen. Alone, it is waited for until it was noticed; beside another one it lasts as long as chance says.
-    /// A kubelet that the end of an older stream made forget its connection, as kubelets up to 1.36 do, cannot cut it.
+    /// Begins the fault. A fault that comes alone is awaited until it is noticed; one of two lasts a random time.
+    /// Kubelets up to 1.36 forget their connection when an older stream ends, and then have none to cut: `disconnect`
+    /// is false.
     pub async fn begin(self, soak: &mut Soak, gpu: u32, alone: bool) {
         let world = std::sync::Arc::clone(&soak.world);
         let (kubelet, server) = (&world.node.kubelet, &world.node.cluster.server);
@@ -135,7 +136,7 @@ impl Fault {
             KubeletGone => soak.stop_kubelet().await,
             SocketDeleted => {
                 for socket in soak.sockets() {
-                    // The plugin may take it away at this very moment.
+                    // The plugin may remove its socket at the same moment.
                     let _ = std::fs::remove_file(socket);
                 }
                 if alone {
@@ -160,7 +161,7 @@ impl Fault {
                     kubelet.wait(|state| state.registering > 0).await.unwrap();
                 }
             }
-            NobodyDialsBack => {
+            NoDialBack => {
                 kubelet.set_fault(BoxFault::AnswerWithoutDial);
                 kubelet.disconnect(GPU);
             }
@@ -171,7 +172,7 @@ impl Fault {
                 kubelet.wait(|state| state.resources[GPU].healthy.iter().any(whole)).await.unwrap();
             }
             ApiServerAway => {
-                world.set_away(true);
+                world.set_server_away(true);
                 server.go_away().await;
             }
             ApiServerRefuses => {
@@ -192,12 +193,12 @@ impl Fault {
             CallHangs | CallHoldsTheLock => {
                 let agent = soak.agent();
                 let word = if self == CallHangs { "hang" } else { "hold" };
-                world.tell(&format!("{word} {gpu} {CALL}")).await;
+                world.tell(&format!("{word} {gpu} {POLL_CALL}")).await;
                 if alone {
-                    soak.gone(agent).await;
+                    soak.agent_gone(agent).await;
                 }
             }
-            CallCrashes => world.tell(&format!("crash {gpu} {CALL}")).await,
+            CallCrashes => world.tell(&format!("crash {gpu} {POLL_CALL}")).await,
             InitFails => {
                 world.tell("init 9").await;
                 soak.signal_agent("KILL").await;
@@ -217,12 +218,12 @@ impl Fault {
                 soak.metric_is(&series, |value| value == Some(before + 5000)).await;
             }
             XidUntilRecovery | XidUntilCleared => {
-                // A driver tells both at once. The other way round, none for the hold time would end the XID.
+                // A driver reports both at once. With the XID first, no recovery action for the hold time would end it.
                 world.tell(&format!("recovery {gpu} 1")).await;
                 world.tell(&format!("xid {gpu} 79")).await;
                 if alone {
-                    // The recovery action alone makes it ill as well.
-                    soak.stands(gpu, "xid").await;
+                    // Wait for the XID itself, because the recovery action alone makes the GPU unhealthy too.
+                    soak.has_reason(gpu, "xid").await;
                 }
             }
         }
@@ -231,13 +232,13 @@ impl Fault {
         }
     }
 
-    /// Ends what does not end by itself.
+    /// Ends the fault, unless it ends by itself.
     pub async fn end(self, soak: &mut Soak, gpu: u32) {
         let world = std::sync::Arc::clone(&soak.world);
         let kubelet = &world.node.kubelet;
         match self {
             KubeletGone => soak.start_kubelet(),
-            RegisterRefused | RegisterHangs | NobodyDialsBack => kubelet.set_fault(BoxFault::None),
+            RegisterRefused | RegisterHangs | NoDialBack => kubelet.set_fault(BoxFault::None),
             ProcessStopped => soak.process.signal("CONT"),
             SharingChanges => {
                 world.share(true);
@@ -248,17 +249,17 @@ impl Fault {
             }
             ApiServerAway => {
                 world.node.cluster.server.come_back().await;
-                world.set_away(false);
+                world.set_server_away(false);
             }
-            CallHangs => world.tell(&format!("unhang {gpu} {CALL}")).await,
-            CallHoldsTheLock => world.tell(&format!("unhold {gpu} {CALL}")).await,
-            CallCrashes => world.tell(&format!("uncrash {gpu} {CALL}")).await,
+            CallHangs => world.tell(&format!("unhang {gpu} {POLL_CALL}")).await,
+            CallHoldsTheLock => world.tell(&format!("unhold {gpu} {POLL_CALL}")).await,
+            CallCrashes => world.tell(&format!("uncrash {gpu} {POLL_CALL}")).await,
             InitFails => world.tell("init 0").await,
             DriverReleased => world.admin(&["resume"]).await,
             GpuLost => {
                 if gpu == MIG {
                     world.tell(&format!("mig {MIG} {}", soak.layout)).await;
-                    world.turn(|turns| turns.mig_losses += 1);
+                    world.disrupt(|disruptions| disruptions.mig_losses += 1);
                 }
                 world.tell(&format!("back {gpu}")).await;
             }
@@ -270,10 +271,10 @@ impl Fault {
             }
             XidUntilRecovery => world.tell(&format!("recovery {gpu} 0")).await,
             XidUntilCleared => {
-                // An operator vouches for what was told. What the driver says for the first time afterwards is news.
-                soak.stands(gpu, "recovery_action").await;
+                // `clear` covers known reasons only: a recovery action that is noticed later would be a new reason.
+                soak.has_reason(gpu, "recovery_action").await;
                 world.admin(&["clear", &world.uuid(gpu)]).await;
-                // By the operator's word: what the driver says of it has not changed yet.
+                // The operator's order brings the GPU back although the driver still reports the recovery action.
                 world.is_offered(gpu, true).await;
                 world.tell(&format!("recovery {gpu} 0")).await;
             }
@@ -283,38 +284,39 @@ impl Fault {
 }
 
 impl Soak {
-    /// One fault, or two, from the beginning to the node's recovery.
+    /// Runs one fault, or two that overlap, from the beginning to the node's recovery.
     pub async fn round(&mut self, faults: &[Fault]) {
         let world = std::sync::Arc::clone(&self.world);
         let alone = faults.len() == 1;
-        // The GPU in MIG mode has no links, and claims have parts of it: it is lost only.
+        // The GPU in MIG mode has no links, and claims have parts of it, so that GpuLost is its only fault.
         let gpu =
             if faults.contains(&GpuLost) { self.random.within(0..GPUS) } else { self.random.within(MIG + 1..GPUS) };
-        world.ledger.tell(&format!("{faults:?} (GPU {gpu})"));
-        let hits = faults.iter().map(|fault| fault.hits()).max().unwrap_or(Hits::Nothing);
-        if hits >= Hits::Claims {
+        world.ledger.note(&format!("{faults:?} (GPU {gpu})"));
+        let failing_calls = faults.iter().map(|fault| fault.failing_calls()).max().unwrap_or(FailingCalls::Nothing);
+        if failing_calls >= FailingCalls::Claims {
             world.ledger.claims.begin();
         }
-        if hits == Hits::All {
+        if failing_calls == FailingCalls::All {
             world.ledger.pods.begin();
         }
-        // No other GPU is withdrawn. Of two at once, the second one may be noticed as late as in the next round.
-        let is_of_one = alone && !self.two_before && faults[0].is_of_a_gpu();
-        self.two_before = !alone;
-        let watch = is_of_one.then(|| self.watch([Some(gpu), self.last]));
-        self.last = Some(gpu);
+        // Other GPUs must stay offered. That is not checked after two faults, as the second may be noticed a round
+        // late.
+        let is_of_one = alone && !self.had_two_faults && faults[0].is_of_a_gpu();
+        self.had_two_faults = !alone;
+        let watch = is_of_one.then(|| self.watch([Some(gpu), self.last_gpu]));
+        self.last_gpu = Some(gpu);
         for fault in faults {
             fault.begin(self, gpu, alone).await;
         }
         tokio::time::sleep(self.random.milliseconds(0..1_000)).await;
-        // What was last, first: who is stopped or away cannot be told anything.
+        // End the last fault first, because a process that is stopped or away takes no orders.
         for fault in faults.iter().rev() {
             fault.end(self, gpu).await;
         }
         let recovered = self.is_whole().await;
         drop(watch);
         for fault in faults {
-            let name = format!("{}{fault:?}", if alone { "" } else { "beside another: " });
+            let name = format!("{}{fault:?}", if alone { "" } else { "one of two: " });
             world.ledger.count(&name);
             world.ledger.took(&name, recovered);
         }

@@ -1,4 +1,4 @@
-//! Who has which hardware, and what goes on meanwhile, by the soak's own rules: nothing here is linkwise's.
+//! The pods' hardware, the faults under way, and the errors, kept by rules of the soak's own, without code of linkwise.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 
-use super::STUCK;
+use super::STUCK_TIMEOUT;
 
-/// Shares of a GPU that is shared.
+/// The number of shares of the shared GPU.
 pub const SHARES: u32 = 4;
 
 /// A part of the hardware.
@@ -40,12 +40,12 @@ impl Piece {
     }
 }
 
-/// The pieces of each pod.
+/// The pieces that each pod holds.
 #[derive(Debug, Default)]
-pub struct Books(BTreeMap<String, Vec<Piece>>);
+pub struct Holdings(BTreeMap<String, Vec<Piece>>);
 
-impl Books {
-    /// The pod that has what these pieces need.
+impl Holdings {
+    /// The pod that already has one of these pieces, or the shares that they need.
     fn holder(&self, pieces: &[Piece]) -> Option<&str> {
         let clashes = |held: &Piece| pieces.iter().any(|piece| piece.clashes(*held));
         let by_piece = self.0.iter().find(|(_, held)| held.iter().any(clashes));
@@ -73,7 +73,7 @@ impl Books {
         self.holder(pieces).is_none()
     }
 
-    /// Enters what a pod has, in place of what it had; the error says which pod has it already.
+    /// Replaces a pod's pieces by these. The error names the pod that already has one of them.
     pub fn enter(&mut self, pod: &str, pieces: Vec<Piece>) -> Result<(), String> {
         self.leave(pod);
         if let Some(other) = self.holder(&pieces) {
@@ -92,15 +92,15 @@ impl Books {
     }
 }
 
-/// What keeps pods from their hardware at a moment: whether anything does, how often it did, since when nothing does.
+/// The causes for which a kind of call may fail: whether one is active, their number, and the end of the last one.
 #[derive(Debug)]
 pub struct Causes {
     now: Mutex<(bool, u64, Instant)>,
-    /// So long after the last cause no call of the kubelet fails any more.
-    settled: Duration,
+    /// The time after the last cause during which calls may still fail.
+    timeout: Duration,
 }
 
-/// A moment without a cause: how many there were, and the time since the last.
+/// A moment without an active cause: the number of causes before it, and the time since the last one.
 #[derive(Clone, Copy, Debug)]
 pub struct Calm {
     causes: u64,
@@ -108,8 +108,8 @@ pub struct Calm {
 }
 
 impl Causes {
-    fn new(settled: Duration) -> Self {
-        Self { now: Mutex::new((false, 0, Instant::now())), settled }
+    fn new(timeout: Duration) -> Self {
+        Self { now: Mutex::new((false, 0, Instant::now())), timeout }
     }
 
     pub fn begin(&self) {
@@ -130,36 +130,36 @@ impl Causes {
     }
 }
 
-/// The numbers of the soak, and what was wrong.
+/// The counts and longest times of the soak, its history and its errors.
 pub struct Ledger {
-    /// What keeps claims from being prepared and unprepared, and pods of the device plugin from being admitted.
+    /// The causes for which claims may fail to be prepared and unprepared, and pods of the plugin to be admitted.
     pub claims: Causes,
     pub pods: Causes,
     counts: Mutex<BTreeMap<String, u64>>,
     longest: Mutex<BTreeMap<String, Duration>>,
     began: Instant,
-    story: Mutex<Vec<String>>,
+    history: Mutex<Vec<String>>,
     errors: Mutex<Vec<String>>,
     /// Cancelled when the load ends: at the soak's end, or at an error.
     pub over: CancellationToken,
 }
 
-/// How long a claim takes to settle after a cause: the kubelet's and our own pauses; and a pod of the device plugin.
-pub const SETTLED: Duration = Duration::from_secs(5);
-const PODS_SETTLED: Duration = Duration::from_secs(1);
+/// The times after a cause in which a claim and a pod of the plugin succeed: pauses of the kubelet and of linkwise.
+pub const CLAIM_SETTLE_TIMEOUT: Duration = Duration::from_secs(5);
+const POD_SETTLE_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Ledger {
     pub fn new() -> Self {
-        let (counts, longest, story, errors, over) = Default::default();
-        let (claims, pods) = (Causes::new(SETTLED), Causes::new(PODS_SETTLED));
-        Self { claims, pods, counts, longest, began: Instant::now(), story, errors, over }
+        let (counts, longest, history, errors, over) = Default::default();
+        let (claims, pods) = (Causes::new(CLAIM_SETTLE_TIMEOUT), Causes::new(POD_SETTLE_TIMEOUT));
+        Self { claims, pods, counts, longest, began: Instant::now(), history, errors, over }
     }
 
     pub fn count(&self, what: &str) {
         *self.counts.lock().unwrap().entry(what.to_owned()).or_default() += 1;
     }
 
-    /// Notes how long something took; the longest counts.
+    /// Notes the duration of something; the longest is kept.
     pub fn took(&self, what: &str, time: Duration) {
         let mut longest = self.longest.lock().unwrap();
         let longest = longest.entry(what.to_owned()).or_default();
@@ -167,12 +167,12 @@ impl Ledger {
     }
 
     /// Adds an event to the history that an error prints.
-    pub fn tell(&self, what: &str) {
-        self.story.lock().unwrap().push(format!("{:.1} s: {what}", self.began.elapsed().as_secs_f64()));
+    pub fn note(&self, what: &str) {
+        self.history.lock().unwrap().push(format!("{:.1} s: {what}", self.began.elapsed().as_secs_f64()));
     }
 
-    pub fn story(&self) -> String {
-        self.story.lock().unwrap().join("\n")
+    pub fn history(&self) -> String {
+        self.history.lock().unwrap().join("\n")
     }
 
     pub fn counted(&self, what: &str) -> u64 {
@@ -180,7 +180,7 @@ impl Ledger {
     }
 
     pub fn error(&self, error: String) {
-        self.tell("an error");
+        self.note("an error");
         self.errors.lock().unwrap().push(error);
         self.over.cancel();
     }
@@ -189,18 +189,18 @@ impl Ledger {
         self.errors.lock().unwrap().clone()
     }
 
-    /// Judges a call that failed: it may while there is a cause, and for a while after it.
+    /// Judges a failed call: it may fail while a cause is active, and until the settle timeout after it.
     pub fn failed(&self, causes: &Causes, what: &str, began: Instant, before: Option<Calm>, error: &dyn fmt::Display) {
         let Some(now) = causes.calm() else { return };
-        let without_a_cause = before.is_some_and(|before| before.causes == now.causes && before.since > causes.settled);
-        if without_a_cause {
+        let is_unexplained = before.is_some_and(|before| before.causes == now.causes && before.since > causes.timeout);
+        if is_unexplained {
             self.error(format!("{what} failed without a cause: {error}"));
-        } else if now.since.min(began.elapsed()) > STUCK {
+        } else if now.since.min(began.elapsed()) > STUCK_TIMEOUT {
             self.error(format!("{what} is stuck for {:?}: {error}", began.elapsed()));
         }
     }
 
-    /// The numbers, a line each.
+    /// The counts and longest times, a line each.
     pub fn summary(&self) -> String {
         let longest = self.longest.lock().unwrap();
         let lines = self.counts.lock().unwrap();

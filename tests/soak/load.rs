@@ -1,5 +1,5 @@
-//! Pods that come and go: of the device plugin, and with claims of whole GPUs, MIG devices, shares and MPS. A scheduler of
-//! the soak's own allocates what the slices offer and no other claim has; now and then what they offered long ago.
+//! The load: pods of the device plugin, and pods with claims of whole GPUs, MIG devices, shares and MPS. The soak's own
+//! scheduler allocates devices that the slices offer and no claim has, and now and then GPUs that may not be offered.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -11,21 +11,21 @@ use serde_json::{Value, json};
 
 use super::ledger::Piece;
 use super::random::Random;
-use super::world::{GPUS, MIG, SHARED, Turns, World, gpu_of};
+use super::world::{Disruptions, GPUS, MIG, SHARED, World, gpu_of};
 use crate::dra::cluster::mps;
 use crate::dra::cluster::node::DRIVER;
 use crate::run::node::GPU;
 
-/// The name of the pods of the device plugin in the ledger.
+/// The ledger's name for pods of the device plugin.
 pub const PODS: &str = "pods of the device plugin";
-/// So long after an order that names a GPU was refused, the kubelet knows why.
-const NEWS: Duration = Duration::from_secs(5);
-/// Before a call that failed is made again.
-const AGAIN: Duration = Duration::from_millis(50);
-/// Between two starts of a container.
-const RESTARTS: Duration = Duration::from_millis(100);
+/// The time within which the kubelet's list shows why a GPU was refused.
+const LIST_TIMEOUT: Duration = Duration::from_secs(5);
+/// The pause before a failed call is repeated.
+const RETRY_DELAY: Duration = Duration::from_millis(50);
+/// The time between two restarts of a container.
+const RESTART_INTERVAL: Duration = Duration::from_millis(100);
 
-/// A claim of one kind.
+/// The kinds of claims.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Gpus,
@@ -47,10 +47,10 @@ impl Kind {
     }
 }
 
-/// The memory slices that a device of GPU 0 takes, and not that of the one profile of which there is one only.
+/// The memory slices that a MIG device of GPU 0 takes; `None` for the profile that fits on the GPU only once.
 fn slices(device: &str) -> Option<u8> {
-    let mut words = device.rsplit('-');
-    let (start, profile) = (words.next()?.parse::<u32>().ok()?, words.next()?);
+    let mut parts = device.rsplit('-');
+    let (start, profile) = (parts.next()?.parse::<u32>().ok()?, parts.next()?);
     let size = match profile {
         "19" => 1,
         "14" | "15" => 2,
@@ -61,7 +61,7 @@ fn slices(device: &str) -> Option<u8> {
     u8::try_from(((1_u32 << size) - 1) << start).ok()
 }
 
-/// What a container has, by its device nodes.
+/// The pieces that a container has, read from its device nodes.
 fn pieces(kind: Kind, hardware: &[String], shares: u32) -> Vec<Piece> {
     let gpus = hardware.iter().filter_map(|node| node.strip_prefix("/dev/nvidia")?.parse::<u32>().ok());
     let caps = hardware.iter().filter_map(|node| node.strip_prefix("/dev/nvidia-caps/nvidia-cap")?.parse().ok());
@@ -80,21 +80,21 @@ struct Scheduled {
     claim: ClaimRef,
     pieces: Vec<Piece>,
     shares: u32,
-    /// By slices that may be old: the node may refuse it for good.
+    /// Allocated whether or not the slices offer the GPUs, so that the node may refuse the claim for good.
     is_stale: bool,
 }
 
-/// Allocates devices to a new claim; `None` where there are none, or nobody can write the claim.
+/// Allocates devices to a new claim; `None` if none is free, or the API server is away.
 fn schedule(world: &World, kind: Kind, name: String, random: &mut Random) -> Option<Scheduled> {
-    let mut books = world.scheduled.lock().unwrap();
-    if world.is_away() {
+    let mut scheduled = world.scheduled.lock().unwrap();
+    if world.is_server_away() {
         return None;
     }
     let offered = world.node.untainted();
     let is_stale = kind == Kind::Gpus && random.one_in(8);
     let gpus = offered.iter().filter_map(|device| device.strip_prefix("gpu-")?.parse::<u32>().ok());
     let gpus: Vec<u32> = if is_stale { (MIG + 1..GPUS).collect() } else { gpus.collect() };
-    let is_free = |gpu: &u32| *gpu != SHARED && books.are_free(&[Piece::Whole(*gpu)]);
+    let is_free = |gpu: &u32| *gpu != SHARED && scheduled.are_free(&[Piece::Whole(*gpu)]);
     let mut free: Vec<u32> = gpus.into_iter().filter(is_free).collect();
     let mut take = |from: &mut Vec<u32>| {
         let at = random.within(0..u32::try_from(from.len()).ok().filter(|count| *count > 0)?);
@@ -114,13 +114,13 @@ fn schedule(world: &World, kind: Kind, name: String, random: &mut Random) -> Opt
             let device = format!("gpu-{SHARED}");
             let shares = random.within(1..3);
             let pieces = vec![Piece::Shares(SHARED, shares)];
-            (offered.contains(&device) && books.are_free(&pieces)).then_some(())?;
+            (offered.contains(&device) && scheduled.are_free(&pieces)).then_some(())?;
             let result = mps::share(&device, &name, &shares.to_string(), "1Gi");
             (pieces, vec![result], random.one_in(2).then(|| json!({})), shares)
         }
         Kind::Mig => {
             let of_gpu = offered.iter().filter(|device| device.starts_with(&format!("gpu-{MIG}-mig-")));
-            let fits = |slices: u8| books.are_free(&[Piece::Slices(MIG, slices)]);
+            let fits = |slices: u8| scheduled.are_free(&[Piece::Slices(MIG, slices)]);
             let free: Vec<(&String, u8)> =
                 of_gpu.filter_map(|device| Some((device, slices(device).filter(|slices| fits(*slices))?))).collect();
             (!free.is_empty()).then_some(())?;
@@ -128,36 +128,36 @@ fn schedule(world: &World, kind: Kind, name: String, random: &mut Random) -> Opt
             (vec![Piece::Slices(MIG, slices)], vec![mps::whole(device)], None, 0)
         }
     };
-    books.enter(&name, pieces.clone()).unwrap();
+    scheduled.enter(&name, pieces.clone()).unwrap();
     let claim = mps::claim(&world.node, &name, &results, mps);
     Some(Scheduled { name, kind, claim, pieces, shares, is_stale })
 }
 
-/// Starts pods one after another until the load is over.
+/// Runs pods with claims one after another until the load is over.
 pub async fn with_claims(world: &World, number: u32, mut random: Random) {
     let mut made = 0;
     while !world.ledger.over.is_cancelled() {
         made += 1;
         let (name, kind) = (format!("claim-{number}-{made}"), random.of(&Kind::ALL));
         if let Some(scheduled) = schedule(world, kind, name, &mut random) {
-            one(world, &scheduled, &mut random).await;
+            run_pod(world, &scheduled, &mut random).await;
         }
         tokio::time::sleep(random.milliseconds(5..40)).await;
     }
 }
 
-/// How long a pod runs. Some outlast the lists of holders after a change of doors.
-fn lasts(random: &mut Random) -> Duration {
+/// A random lifetime for a pod. Some pods still run when the holders are listed after a change of doors.
+fn lifetime(random: &mut Random) -> Duration {
     if random.one_in(6) { random.milliseconds(1_000..4_000) } else { random.milliseconds(5..300) }
 }
 
-/// A pod with a claim, from its start to its end.
-async fn one(world: &World, scheduled: &Scheduled, random: &mut Random) {
+/// Runs a pod with a claim from its start to its end.
+async fn run_pod(world: &World, scheduled: &Scheduled, random: &mut Random) {
     let Scheduled { name, kind, .. } = scheduled;
-    let (mut turns, losses) = (world.subscribe(), world.turns().mig_losses);
+    let (mut disruptions, losses) = (world.subscribe(), world.disruptions().mig_losses);
     let key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), name);
     let Some((mut hardware, mut began)) = start(world, scheduled, true).await else {
-        // Its user gives it up. The kubelet may know no driver to unprepare it.
+        // The user deletes the pod. The kubelet may have no driver to unprepare its claim.
         if world.node.dra.stop_pod(name).await.is_err() {
             world.node.dra.delete_by_force(name);
         }
@@ -165,21 +165,21 @@ async fn one(world: &World, scheduled: &Scheduled, random: &mut Random) {
         world.scheduled.lock().unwrap().leave(name);
         return world.ledger.count("claims that the node left unprepared");
     };
-    let end = tokio::time::Instant::now() + lasts(random);
+    let end = tokio::time::Instant::now() + lifetime(random);
     while !world.has_failed() && tokio::time::Instant::now() < end {
-        if tokio::time::timeout(RESTARTS, turns.changed()).await.is_err() {
+        if tokio::time::timeout(RESTART_INTERVAL, disruptions.changed()).await.is_err() {
             restart(world, scheduled, &hardware, (began, losses));
             continue;
         }
-        let now = *turns.borrow_and_update();
+        let now = *disruptions.borrow_and_update();
         if now.mig_losses != losses && *kind == Kind::Mig {
             break;
         }
-        // A kubelet that starts has every claim prepared again.
+        // A restarted kubelet prepares every claim again.
         let before = (hardware, began);
         let Some(again) = start(world, scheduled, false).await else { return };
         (hardware, began) = again;
-        if began.boots == before.1.boots && hardware != before.0 && !world.has_failed() {
+        if began.reboots == before.1.reboots && hardware != before.0 && !world.has_failed() {
             world.ledger.error(format!("{name} runs with {:?} and was given {hardware:?}", before.0));
         }
     }
@@ -192,52 +192,53 @@ async fn one(world: &World, scheduled: &Scheduled, random: &mut Random) {
         let before = world.ledger.claims.calm();
         let Err(error) = world.node.dra.stop_pod(name).await else { break };
         world.ledger.failed(&world.ledger.claims, &format!("the end of {name} ({kind:?})"), began, before, &error);
-        tokio::time::sleep(AGAIN).await;
+        tokio::time::sleep(RETRY_DELAY).await;
     }
     world.node.cluster.server.remove(&key);
     world.scheduled.lock().unwrap().leave(name);
     world.ledger.count(kind.name());
 }
 
-/// Has a pod's claim prepared, as often as it takes, and enters what its container has. Returns that, and since when;
-/// `None` if the claim is new, and the node refuses it for good.
-async fn start(world: &World, scheduled: &Scheduled, is_new: bool) -> Option<(Vec<String>, Turns)> {
+/// Prepares a pod's claim, with retries, and enters the hardware of its container. Returns the hardware and the counts
+/// of disruptions before it; `None` if the claim is new and the node refuses it for good.
+async fn start(world: &World, scheduled: &Scheduled, is_new: bool) -> Option<(Vec<String>, Disruptions)> {
     let Scheduled { name, kind, pieces, is_stale, .. } = scheduled;
     let pod = PodClaims::single(name, scheduled.claim.clone(), DRIVER);
     let began = Instant::now();
     while !world.has_failed() {
-        let (before, turns) = (world.ledger.claims.calm(), world.turns());
+        let (before, disruptions) = (world.ledger.claims.calm(), world.disruptions());
         match world.node.dra.start_pod(&pod).await {
-            // A reboot may have come before the runtime reads the specs.
-            Ok(_) if turns.boots != world.turns().boots => continue,
+            // The node may have rebooted before the runtime reads the specs.
+            Ok(_) if disruptions.reboots != world.disruptions().reboots => continue,
             Ok(containers) => {
                 let hardware = world.node.hardware(&containers["main"]);
                 if before.zip(world.ledger.claims.calm()).is_some() {
                     world.ledger.took(kind.name(), began.elapsed());
                 }
                 enter(world, scheduled, &hardware);
-                return Some((hardware, turns));
+                return Some((hardware, disruptions));
             }
             Err(_) if is_new && (*is_stale || !world.is_dra()) => return None,
             Err(error) => {
                 world.ledger.failed(&world.ledger.claims, &format!("{name} ({pieces:?})"), began, before, &error);
             }
         }
-        tokio::time::sleep(AGAIN).await;
+        tokio::time::sleep(RETRY_DELAY).await;
     }
-    Some((Vec::new(), world.turns()))
+    Some((Vec::new(), world.disruptions()))
 }
 
-/// Starts a pod's container again, as the kubelet does by itself where one ends: the names that it has noted resolve to
-/// the same hardware, whatever linkwise does meanwhile. Nothing runs after a reboot, or after the loss of its MIG device.
-fn restart(world: &World, scheduled: &Scheduled, hardware: &[String], (began, losses): (Turns, u64)) {
+/// Restarts a pod's container as the kubelet does without linkwise when a container ends. The CDI names that the
+/// kubelet keeps must resolve to the same hardware. A container does not run after a reboot or the loss of its MIG
+/// device.
+fn restart(world: &World, scheduled: &Scheduled, hardware: &[String], (began, losses): (Disruptions, u64)) {
     let Scheduled { name, kind, claim, .. } = scheduled;
     let Ok(names) = world.node.dra.restarted_containers(&PodClaims::single(name, claim.clone(), DRIVER)) else {
         return;
     };
     let resolved = world.node.resolved(&names["main"]);
-    let now = world.turns();
-    if now.boots == began.boots && (now.mig_losses == losses || *kind != Kind::Mig) {
+    let now = world.disruptions();
+    if now.reboots == began.reboots && (now.mig_losses == losses || *kind != Kind::Mig) {
         world.ledger.count("containers that started again");
         if resolved.as_deref() != Ok(hardware) {
             world.ledger.error(format!("{name} had {hardware:?}, and its container starts again with {resolved:?}"));
@@ -257,7 +258,7 @@ fn enter(world: &World, scheduled: &Scheduled, hardware: &[String]) {
     }
 }
 
-/// Starts pods of the device plugin one after another until the load is over; some have two containers.
+/// Runs pods of the device plugin one after another until the load is over; some have two containers.
 pub async fn of_the_plugin(world: &World, number: u32, mut random: Random) {
     let mut made = 0;
     while !world.ledger.over.is_cancelled() {
@@ -266,16 +267,16 @@ pub async fn of_the_plugin(world: &World, number: u32, mut random: Random) {
         if random.one_in(4) {
             pod = pod.with_container("second", [(GPU, random.within(1..3))]);
         }
-        let mut turns = world.subscribe();
-        let mut boots = world.turns().boots;
+        let mut disruptions = world.subscribe();
+        let mut reboots = world.disruptions().reboots;
         if admit(world, &pod, Instant::now(), false).await {
-            let end = tokio::time::Instant::now() + lasts(&mut random);
-            while !world.has_failed() && tokio::time::timeout_at(end, turns.changed()).await.is_ok() {
-                let now = turns.borrow_and_update().boots;
-                if std::mem::replace(&mut boots, now) != now {
+            let end = tokio::time::Instant::now() + lifetime(&mut random);
+            while !world.has_failed() && tokio::time::timeout_at(end, disruptions.changed()).await.is_ok() {
+                let now = disruptions.borrow_and_update().reboots;
+                if std::mem::replace(&mut reboots, now) != now {
                     let began = Instant::now();
                     while !world.has_failed() && !admit(world, &pod, began, true).await {
-                        tokio::time::sleep(AGAIN).await;
+                        tokio::time::sleep(RETRY_DELAY).await;
                     }
                 }
             }
@@ -287,18 +288,18 @@ pub async fn of_the_plugin(world: &World, number: u32, mut random: Random) {
     }
 }
 
-/// Admits a pod, and enters what it has. False if it is refused.
+/// Admits a pod, and enters its pieces. Returns false if it is refused.
 async fn admit(world: &World, pod: &Pod, began: Instant, again: bool) -> bool {
-    let (before, boots, asked) = (world.ledger.pods.calm(), world.turns().boots, Instant::now());
-    let is_idle = || world.is_dra() || world.is_sharing() || world.ledger.pods.calm().is_none();
+    let (before, reboots, asked) = (world.ledger.pods.calm(), world.disruptions().reboots, Instant::now());
+    let is_idle = || world.is_dra() || world.is_sharing_off() || world.ledger.pods.calm().is_none();
     let was_idle = is_idle();
     match world.node.kubelet.admit(pod, None).await {
-        Ok(_) if boots != world.turns().boots => false,
+        Ok(_) if reboots != world.disruptions().reboots => false,
         Ok(admitted) => {
             if before.zip(world.ledger.pods.calm()).is_some() {
                 world.ledger.took(PODS, asked.elapsed());
             }
-            if let Err(wrong) = has_what_it_asked(pod, &admitted).and_then(|pieces| {
+            if let Err(wrong) = granted_pieces(pod, &admitted).and_then(|pieces| {
                 let mut running = world.running.lock().unwrap();
                 running.enter(&pod.name, pieces)
             }) {
@@ -306,9 +307,9 @@ async fn admit(world: &World, pod: &Pod, began: Instant, again: bool) -> bool {
             }
             true
         }
-        // Other pods have the rest.
+        // Other pods have the GPUs that it needs.
         Err(AdmissionError::Insufficient { .. }) if !again => false,
-        // DRA has all.
+        // DRA has all GPUs, or the sharing of one is off.
         Err(AdmissionError::NoHealthyDevices(_) | AdmissionError::Unregistered(_)) if was_idle || is_idle() => false,
         Err(error) if is_overtaken(world, &error).await => {
             world.ledger.count("pods whose GPU failed on its way");
@@ -324,8 +325,8 @@ async fn admit(world: &World, pod: &Pod, began: Instant, again: bool) -> bool {
     }
 }
 
-/// The pieces that a pod's containers have; the error says which has another number than it asked for, or sees others.
-fn has_what_it_asked(pod: &Pod, admitted: &Admitted) -> Result<Vec<Piece>, String> {
+/// The pieces of a pod's containers. The error names a pod that got another number of devices, or sees other devices.
+fn granted_pieces(pod: &Pod, admitted: &Admitted) -> Result<Vec<Piece>, String> {
     let mut pieces = Vec::new();
     for container in &pod.containers {
         let allocation = &admitted.grant(&container.name, GPU).ok_or("a container has nothing")?.allocation;
@@ -344,13 +345,13 @@ fn has_what_it_asked(pod: &Pod, admitted: &Admitted) -> Result<Vec<Piece>, Strin
     Ok(pieces)
 }
 
-/// True if the device that a refusal names failed after the kubelet's last list: then the next list says so.
+/// Returns true if the device that a refusal names failed after the kubelet's last list; the next list shows that.
 async fn is_overtaken(world: &World, error: &AdmissionError) -> bool {
     let AdmissionError::Allocate { devices, .. } = error else { return false };
-    let words = error.status().map(|status| status.message().to_owned()).unwrap_or_default();
-    let named: Vec<&String> = devices.iter().filter(|id| words.contains(&format!("'{id}'"))).collect();
-    let is_ill =
+    let message = error.status().map(|status| status.message().to_owned()).unwrap_or_default();
+    let named: Vec<&String> = devices.iter().filter(|id| message.contains(&format!("'{id}'"))).collect();
+    let is_unhealthy =
         |state: &linkwise_kubelet_box::State| named.iter().any(|id| !state.resources[GPU].healthy.contains(*id));
-    let news = tokio::time::timeout(NEWS, world.node.kubelet.wait(is_ill)).await;
-    matches!(news, Ok(Ok(_)))
+    let listed = tokio::time::timeout(LIST_TIMEOUT, world.node.kubelet.wait(is_unhealthy)).await;
+    matches!(listed, Ok(Ok(_)))
 }

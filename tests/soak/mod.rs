@@ -1,16 +1,16 @@
-//! The soak: `linkwise run` as a process between a kubelet, an API server and a driver in boxes, while pods of the device
-//! plugin and pods with claims come and go, and faults come at random, some two at once.
+//! The soak: `linkwise run` as a process between the boxes of kubelet, API server and driver, while pods of the device
+//! plugin and pods with claims come and go, and faults come at random, sometimes two at once.
 //!
-//! No hardware is with two pods, a fault is noticed and the node is whole again in time, no call of the kubelet fails
-//! without a cause, and nothing is left behind. The ledger is the soak's own: it knows no type of linkwise. `make soak`;
-//! two short runs, one on each kind of kubelet, are in `make test`.
+//! No hardware may go to two pods, each fault must be noticed and the node recover in time, no call of the kubelet may
+//! fail without a cause, and nothing may be left behind. The ledger uses no type of linkwise. `make soak` runs it, and
+//! `make test` has two short runs, one with each kind of kubelet.
 
 #![allow(clippy::print_stdout, reason = "the numbers are for people")]
 
 mod faults;
 mod ledger;
 mod load;
-#[allow(dead_code, reason = "each of the models draws a part")]
+#[allow(dead_code, reason = "each model uses a part")]
 pub mod random;
 mod world;
 
@@ -25,33 +25,34 @@ use faults::Fault;
 use random::Random;
 use world::Soak;
 
-/// Workers that start pods with claims, and pods of the device plugin.
-const CLAIMS: u32 = 4;
-const PODS: u32 = 3;
-/// So much longer than its cause a claim may wait.
-const STUCK: Duration = Duration::from_secs(30);
-/// The node is whole again so long after the end of a fault. The longest waits of ours are 16 s between two registrations,
-/// 10 s for a stream or a confirmation, 6 s of doubled hold and as much between trials of a GPU.
-const RECOVERY: Duration = Duration::from_secs(60);
+/// The numbers of workers that start pods with claims, and pods of the device plugin.
+const CLAIM_WORKERS: u32 = 4;
+const POD_WORKERS: u32 = 3;
+/// The longest time for which a call may go on failing after its last cause.
+const STUCK_TIMEOUT: Duration = Duration::from_secs(30);
+/// The time after a fault within which the node must be whole. The longest waits of linkwise are 16 s between two
+/// registrations, 10 s for a stream or a confirmation, and 6 s each for a doubled hold time and between trials of a
+/// GPU.
+const RECOVERY_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[allow(clippy::disallowed_methods, reason = "make hands these on")]
 fn number(variable: &str) -> Option<u64> {
     let text = std::env::var(variable).ok().filter(|text| !text.is_empty())?;
-    Some(text.parse().unwrap_or_else(|_| panic!("{variable}: '{text}' is no number")))
+    Some(text.parse().unwrap_or_else(|_| panic!("{variable}: '{text}' is not a number")))
 }
 
-/// Each of the faults once, in any order, and again until the time is over.
+/// Runs each of the faults once, in random order, and all of them again until the time is over.
 async fn soak(connections: Connections, seed: u64, seconds: u64, all: &[Fault]) {
     println!("soak: {connections:?}, SOAK_SEED={seed}");
     let begin = Instant::now();
     let mut soak = Soak::start(connections, seed).await;
     let (world, specs, before) = (Arc::clone(&soak.world), soak.world.node.specs(), soak.measure());
     let mut load = JoinSet::new();
-    for worker in 0..CLAIMS + PODS {
+    for worker in 0..CLAIM_WORKERS + POD_WORKERS {
         let (world, random) = (Arc::clone(&world), Random::new(seed ^ (u64::from(worker + 1) << 32)));
         load.spawn(async move {
             match worker {
-                0..CLAIMS => load::with_claims(&world, worker, random).await,
+                0..CLAIM_WORKERS => load::with_claims(&world, worker, random).await,
                 _ => load::of_the_plugin(&world, worker, random).await,
             }
         });
@@ -64,7 +65,7 @@ async fn soak(connections: Connections, seed: u64, seconds: u64, all: &[Fault]) 
             if !fault.fits(world.is_dra()) {
                 soak.round(&[Fault::DoorChanges]).await;
             }
-            let second = fault.beside().iter().copied().filter(|second| second.fits(world.is_dra()));
+            let second = fault.overlapping().iter().copied().filter(|second| second.fits(world.is_dra()));
             let second: Vec<Fault> = second.collect();
             if second.is_empty() || !soak.random.one_in(3) {
                 soak.round(&[fault]).await;
@@ -87,7 +88,7 @@ async fn soak(connections: Connections, seed: u64, seconds: u64, all: &[Fault]) 
     }
     let summary =
         format!("{connections:?}, SOAK_SEED={seed}, {} s\n{}", begin.elapsed().as_secs(), world.ledger.summary());
-    assert!(!world.has_failed(), "{summary}\n{}\n{:#?}", world.ledger.story(), world.ledger.errors());
+    assert!(!world.has_failed(), "{summary}\n{}\n{:#?}", world.ledger.history(), world.ledger.errors());
     println!("{summary}");
     soak.end().await;
     for kind in load::Kind::ALL {
@@ -97,16 +98,15 @@ async fn soak(connections: Connections, seed: u64, seconds: u64, all: &[Fault]) 
 }
 
 #[tokio::test]
-async fn faults_give_nothing_twice_and_lose_nothing_up_to_1_36() {
+async fn faults_cause_no_error_with_kubelets_up_to_1_36() {
     soak(KUBELETS[0], 1, 0, &Fault::few()).await;
 }
 
 #[tokio::test]
-async fn faults_give_nothing_twice_and_lose_nothing_from_1_37() {
+async fn faults_cause_no_error_with_kubelets_from_1_37() {
     soak(KUBELETS[1], 2, 0, &Fault::few()).await;
 }
 
-/// It takes minutes, and so is no part of the other tests.
 #[tokio::test]
 #[ignore = "needs SOAK_SECONDS: make soak"]
 async fn every_fault_is_survived_on_each_kubelet() {

@@ -1,4 +1,4 @@
-//! Chance with a seed: the same seed gives the same choices. (Steele, Lea, Flood 2014: SplitMix64.)
+//! Random choices from a seed, by SplitMix64 (Steele, Lea, Flood 2014).
 
 use std::ops::Range;
 use std::time::Duration;

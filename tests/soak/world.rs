@@ -1,4 +1,4 @@
-//! The node, and what everybody knows of it; what is done to it, and when it is whole.
+//! The node, the state that load and faults share, the means to disturb the node, and the checks that it is whole.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -15,8 +15,8 @@ use tokio::process::Command;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use super::RECOVERY;
-use super::ledger::{Books, Ledger, SETTLED, SHARES};
+use super::RECOVERY_TIMEOUT;
+use super::ledger::{CLAIM_SETTLE_TIMEOUT, Holdings, Ledger, SHARES};
 use super::random::Random;
 use crate::dra::cluster::mps::{self, Daemons};
 use crate::dra::cluster::node::{DRIVER, Node};
@@ -26,27 +26,27 @@ use crate::run::node::{GPU, LIMIT, Process, children, kib, put_on_bus, replace, 
 pub const GPUS: u32 = 8;
 /// The GPU in MIG mode, its devices made for claims.
 pub const MIG: u32 = 0;
-/// The GPU that is offered in shares: to claims, and to pods of the plugin.
+/// The GPU that is offered in shares to claims and to pods of the plugin.
 pub const SHARED: u32 = 3;
-/// How often something is looked at that cannot tell by itself.
-const LOOK: Duration = Duration::from_millis(10);
-/// What is open at the end may be this much more than at the start.
-const MORE_FILES: usize = 16;
-/// And each process may hold this much more, in KiB.
-const MORE_MEMORY: u64 = 16 * 1024;
+/// The interval at which a state is polled that has no notification.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+/// The most files that a process may have open at the end in addition to those at the start.
+const MAX_MORE_FILES: usize = 16;
+/// The most memory in KiB that a process may hold at the end in addition to that at the start.
+const MAX_MORE_MEMORY: u64 = 16 * 1024;
 
-/// How often containers' hardware may have changed under them.
+/// Counts of the events after which a container may have other hardware.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Turns {
-    pub kubelets: u64,
-    pub boots: u64,
-    /// The GPU in MIG mode was lost, and what it had with it.
+pub struct Disruptions {
+    pub kubelet_restarts: u64,
+    pub reboots: u64,
+    /// Losses of the GPU in MIG mode, and with it of its MIG devices.
     pub mig_losses: u64,
 }
 
 /// The calls of the kubelet that may fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Hits {
+pub enum FailingCalls {
     Nothing,
     Claims,
     All,
@@ -56,53 +56,53 @@ pub enum Hits {
 pub struct World {
     pub node: Node,
     control: fake_nvml::Control,
-    /// What claims are allocated, and what containers have.
-    pub scheduled: Mutex<Books>,
-    pub running: Mutex<Books>,
-    is_away: AtomicBool,
+    /// The pieces that claims are allocated, and those that containers have.
+    pub scheduled: Mutex<Holdings>,
+    pub running: Mutex<Holdings>,
+    is_server_away: AtomicBool,
     /// The node's door is DRA; otherwise it is the device plugin.
     is_dra: AtomicBool,
-    /// The shares of a GPU are being changed: what pods have under the other name keeps it.
-    is_sharing: AtomicBool,
-    turns: watch::Sender<Turns>,
+    /// The sharing of `SHARED` is off for a while. Pods that hold it under the other name keep it.
+    is_sharing_off: AtomicBool,
+    disruptions: watch::Sender<Disruptions>,
     pub ledger: Ledger,
 }
 
-/// The GPU of an id of the device plugin, of a slot too.
+/// The GPU of a device plugin's id, with or without a slot.
 pub fn gpu_of(id: &str) -> u32 {
     let gpu = id.split("::").next().unwrap();
     gpu.rsplit('-').next().unwrap().parse().unwrap()
 }
 
 impl World {
-    pub fn is_away(&self) -> bool {
-        self.is_away.load(Ordering::SeqCst)
+    pub fn is_server_away(&self) -> bool {
+        self.is_server_away.load(Ordering::SeqCst)
     }
 
-    /// The API server goes away, or comes back. No claim is written meanwhile.
-    pub fn set_away(&self, is_away: bool) {
+    /// Notes that the API server goes away or comes back. The scheduler writes no claim at the same moment.
+    pub fn set_server_away(&self, is_server_away: bool) {
         let _nobody_schedules = self.scheduled.lock().unwrap();
-        self.is_away.store(is_away, Ordering::SeqCst);
+        self.is_server_away.store(is_server_away, Ordering::SeqCst);
     }
 
     pub fn is_dra(&self) -> bool {
         self.is_dra.load(Ordering::SeqCst)
     }
 
-    pub fn is_sharing(&self) -> bool {
-        self.is_sharing.load(Ordering::SeqCst)
+    pub fn is_sharing_off(&self) -> bool {
+        self.is_sharing_off.load(Ordering::SeqCst)
     }
 
-    pub fn turns(&self) -> Turns {
-        *self.turns.borrow()
+    pub fn disruptions(&self) -> Disruptions {
+        *self.disruptions.borrow()
     }
 
-    pub fn turn(&self, change: impl FnOnce(&mut Turns)) {
-        self.turns.send_modify(change);
+    pub fn disrupt(&self, change: impl FnOnce(&mut Disruptions)) {
+        self.disruptions.send_modify(change);
     }
 
-    pub fn subscribe(&self) -> watch::Receiver<Turns> {
-        self.turns.subscribe()
+    pub fn subscribe(&self) -> watch::Receiver<Disruptions> {
+        self.disruptions.subscribe()
     }
 
     pub fn has_failed(&self) -> bool {
@@ -113,40 +113,40 @@ impl World {
         crate::run::node::uuid(5, gpu)
     }
 
-    /// Writes the configuration whole: the node's door, and whether a GPU is shared.
+    /// Writes the configuration: the node's door, and the sharing of a GPU.
     fn configure(&self) {
-        // By its UUID: an index is another GPU's while one before it is gone.
+        // The UUID, because while a GPU is gone the indices after it shift.
         let shared = format!("{{name: {GPU}, devices: [{}], replicas: {SHARES}}}", self.uuid(SHARED));
         let sharing = format!("sharing: {{timeSlicing: {{resources: [{shared}]}}}}\n");
-        let sharing = if self.is_sharing() { "" } else { &sharing };
+        let sharing = if self.is_sharing_off() { "" } else { &sharing };
         let gpus = if self.is_dra() { "all" } else { "none" };
         let text = format!("version: v1\n{sharing}linkwise: {{naming: true, dra: {{gpus: {gpus}}}}}\n");
         replace(&self.node.at("config.yaml"), &text);
     }
 
-    /// The process serves the node anew, through the other door.
+    /// Configures the node to give its GPUs through the other door.
     pub fn change_door(&self) {
         self.is_dra.store(!self.is_dra(), Ordering::SeqCst);
         self.configure();
     }
 
-    /// The shared GPU is shared no more, or again.
+    /// Disruptions the sharing of `SHARED` on or off.
     pub fn share(&self, is_shared: bool) {
-        self.is_sharing.store(!is_shared, Ordering::SeqCst);
+        self.is_sharing_off.store(!is_shared, Ordering::SeqCst);
         self.configure();
     }
 
-    /// Tells the driver what happens; one that cannot be heard now is told again.
+    /// Sends a command to the simulated driver, and repeats it until an agent has taken it.
     pub async fn tell(&self, command: &str) {
         until(async || {
-            // An agent that is stopped answers when it is killed.
+            // A stopped agent blocks this call until it is killed.
             let (control, command) = (self.control.clone(), command.to_owned());
             tokio::task::spawn_blocking(move || control.send(&command)).await.unwrap()
         })
         .await;
     }
 
-    /// `linkwise admin`, until it succeeds.
+    /// Runs `linkwise admin` until it succeeds.
     pub async fn admin(&self, order: &[&str]) {
         until(async || {
             let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
@@ -176,10 +176,10 @@ impl World {
     }
 }
 
-/// A process at one moment: resident memory in KiB, and open files.
+/// The resident memory in KiB and the number of open files of a process.
 type Footprint = (u64, usize);
 
-/// `None` where it is gone.
+/// `None` if the process is gone.
 fn footprint(process: u32) -> Option<Footprint> {
     Some((kib(process, "VmRSS")?, fs::read_dir(format!("/proc/{process}/fd")).ok()?.count()))
 }
@@ -191,14 +191,14 @@ pub struct Soak {
     pub process: Process,
     pub daemons: Option<Daemons>,
     pods: u32,
-    /// GPU 0 without instances.
+    /// The simulated driver's description of GPU 0 without MIG devices.
     pub layout: String,
-    /// The GPU of the last round, and whether it had two faults.
-    pub last: Option<u32>,
-    pub two_before: bool,
+    /// The GPU of the last round, and true if that round had two faults.
+    pub last_gpu: Option<u32>,
+    pub had_two_faults: bool,
 }
 
-/// The machine: a DGX A100 whose GPU 0 makes MIG devices. Returns GPU 0's layout without instances.
+/// Writes the machine's file: a DGX A100 whose GPU 0 makes MIG devices. Returns `Soak::layout`.
 fn machine(node: &Node) -> String {
     let read = |name: &str| -> Value {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(name);
@@ -236,7 +236,7 @@ fn spawn(node: &Node, pod: u32) -> Process {
     Process::of(command)
 }
 
-/// Where the process has served probes last.
+/// The last address at which the process has served probes.
 fn address(process: &Process) -> Option<SocketAddr> {
     let parsed = |line: String| serde_json::from_str::<Value>(&line).ok();
     let up = |line: Value| (line["message"] == "linkwise is up").then(|| line["metrics"].as_str()?.parse().ok())?;
@@ -247,7 +247,7 @@ async fn up(process: &Process) -> SocketAddr {
     until(async || address(process).ok_or("it is not up")).await
 }
 
-/// Everything that says in which boot it was written says another one.
+/// Replaces the boot id in every field `boot` by another one.
 fn of_another_boot(value: &mut Value) {
     match value {
         Value::Object(fields) => {
@@ -268,7 +268,7 @@ impl Soak {
         let node = Node::start_with(
             |options| {
                 (options.seed, options.connections) = (seed, connections);
-                (options.dial_retry, options.wait_timeout) = (LOOK, LIMIT);
+                (options.dial_retry, options.wait_timeout) = (POLL_INTERVAL, LIMIT);
             },
             DraOptions::new("").reconcile,
         )
@@ -276,16 +276,17 @@ impl Soak {
         let control = mig::prepare(&node);
         mps::prepare(&node);
         let layout = machine(&node);
-        // Drivers of today have a recovery action.
+        // Present drivers report a recovery action.
         control.send("recovery * 0").unwrap();
         let daemons = Some(mps::daemons(&node));
-        let (scheduled, running, is_away, is_sharing, turns) = Default::default();
+        let (scheduled, running, is_server_away, is_sharing_off, disruptions) = Default::default();
         let (is_dra, ledger) = (AtomicBool::new(true), Ledger::new());
-        let world = World { node, control, scheduled, running, is_away, is_dra, is_sharing, turns, ledger };
+        let world =
+            World { node, control, scheduled, running, is_server_away, is_dra, is_sharing_off, disruptions, ledger };
         world.configure();
         let process = spawn(&world.node, 0);
         let (world, random) = (Arc::new(world), Random::new(seed));
-        let mut soak = Self { world, random, process, daemons, pods: 0, layout, last: None, two_before: false };
+        let mut soak = Self { world, random, process, daemons, pods: 0, layout, last_gpu: None, had_two_faults: false };
         soak.is_whole().await;
         soak
     }
@@ -297,17 +298,17 @@ impl Soak {
         self.process.signal("TERM");
         let (status, last) = self.process.ended().await;
         if !status.success() {
-            self.world.ledger.error(format!("the process before ended with {status}: {last:?}"));
+            self.world.ledger.error(format!("the previous process ended with {status}: {last:?}"));
         }
         self.process = next;
     }
 
-    /// Ends the process and its agents at once, as the end of a container does.
+    /// Kills the process and its agents at once, as the end of a container does.
     async fn end_container(&mut self) {
         let agents = children(self.process.id());
         self.process.signal("KILL");
         for agent in agents {
-            // It may see the end of its parent first.
+            // The agent may have ended already, because its parent is gone.
             let _ = std::process::Command::new("kill").args(["-KILL", &agent.to_string()]).output();
         }
         self.process.ended().await;
@@ -315,14 +316,14 @@ impl Soak {
         until(async || if control.is_heard() { Err("an agent lives") } else { Ok(()) }).await;
     }
 
-    /// Kills the MPS process, and waits for its end: the next one would find the lock taken.
+    /// Kills the MPS process, and waits for its end, because the next one would find the lock taken.
     pub async fn end_daemons(&mut self) {
         if let Some(mut daemons) = self.daemons.take() {
             daemons.process.kill().await.unwrap();
         }
     }
 
-    /// Kills the process, and starts its container again; now and then it dies again on its way.
+    /// Kills the process and restarts its container; sometimes it is killed again while it starts.
     pub async fn kill(&mut self) {
         loop {
             self.end_container().await;
@@ -344,19 +345,19 @@ impl Soak {
         let node = &self.world.node;
         node.kubelet.start_again(Restart::Kubelet).unwrap();
         node.dra.start_again().unwrap();
-        // Its start deletes the slices of its node.
+        // A kubelet that starts deletes the slices of its node.
         node.cluster.server.wipe_slices("n", None);
-        self.world.turn(|turns| turns.kubelets += 1);
+        self.world.disrupt(|disruptions| disruptions.kubelet_restarts += 1);
     }
 
-    /// No process is left, nor what is in memory: MIG devices, CDI specs. Files say that they are of another boot.
+    /// Reboots the node. Its processes, MIG devices and CDI specs are gone, and its files name another boot.
     pub async fn reboot(&mut self) {
         let world = Arc::clone(&self.world);
         let World { node, .. } = &*world;
         self.stop_kubelet().await;
-        // No container runs. What was started before runs no more, whenever its starter hears of that.
-        *world.running.lock().unwrap() = Books::default();
-        world.turn(|turns| turns.boots += 1);
+        // All containers have ended. A worker sees by the number of reboots that its container is among them.
+        *world.running.lock().unwrap() = Holdings::default();
+        world.disrupt(|disruptions| disruptions.reboots += 1);
         self.end_container().await;
         self.end_daemons().await;
         world.tell(&format!("mig {MIG} {}", self.layout)).await;
@@ -380,44 +381,44 @@ impl Soak {
         up(&self.process).await;
     }
 
-    /// Rollouts while nothing else happens: then no call fails.
+    /// Rolls out three times while nothing else happens, so that no call may fail.
     pub async fn calm(&mut self) {
-        tokio::time::sleep(SETTLED).await;
+        tokio::time::sleep(CLAIM_SETTLE_TIMEOUT).await;
         for _ in 0..3 {
             self.world.ledger.count("rollouts while nothing else happens");
             self.rollout().await;
         }
     }
 
-    /// Our sockets in the kubelet's folder.
+    /// The sockets of linkwise in the kubelet's folder.
     pub fn sockets(&self) -> Vec<PathBuf> {
         sockets_in(&self.world.node.at("k"))
     }
 
-    /// The process that speaks to NVML, where there is one.
+    /// The process id of the agent, if there is one.
     pub fn agent(&self) -> Option<u32> {
         children(self.process.id()).first().copied()
     }
 
-    /// Signals the agent, and waits until it is no more. It may have ended by itself where another fault is at work.
-    pub async fn signal_agent(&self, word: &str) {
+    /// Signals the agent, and waits for its end. Another fault may already have ended it.
+    pub async fn signal_agent(&self, name: &str) {
         let agent = self.agent();
-        let _ = std::panic::catch_unwind(|| agent.map(|agent| signal(word, agent)));
-        self.gone(agent).await;
+        let _ = std::panic::catch_unwind(|| agent.map(|agent| signal(name, agent)));
+        self.agent_gone(agent).await;
     }
 
-    /// Waits until an agent is no more.
-    pub async fn gone(&self, agent: Option<u32>) {
+    /// Waits for the end of an agent.
+    pub async fn agent_gone(&self, agent: Option<u32>) {
         let lives = || agent.is_some_and(|agent| children(self.process.id()).contains(&agent));
         until(async || if lives() { Err(agent) } else { Ok(()) }).await;
     }
 
-    /// The text of `GET path`; none while nobody answers.
+    /// The answer to `GET path`; `None` while the process does not answer.
     async fn get(&self, path: &str) -> Option<crate::run::node::Answer> {
         try_get(address(&self.process)?, path).await.ok()
     }
 
-    /// A series' value; `None` where there is no such series.
+    /// The value of a series; `None` if there is no such series.
     pub async fn metric(&self, series: &str) -> Option<u64> {
         let text = self.get("/metrics").await?.body;
         text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' ')?.parse().ok())
@@ -431,39 +432,42 @@ impl Soak {
         .await;
     }
 
-    /// Waits until a reason stands against this GPU.
-    pub async fn stands(&self, gpu: u32, reason: &str) {
+    /// Waits until the GPU is unhealthy for this reason.
+    pub async fn has_reason(&self, gpu: u32, reason: &str) {
         let uuid = self.world.uuid(gpu);
         let series = format!("linkwise_gpu_unhealthy_since_seconds{{uuid=\"{uuid}\",reason=\"{reason}\"}}");
         self.metric_is(&series, |value| value.is_some()).await;
     }
 
-    /// Looks, until it is dropped, that no other GPU is withdrawn than those that something happened to.
-    pub fn watch(&self, hurt: [Option<u32>; 2]) -> JoinSet<()> {
+    /// Checks, until it is dropped, that no GPU is withdrawn but those that had a fault.
+    pub fn watch(&self, faulty: [Option<u32>; 2]) -> JoinSet<()> {
         let (world, mut task) = (Arc::clone(&self.world), JoinSet::new());
         task.spawn(async move {
             while !world.has_failed() {
                 let offered = world.offered(world.is_dra());
-                if let Some(other) = (0..GPUS).find(|gpu| !hurt.contains(&Some(*gpu)) && !offered.contains(gpu)) {
-                    world.ledger.error(format!("GPU {other} is withdrawn, and something happened to {hurt:?} only"));
+                if let Some(other) = (0..GPUS).find(|gpu| !faulty.contains(&Some(*gpu)) && !offered.contains(gpu)) {
+                    world.ledger.error(format!("GPU {other} is withdrawn, but only {faulty:?} had faults"));
                 }
-                tokio::time::sleep(LOOK).await;
+                tokio::time::sleep(POLL_INTERVAL).await;
             }
         });
         task
     }
 
-    /// Waits until the node is as it was: each GPU is offered, through the node's door alone. Returns how long it took.
+    /// Waits until the node has recovered and each GPU is offered, through the node's door alone. Returns the time
+    /// taken.
     pub async fn is_whole(&mut self) -> Duration {
         let begin = Instant::now();
         while let Some(missing) = self.missing().await {
             if self.world.has_failed() {
                 break;
             }
-            if begin.elapsed() > RECOVERY {
-                self.world.ledger.error(format!("not whole after {RECOVERY:?}: {missing}\n{}", self.last_lines()));
+            if begin.elapsed() > RECOVERY_TIMEOUT {
+                self.world
+                    .ledger
+                    .error(format!("not whole after {RECOVERY_TIMEOUT:?}: {missing}\n{}", self.last_lines()));
             }
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
         begin.elapsed()
     }
@@ -481,7 +485,7 @@ impl Soak {
         let (kubelet, drivers) = (world.node.kubelet.state(), world.node.dra.state().drivers);
         let has_driver = drivers.get(DRIVER).is_some_and(|driver| driver.connected == 1);
         if !is_dra && !has_driver {
-            // As the kubelet does 30 s after a driver has gone.
+            // The kubelet deletes a driver's slices 30 s after the driver has gone.
             world.node.cluster.server.wipe_slices("n", None);
         }
         let (dra, plugin) = (world.offered(true), world.offered(false));
@@ -489,7 +493,7 @@ impl Soak {
         if (&dra, &plugin) != if is_dra { (&all, &none) } else { (&none, &all) } {
             return Some(format!("DRA offers {dra:?}, the device plugin {plugin:?}, the door is DRA: {is_dra}"));
         }
-        // After a takeover there may be two.
+        // After a takeover there may be two streams.
         let streams = (kubelet.resources[GPU].connected, kubelet.resources[GPU].open_streams);
         if !is_dra && !matches!(streams, (true, 1 | 2)) {
             return Some(format!("{GPU} is connected, and has streams: {streams:?}"));
@@ -512,12 +516,12 @@ impl Soak {
         None
     }
 
-    /// What the process and its agents hold.
+    /// The footprints of the process and its agents.
     pub fn measure(&self) -> Vec<Footprint> {
         [vec![self.process.id()], children(self.process.id())].concat().into_iter().filter_map(footprint).collect()
     }
 
-    /// All pods have ended: nothing of them is left, and the process holds no more than at the start.
+    /// Checks, when all pods have ended, that nothing of them is left and the processes hold no more than at the start.
     pub async fn is_empty(&mut self, specs: &[String], before: &[Footprint]) {
         if !self.world.is_dra() {
             self.world.change_door();
@@ -527,12 +531,13 @@ impl Soak {
         println!("memory in KiB, and open files: {before:?}, then {now:?}");
         let World { node, scheduled, running, ledger, .. } = &*self.world;
         assert!(scheduled.lock().unwrap().is_empty() && running.lock().unwrap().is_empty());
-        let holds_more =
-            |(before, now): (&Footprint, &Footprint)| now.0 > before.0 + MORE_MEMORY || now.1 > before.1 + MORE_FILES;
+        let holds_more = |(before, now): (&Footprint, &Footprint)| {
+            now.0 > before.0 + MAX_MORE_MEMORY || now.1 > before.1 + MAX_MORE_FILES
+        };
         if before.len() != now.len() || before.iter().zip(&now).any(holds_more) {
             ledger.error(format!("the processes hold {now:?}, and held {before:?}"));
         }
-        // Files of a daemon that was killed do not count.
+        // The files of a killed daemon do not count.
         let lives = |folder: &PathBuf| {
             let pid = fs::read_to_string(folder.join("pipe/nvidia-cuda-mps-control.pid")).unwrap_or_default();
             !pid.is_empty() && Path::new("/proc").join(pid.trim()).exists()
@@ -545,12 +550,12 @@ impl Soak {
         .await;
     }
 
-    /// Ends the process, and looks at what it leaves.
+    /// Ends the process, and checks that it leaves no sockets and no agents.
     pub async fn end(mut self) {
         let agents = children(self.process.id());
         self.process.signal("TERM");
-        let (status, words) = self.process.ended().await;
-        assert!(status.success(), "{status}: {words:?}");
+        let (status, log) = self.process.ended().await;
+        assert!(status.success(), "{status}: {log:?}");
         assert_eq!(self.sockets(), Vec::<PathBuf>::new());
         let left: Vec<Footprint> = agents.into_iter().filter_map(footprint).collect();
         assert!(left.is_empty(), "an agent was left behind");
