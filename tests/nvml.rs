@@ -1,4 +1,4 @@
-//! The NVML child as a real process, with the real nvml-wrapper, over a libnvidia-ml of our own.
+//! Tests of the agent as a real process, with the real nvml-wrapper and a libnvidia-ml of our own.
 
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
@@ -27,13 +27,13 @@ mod mig_orders;
 mod numbers;
 mod real;
 
-/// After this long, what should have happened will not.
+/// The longest time that a test waits.
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// Calls that hang are given up soon.
+/// Short limits for tests of calls that hang.
 const SHORT: Limits = Limits { start: Duration::from_secs(3), call: Duration::from_secs(1) };
 
-/// A simulated machine: its folder, its control socket, and the command that starts children on it.
+/// A simulated machine: its folder, its control socket, and the command that starts agents on it.
 struct Machine {
     folder: TempDir,
     control: Control,
@@ -65,7 +65,7 @@ impl Machine {
         Agent::spawn(&self.command).unwrap()
     }
 
-    /// One that has scanned it.
+    /// Starts an agent, and waits for its first scan.
     async fn scanned(&self) -> Agent {
         let mut agent = self.agent();
         ready(&mut agent).await;
@@ -90,11 +90,11 @@ async fn up_with(change: impl FnOnce(&mut AgentCommand)) -> (Machine, Agent) {
 }
 
 async fn next(agent: &mut Agent) -> Result<FromAgent, AgentEnded> {
-    timeout(LIMIT, agent.next()).await.expect("the agent says something in time")
+    timeout(LIMIT, agent.next()).await.expect("a message of the agent comes in time")
 }
 
-/// What comes next but for rounds.
-async fn said(agent: &mut Agent) -> Result<FromAgent, AgentEnded> {
+/// The agent's next message that is not a poll.
+async fn message(agent: &mut Agent) -> Result<FromAgent, AgentEnded> {
     let wait = async {
         loop {
             match next(agent).await {
@@ -103,11 +103,11 @@ async fn said(agent: &mut Agent) -> Result<FromAgent, AgentEnded> {
             }
         }
     };
-    timeout(LIMIT, wait).await.expect("the agent says more than rounds in time")
+    timeout(LIMIT, wait).await.expect("a message other than polls comes in time")
 }
 
 async fn ready(agent: &mut Agent) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
-    match said(agent).await.unwrap() {
+    match message(agent).await.unwrap() {
         FromAgent::Ready(scan) => {
             let node = scan.after(None).node(HostObservation::default(), Vec::new());
             (node.gpus, node.failures)
@@ -116,7 +116,7 @@ async fn ready(agent: &mut Agent) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
     }
 }
 
-/// Waits for a round in which this holds of one GPU.
+/// Waits for a poll in which a GPU is as wanted.
 async fn polled(agent: &mut Agent, gpu: u32, wanted: impl Fn(&HealthPoll) -> bool) -> HealthPoll {
     let wait = async {
         loop {
@@ -127,15 +127,15 @@ async fn polled(agent: &mut Agent, gpu: u32, wanted: impl Fn(&HealthPoll) -> boo
             }
         }
     };
-    timeout(LIMIT, wait).await.expect("such a round comes in time")
+    timeout(LIMIT, wait).await.expect("such a poll comes in time")
 }
 
-/// An XID of this GPU arrives.
-async fn heard(machine: &Machine, agent: &mut Agent, gpu: u32, code: u64) {
+/// Raises an XID of this GPU, and waits until it arrives.
+async fn raise_xid(machine: &Machine, agent: &mut Agent, gpu: u32, code: u64) {
     machine.tell(&format!("xid {gpu} {code}"));
     let xid = FromAgent::Xid { gpu: uuid(gpu), code, gpu_instance: None, compute_instance: None };
-    let waiting = async { while said(agent).await.unwrap() != xid {} };
-    timeout(LIMIT, waiting).await.expect("it is heard in time");
+    let waiting = async { while message(agent).await.unwrap() != xid {} };
+    timeout(LIMIT, waiting).await.expect("the XID arrives in time");
 }
 
 fn signal(name: &str, agent: &Agent) {
@@ -156,7 +156,7 @@ fn uuid(index: u32) -> GpuUuid {
     format!("GPU-00000000-0000-0000-0000-{index:012}").parse().unwrap()
 }
 
-/// The observations of the machine file itself.
+/// The GPUs that the machine's file describes.
 fn written() -> Vec<GpuObservation> {
     #[derive(serde::Deserialize)]
     struct File {
@@ -165,14 +165,14 @@ fn written() -> Vec<GpuObservation> {
     let text = std::fs::read_to_string(machine_file()).unwrap();
     let file: File = serde_saphyr::from_str(&text.replace("serial: \"1654223000123\"", "")).unwrap();
     let mut gpus = file.observed.gpus;
-    // No node file has these.
+    // Node files lack these fields.
     gpus[0].serial = Some("1654223000123".to_owned());
     gpus.iter_mut().for_each(|gpu| gpu.pcie_width_now = gpu.pcie.map(|link| link.width));
     gpus
 }
 
 #[tokio::test]
-async fn sees_what_the_machine_file_says() {
+async fn scan_reports_what_the_machine_file_has() {
     let machine = machine();
     let mut agent = machine.agent();
     let FromAgent::Ready(scan) = next(&mut agent).await.unwrap() else { panic!() };
@@ -187,7 +187,7 @@ async fn sees_what_the_machine_file_says() {
     assert_eq!(levels[0], [(1, Single), (2, Multiple), (3, System)].into());
     assert_eq!(levels[3], [(0, System), (1, System), (2, System)].into());
     assert_eq!(gpus, written());
-    // The fourth GPU cannot say anything of its NVLinks, and that is told once.
+    // The fourth GPU fails all calls about NVLinks, which is one failure.
     let links: Vec<String> = (0..36).map(|link| link.to_string()).collect();
     let expected = ProbeFailure {
         subject: "10000:9a:00.0".into(),
@@ -224,7 +224,7 @@ async fn mig_devices_have_profile_id_and_placement() {
 }
 
 #[tokio::test]
-async fn a_neighbour_of_unknown_kind_is_known_by_its_address() {
+async fn nvlink_peer_of_unknown_kind_is_known_by_address() {
     let machine = machine();
     machine.tell("fail 1 nvmlDeviceGetNvLinkRemoteDeviceType 999");
     let (gpus, _) = ready(&mut machine.agent()).await;
@@ -236,7 +236,7 @@ async fn a_neighbour_of_unknown_kind_is_known_by_its_address() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_is_lost_from_the_start_costs_itself_only() {
+async fn gpu_lost_from_the_start_affects_no_other() {
     let machine = machine();
     machine.tell("lost *");
     machine.tell("back 0");
@@ -246,7 +246,7 @@ async fn a_gpu_that_is_lost_from_the_start_costs_itself_only() {
     let subjects: Vec<_> = failures.iter().map(|failure| failure.subject.as_str()).collect();
     assert_eq!(subjects, ["GPU 1", "GPU 2", "GPU 3"]);
     assert!(failures.iter().all(|failure| failure.error == "NVML_ERROR_GPU_IS_LOST (15)"), "{failures:?}");
-    // Once they are back, the next round finds them, and a look says that they have no events yet.
+    // Once the GPUs are back, the next poll finds them, and a scan reports that their events are not registered.
     machine.tell("back *");
     let mut found = ready(&mut agent).await;
     while found.0.len() < 4 {
@@ -264,18 +264,16 @@ async fn events_reach_the_parent_with_their_instances() {
     machine.tell(&format!("xid {} 94 2 0", uuid(2)));
     machine.tell("ecc 3");
     let xid = |gpu, code, gpu_instance, compute_instance| FromAgent::Xid { gpu, code, gpu_instance, compute_instance };
-    assert_eq!(said(&mut agent).await.unwrap(), xid(uuid(1), 79, None, None));
-    assert_eq!(said(&mut agent).await.unwrap(), xid(uuid(2), 94, Some(2), Some(0)));
-    assert_eq!(said(&mut agent).await.unwrap(), FromAgent::DoubleBitEcc { gpu: uuid(3) });
+    assert_eq!(message(&mut agent).await.unwrap(), xid(uuid(1), 79, None, None));
+    assert_eq!(message(&mut agent).await.unwrap(), xid(uuid(2), 94, Some(2), Some(0)));
+    assert_eq!(message(&mut agent).await.unwrap(), FromAgent::DoubleBitEcc { gpu: uuid(3) });
 }
 
 #[tokio::test]
-async fn a_round_says_how_each_gpu_is() {
+async fn poll_reports_the_health_of_each_gpu() {
     let (machine, mut agent) = up().await;
-    // The first round comes with the first look, and what this machine does not offer is nothing.
-    let FromAgent::Polled { gpus, .. } = next(&mut agent).await.unwrap() else {
-        panic!("no round with the first look")
-    };
+    // The first poll comes with the first scan. Facts that the machine lacks are absent.
+    let FromAgent::Polled { gpus, .. } = next(&mut agent).await.unwrap() else { panic!("no poll with the first scan") };
     assert_eq!(gpus.keys().collect::<Vec<_>>(), [0, 1, 2, 3].map(uuid).iter().collect::<Vec<_>>());
     let quiet = HealthPoll {
         reach: Reach::Answers,
@@ -291,9 +289,9 @@ async fn a_round_says_how_each_gpu_is() {
     machine.tell("lost 2");
     let lost = polled(&mut agent, 2, |poll| poll.reach != Reach::Answers).await;
     assert_eq!(lost.reach, Reach::Lost { call: "nvmlDeviceGetTemperature".into() });
-    // An event of a lost GPU is still its own; no call is needed to name it.
+    // An event of a lost GPU still names the GPU, because that needs no call.
     machine.tell("xid 2 79");
-    assert!(matches!(said(&mut agent).await.unwrap(), FromAgent::Xid { gpu, code: 79, .. } if gpu == uuid(2)));
+    assert!(matches!(message(&mut agent).await.unwrap(), FromAgent::Xid { gpu, code: 79, .. } if gpu == uuid(2)));
     machine.tell("fail 2 nvmlDeviceGetTemperature 16");
     machine.tell("back 2");
     polled(&mut agent, 2, |poll| matches!(&poll.reach, Reach::ResetRequired { .. })).await;
@@ -306,7 +304,7 @@ async fn a_round_says_how_each_gpu_is() {
     polled(&mut agent, 0, |poll| poll.fabric == Some(FabricHealth::Joining)).await;
     machine.tell("fabric 0 3 999");
     polled(&mut agent, 0, |poll| poll.fabric == Some(FabricHealth::Failed { status: 999 })).await;
-    // Joined, with bandwidth in full (2) and without route recovery (2), but by an unhealthy route (1).
+    // Joined, with full bandwidth (2) and no route recovery (2); the route is unhealthy (1), then healthy (2).
     for (mask, health) in [(0b01_1010, FabricHealth::Failed { status: 0 }), (0b10_1010, FabricHealth::Joined)] {
         machine.tell(&format!("fabric 0 3 0 {mask}"));
         polled(&mut agent, 0, |poll| poll.fabric == Some(health)).await;
@@ -317,8 +315,8 @@ async fn a_round_says_how_each_gpu_is() {
 }
 
 #[tokio::test]
-async fn life_is_proved_by_the_first_call_that_a_gpu_offers() {
-    // The library lacks the deprecated call, or a vGPU has no temperature.
+async fn reach_is_polled_by_the_first_call_a_gpu_offers() {
+    // Either the library lacks the deprecated call, or a vGPU has no temperature at all.
     for gone in [&["nvmlDeviceGetTemperature"][..], &["nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV"]] {
         let machine = machine();
         gone.iter().for_each(|call| machine.tell(&format!("fail 1 {call} 3")));
@@ -335,7 +333,7 @@ async fn life_is_proved_by_the_first_call_that_a_gpu_offers() {
 }
 
 #[tokio::test]
-async fn kernel_that_has_mig_devices_which_nvml_hides_is_said() {
+async fn mig_devices_that_nvml_hides_are_reported() {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("lab/fake-nvml/machines/four-gpus-mig.yaml");
     let mut machine = machine().with("FAKE_NVML_MACHINE", file);
     let procfs = tempfile::tempdir().unwrap();
@@ -343,7 +341,7 @@ async fn kernel_that_has_mig_devices_which_nvml_hides_is_said() {
     let hidden = |failures: &[ProbeFailure]| {
         failures.iter().filter(|failure| failure.error.contains("NVML shows none")).cloned().collect::<Vec<_>>()
     };
-    // NOT_FOUND is the answer to a process without the capability mig/monitor. No instance is no fault.
+    // A process without the capability mig/monitor gets NOT_FOUND. Without instances that is no failure.
     machine.tell("fail 2 nvmlDeviceGetMigDeviceHandleByIndex 6");
     let (gpus, failures) = ready(&mut machine.agent()).await;
     assert_eq!(hidden(&failures), []);
@@ -361,12 +359,12 @@ async fn kernel_that_has_mig_devices_which_nvml_hides_is_said() {
 }
 
 #[tokio::test]
-async fn one_call_answers_for_all_links_where_the_driver_has_the_field() {
+async fn one_call_reads_all_links_if_the_driver_can() {
     let machine = machine();
     let down = |links: &'static [u32]| move |poll: &HealthPoll| poll.nvlinks_down.as_deref() == Some(links);
     let mut agent = machine.agent();
     assert_eq!(ready(&mut agent).await.0[0].nvlinks, written()[0].nvlinks);
-    // Nobody asks each link.
+    // The agent makes no call for each link.
     machine.tell("fail * nvmlDeviceGetNvLinkState 999");
     machine.tell("link 0 4 down");
     polled(&mut agent, 0, down(&[2, 4])).await;
@@ -374,7 +372,7 @@ async fn one_call_answers_for_all_links_where_the_driver_has_the_field() {
     machine.tell("link 0 4 sleep");
     polled(&mut agent, 0, down(&[2])).await;
     machine.tell("unfail * nvmlDeviceGetNvLinkState");
-    // An older driver is asked link by link, in polls and scans.
+    // With an older driver, polls and scans make a call for each link.
     machine.tell("link-fields no");
     machine.tell("link 0 0 down");
     machine.tell("link 0 4 up");
@@ -411,7 +409,7 @@ async fn ecc_that_is_switched_on_later_is_counted() {
 }
 
 #[tokio::test]
-async fn a_round_has_the_drivers_word_and_counters_where_there_are_any() {
+async fn poll_has_recovery_action_and_counters_if_offered() {
     let machine = machine();
     for command in ["recovery 1 0", "rows 1 false false", "uncorrectable 1 0"] {
         machine.tell(command);
@@ -431,7 +429,7 @@ async fn a_round_has_the_drivers_word_and_counters_where_there_are_any() {
     polled(&mut agent, 1, |poll| poll.row_remapping == Some(RowRemapping { pending: false, failed: true })).await;
     machine.tell("uncorrectable 1 3");
     polled(&mut agent, 1, |poll| poll.uncorrectable_ecc == Some(3)).await;
-    // A driver that is asked in vain is not asked again by this child, and is by the next.
+    // After "not supported" this agent does not repeat the call; the next agent does.
     machine.tell("recovery 2 1");
     let poll = polled(&mut agent, 2, |_| true).await;
     assert_eq!(poll.recovery_action, None);
@@ -439,11 +437,10 @@ async fn a_round_has_the_drivers_word_and_counters_where_there_are_any() {
 }
 
 #[tokio::test]
-async fn a_change_is_looked_at_by_itself() {
+async fn change_causes_a_scan_without_a_request() {
     let machine = machine();
     let mut agent = machine.agent();
     let (before, _) = ready(&mut agent).await;
-    // A link that goes down.
     machine.tell("link 0 3 down");
     let (gpus, _) = ready(&mut agent).await;
     let down = |gpu: &GpuObservation| {
@@ -457,34 +454,34 @@ async fn a_change_is_looked_at_by_itself() {
     assert_eq!(gpus.iter().map(|gpu| gpu.uuid.clone()).collect::<Vec<_>>(), [0, 2, 3].map(uuid));
     machine.tell("add 1");
     assert_eq!(ready(&mut agent).await.0.len(), 4);
-    // What has come is polled at once.
-    let FromAgent::Polled { gpus, .. } = next(&mut agent).await.unwrap() else { panic!("no round with the look") };
+    // An added GPU is polled at once.
+    let FromAgent::Polled { gpus, .. } = next(&mut agent).await.unwrap() else { panic!("no poll with the scan") };
     assert_eq!(gpus.len(), 4);
-    // Nothing changes: there are rounds, and no look.
+    // While nothing changes there are polls and no scans.
     for _ in 0..5 {
         assert!(matches!(next(&mut agent).await.unwrap(), FromAgent::Polled { .. }));
     }
 }
 
 #[tokio::test]
-async fn a_gpu_that_does_not_say_where_it_is_is_looked_for_cheaply() {
+async fn gpu_without_pci_address_causes_no_scans() {
     let machine = machine().with("FAKE_NVML_FAIL", "2:nvmlDeviceGetPciInfo_v3:999");
     let mut agent = machine.agent();
     let (gpus, failures) = ready(&mut agent).await;
     assert_eq!(gpus.iter().map(|gpu| gpu.index).collect::<Vec<_>>(), [0, 1, 3]);
     let failed: Vec<_> = failures.iter().filter(|failure| failure.subject == "GPU 2").collect();
     assert_eq!(failed.iter().map(|failure| failure.call.as_str()).collect::<Vec<_>>(), ["nvmlDeviceGetPciInfo_v3"]);
-    // Rounds, and no full look among them.
+    // Polls come, and no scan.
     for _ in 0..5 {
-        let said = next(&mut agent).await.unwrap();
-        assert!(matches!(said, FromAgent::Polled { .. }), "{said:?}");
+        let message = next(&mut agent).await.unwrap();
+        assert!(matches!(message, FromAgent::Polled { .. }), "{message:?}");
     }
     machine.tell("unfail 2 nvmlDeviceGetPciInfo_v3");
     assert_eq!(ready(&mut agent).await.0.len(), 4);
 }
 
 #[tokio::test]
-async fn a_gpu_that_is_skipped_is_not_touched() {
+async fn skipped_gpu_is_not_called() {
     let mut machine = machine();
     for call in ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetUUID", "nvmlDeviceGetTemperature"] {
         machine.tell(&format!("crash 1 {call}"));
@@ -498,17 +495,17 @@ async fn a_gpu_that_is_skipped_is_not_touched() {
     }
     agent.request(ToAgent::Observe).await.unwrap();
     assert_eq!(ready(&mut agent).await.0.len(), 3);
-    // Of another number of GPUs, the index is another GPU's.
+    // On a machine with another number of GPUs the index means another GPU, so the place does not apply.
     machine.command.skip = vec![Place { index: 1, of: 5 }];
     let mut agent = machine.agent();
-    assert!(said(&mut agent).await.is_err());
+    assert!(message(&mut agent).await.is_err());
     let called = agent.open_call().unwrap();
     assert_eq!((called.call.as_str(), called.gpu.as_ref().unwrap().place.index), ("nvmlDeviceGetHandleByIndex_v2", 1));
 }
 
 #[tokio::test]
-async fn a_call_that_hangs_is_named_with_its_gpu() {
-    for (command, words) in [
+async fn hung_call_is_named_with_its_gpu() {
+    for (command, start) in [
         ("hang nvmlInit_v2", "nvmlInit_v2 did not return"),
         ("hang 3 nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByIndex_v2 of GPU 3 did not return"),
         ("hang 1 nvmlDeviceGetName", &format!("nvmlDeviceGetName of {} did not return", uuid(1))),
@@ -519,58 +516,58 @@ async fn a_call_that_hangs_is_named_with_its_gpu() {
         machine.command.limits = SHORT;
         machine.tell(command);
         let mut agent = machine.agent();
-        let ended = said(&mut agent).await.unwrap_err();
-        assert!(ended.to_string().starts_with(words), "{command}: {ended}");
+        let ended = message(&mut agent).await.unwrap_err();
+        assert!(ended.to_string().starts_with(start), "{command}: {ended}");
         assert!(next(&mut agent).await.unwrap_err().to_string().contains("SIGKILL"));
     }
 }
 
 #[tokio::test]
-async fn a_link_that_hangs_in_a_round_is_named_with_its_gpu() {
+async fn hung_nvlink_call_of_a_poll_is_named_with_its_gpu() {
     for (fields, call) in [("yes", "nvmlDeviceGetFieldValues"), ("no", "nvmlDeviceGetNvLinkState")] {
         let mut machine = machine();
         machine.command.limits = SHORT;
         machine.tell(&format!("link-fields {fields}"));
         let mut agent = machine.scanned().await;
         machine.tell(&format!("hang 1 {call}"));
-        let ended = said(&mut agent).await.unwrap_err().to_string();
+        let ended = message(&mut agent).await.unwrap_err().to_string();
         assert!(ended.starts_with(&format!("{call} of {} did not return", uuid(1))), "{ended}");
     }
 }
 
 #[tokio::test]
-async fn a_wait_for_events_that_hangs_is_noticed() {
+async fn hung_wait_for_events_is_noticed() {
     let (machine, mut agent) = up_with(|command| command.limits = SHORT).await;
     machine.tell("hang nvmlEventSetWait_v2");
-    let ended = timeout(LIMIT, said(&mut agent)).await.unwrap().unwrap_err();
+    let ended = timeout(LIMIT, message(&mut agent)).await.unwrap().unwrap_err();
     assert!(matches!(ended, AgentEnded::EventWaitHung(_)), "{ended}");
 }
 
 #[tokio::test]
-async fn a_driver_that_goes_ends_the_child_with_its_name() {
+async fn unloaded_driver_is_named_and_ends_the_agent() {
     for code in [1, 9, 18] {
         let (machine, mut agent) = up().await;
         machine.tell(&format!("fail * nvmlDeviceGetCount_v2 {code}"));
-        let FromAgent::Leaving(error) = said(&mut agent).await.unwrap() else { panic!("it goes on") };
+        let FromAgent::Leaving(error) = message(&mut agent).await.unwrap() else { panic!("the agent goes on") };
         assert_eq!(error, CallError::returned("nvmlDeviceGetCount_v2", code));
         assert!(matches!(next(&mut agent).await, Err(AgentEnded::Exited(status)) if status.code() == Some(1)));
     }
 }
 
 #[tokio::test]
-async fn a_wait_that_fails_is_told_once_and_tried_again() {
+async fn failed_wait_for_events_is_reported_once() {
     let (machine, mut agent) = up().await;
     machine.tell("fail * nvmlEventSetWait_v2 999");
     let failed = FromAgent::Failed(CallFailure::new("driver", CallError::returned("nvmlEventSetWait_v2", 999)));
-    assert_eq!(said(&mut agent).await.unwrap(), failed);
+    assert_eq!(message(&mut agent).await.unwrap(), failed);
     machine.tell("calls nvmlEventSetWait_v2 3");
     machine.tell("xid 0 63");
     machine.tell("unfail * nvmlEventSetWait_v2");
-    assert!(matches!(said(&mut agent).await.unwrap(), FromAgent::Xid { code: 63, .. }));
+    assert!(matches!(message(&mut agent).await.unwrap(), FromAgent::Xid { code: 63, .. }));
 }
 
 #[tokio::test]
-async fn links_are_not_missed_while_mig_is_on_and_silence_ends_with_the_mode() {
+async fn links_and_counters_return_when_mig_mode_ends() {
     let machine = machine();
     machine.tell("mig 0 {enabled: false}");
     machine.tell("fabric 0 2 0");
@@ -578,10 +575,10 @@ async fn links_are_not_missed_while_mig_is_on_and_silence_ends_with_the_mode() {
     let down = polled(&mut agent, 0, |poll| poll.fabric == Some(FabricHealth::Joining)).await;
     assert_eq!((down.nvlinks_down, down.row_remapping), (Some(vec![2]), None));
     machine.tell("mig 0 {enabled: true}");
-    // Nor does it join a fabric.
+    // A GPU in MIG mode uses no fabric either.
     let poll = polled(&mut agent, 0, |poll| poll.nvlinks_down == Some(vec![])).await;
     assert_eq!(poll.fabric, Some(FabricHealth::Unused));
-    // One that does not say its mode is in the one it said last.
+    // If the mode cannot be read, the last known mode counts.
     machine.tell("fail 0 nvmlDeviceGetMigMode 999");
     for _ in 0..2 {
         polled(&mut agent, 0, |poll| {
@@ -599,7 +596,7 @@ async fn links_are_not_missed_while_mig_is_on_and_silence_ends_with_the_mode() {
 }
 
 #[tokio::test]
-async fn an_event_is_followed_by_a_round_that_finds_what_it_left() {
+async fn event_is_followed_by_a_poll() {
     let mut machine = machine();
     machine.command.poll = Duration::from_secs(3600);
     machine.tell("recovery 1 0");

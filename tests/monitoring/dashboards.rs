@@ -1,4 +1,4 @@
-//! The dashboards: what Grafana's own types say of them, and what holds for any.
+//! Tests of the dashboards: by Grafana's own types, and for places, titles and variables of their panels.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -17,11 +17,11 @@ fn dashboards_have_the_types_that_grafana_publishes() {
     let mut python = Command::new("python3");
     python.arg(repository("tests/monitoring/grafana.py")).args(DASHBOARDS.map(repository));
     let output = python.env("PYTHONPATH", types).env("PYTHONDONTWRITEBYTECODE", "1").output().unwrap();
-    let [said, complaints] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
-    assert!(output.status.success(), "{said}{complaints}");
+    let [stdout, stderr] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
+    assert!(output.status.success(), "{stdout}{stderr}");
 }
 
-/// Whether two panels share a place.
+/// Returns true if two panels overlap.
 fn overlap(one: &Value, other: &Value) -> bool {
     let [one, other] = [one, other].map(|panel| {
         let of = |key: &str| panel["gridPos"][key].as_u64().unwrap();
@@ -32,7 +32,7 @@ fn overlap(one: &Value, other: &Value) -> bool {
 }
 
 #[test]
-fn panels_have_places_and_names_of_their_own() {
+fn panels_have_distinct_places_and_titles() {
     for file in DASHBOARDS {
         let dashboard = read(file);
         let panels: Vec<&Value> = list(&dashboard, "panels").collect();
@@ -53,7 +53,7 @@ fn panels_have_places_and_names_of_their_own() {
 }
 
 #[test]
-fn variables_that_queries_name_are_there() {
+fn variables_of_queries_are_defined() {
     for file in DASHBOARDS {
         let dashboard = read(file);
         let known: BTreeSet<&str> =

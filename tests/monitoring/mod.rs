@@ -1,6 +1,5 @@
-//! What manifests/monitoring gives to Prometheus and Grafana: the rules under promtool, the dashboards under Grafana's
-//! own types (`make tools` brings both), and what they name. tests/cluster/prometheus.rs has them on a
-//! real Prometheus.
+//! Tests of manifests/monitoring: the rules by promtool, the dashboards by Grafana's own types (`make tools` installs
+//! both), and the names that they use. tests/cluster/prometheus.rs runs them on a real Prometheus.
 
 mod dashboards;
 mod dcgm;
@@ -17,7 +16,7 @@ fn text(path: &str) -> String {
     std::fs::read_to_string(repository(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
 
-/// YAML, or JSON.
+/// A file of YAML or JSON.
 fn read(path: &str) -> Value {
     serde_saphyr::from_str(&text(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
@@ -26,11 +25,11 @@ fn list<'a>(value: &'a Value, key: &str) -> impl Iterator<Item = &'a Value> {
     value[key].as_array().into_iter().flatten()
 }
 
-/// Has promtool check or test a file.
+/// Asserts that promtool's `check` or `test` of a file succeeds.
 fn passes(command: &str, file: &Path) {
     let output = Command::new(tool("promtool")).args([command, "rules"]).arg(file).output().unwrap();
-    let [said, complaints] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
-    assert!(output.status.success(), "promtool {command} rules:\n{said}{complaints}");
+    let [stdout, stderr] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
+    assert!(output.status.success(), "promtool {command} rules:\n{stdout}{stderr}");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The rules, out of the PrometheusRule, under promtool, with the cases in tests/monitoring/rules.yaml.
+//! Tests of the PrometheusRule's rules by promtool, with the cases in tests/monitoring/rules.yaml.
 
 use std::collections::BTreeSet;
 
@@ -21,14 +21,14 @@ fn rules<'a>(file: &'a Value, kind: &'a str) -> impl Iterator<Item = (&'a str, &
 fn promtool_passes_every_case_of_the_rules() {
     let folder = tempfile::tempdir().unwrap();
     let (rules, cases) = (folder.path().join("rules.yaml"), folder.path().join("cases.yaml"));
-    // JSON is YAML.
+    // promtool reads JSON too, because JSON is YAML.
     std::fs::write(&rules, read(RULES)["spec"].to_string()).unwrap();
     std::fs::copy(repository(CASES), &cases).unwrap();
     passes("check", &rules);
     passes("test", &cases);
 }
 
-/// What a query of the cases expects: the alerts that fire, or the series that were recorded.
+/// The names that a query of the cases expects: alerts that fire, or recorded series.
 fn expected(query: &Value) -> BTreeSet<String> {
     let labels = list(query, "exp_samples").filter_map(|sample| sample["labels"].as_str());
     let name = |labels: &str| {
@@ -39,7 +39,7 @@ fn expected(query: &Value) -> BTreeSet<String> {
 }
 
 #[test]
-fn each_alert_has_a_case_in_which_it_fires_and_one_in_which_not() {
+fn each_alert_fires_and_is_silent_in_its_case() {
     let (rules_file, cases) = (read(RULES), read(CASES));
     let of_alerts = |query: &&Value| query["expr"] == "ALERTS{alertstate=\"firing\"}";
     for (alert, _) in rules(&rules_file, "alert") {
@@ -52,8 +52,8 @@ fn each_alert_has_a_case_in_which_it_fires_and_one_in_which_not() {
     let queried: BTreeSet<String> =
         list(&cases, "tests").flat_map(|case| list(case, "promql_expr_test")).flat_map(expected).collect();
     for (record, _) in rules(&rules_file, "record") {
-        // Seen through the alert that it is for.
-        assert!(queried.contains(record) || record.contains("narrowed"), "{record} is looked at in no case of {CASES}");
+        // The series `narrowed` is tested through its alert.
+        assert!(queried.contains(record) || record.contains("narrowed"), "no case of {CASES} queries {record}");
     }
 }
 
@@ -79,9 +79,9 @@ fn named(template: &str) -> impl Iterator<Item = &str> {
     after.map(|rest| rest.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_').next().unwrap())
 }
 
-/// A label that an alert does not have is shown as nothing.
+/// Templates show a label that the alert lacks as nothing.
 #[test]
-fn annotations_name_labels_that_their_alert_has() {
+fn annotations_name_only_labels_of_their_alert() {
     let (rules_file, cases) = (read(RULES), read(CASES));
     for (alert, rule) in rules(&rules_file, "alert") {
         let samples = list(&cases, "tests").flat_map(|case| list(case, "promql_expr_test"));

@@ -1,4 +1,4 @@
-//! `linkwise mps-control-daemon` as a real process.
+//! Tests of `linkwise mps-control-daemon` as a real process.
 
 use std::fs;
 use std::path::Path;
@@ -17,7 +17,7 @@ use crate::run::node::{LIMIT, signal, started_by};
 /// A built-in machine of 8 GPUs of 80 GiB.
 pub const MACHINE: &str = "dgx-h100";
 
-/// Orders `nvidia.com/gpu` in so many replicas, as the plugin does; `None` orders nothing.
+/// Orders this number of replicas of `nvidia.com/gpu`, as the plugin does; `None` orders nothing.
 pub fn order(node: &Node, replicas: Option<u32>) {
     let resources = replicas.map(|replicas| (ResourceName::gpu(), wanted(replicas))).into_iter().collect();
     Orders { resources, ..Orders::default() }.write(node.layout()).unwrap();
@@ -27,20 +27,20 @@ fn command(node: &Node, args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
     let path = format!("{}:/usr/bin:/bin", node.bin().display());
     command.args(["mps-control-daemon", "--mps-container-root"]).arg(node.layout().root()).args(args);
-    // As under the GPU operator, which gives it a file that only the plugin reads.
+    // The GPU operator sets CONFIG_FILE for the daemon too, although only the plugin reads the file.
     command.env_remove("LINKWISE_LOG").env("CONFIG_FILE", "/nowhere");
     command.env("PATH", path).stdin(Stdio::null()).kill_on_drop(true);
     command
 }
 
-/// A daemon that runs.
+/// A running `linkwise mps-control-daemon`.
 pub struct Daemon {
     pub child: Child,
     log: Lines<BufReader<ChildStderr>>,
 }
 
 impl Daemon {
-    /// Starts it with an order for ten replicas.
+    /// Starts the process with an order for ten replicas.
     fn start_shared(node: &Node) -> Self {
         order(node, Some(10));
         Self::start(node)
@@ -50,7 +50,7 @@ impl Daemon {
         Self::with_args(node, &[])
     }
 
-    /// The host does not see what it mounts.
+    /// Starts the process in a mount namespace whose mounts the host does not see.
     pub fn in_a_container_without_propagation(node: &Node) -> Self {
         Self::of(started_by(&["unshare", "--mount", "--propagation", "private"], &command(node, &[])))
     }
@@ -65,17 +65,17 @@ impl Daemon {
         Self { child, log }
     }
 
-    /// Waits for a line of the log.
-    pub async fn logged(&mut self, words: &str) -> String {
+    /// Waits for a line of the log with this text.
+    pub async fn logged(&mut self, text: &str) -> String {
         let wait = async {
             loop {
-                let line = self.log.next_line().await.unwrap().expect("the log ended");
-                if line.contains(words) {
+                let line = self.log.next_line().await.unwrap().expect("the process still runs");
+                if line.contains(text) {
                     return line;
                 }
             }
         };
-        timeout(LIMIT, wait).await.unwrap_or_else(|_| panic!("no log line '{words}'"))
+        timeout(LIMIT, wait).await.unwrap_or_else(|_| panic!("no log line '{text}'"))
     }
 
     /// Kills the process, and waits for its end.
@@ -84,7 +84,7 @@ impl Daemon {
         timeout(LIMIT, self.child.wait()).await.unwrap().unwrap();
     }
 
-    /// Ends it in order.
+    /// Ends the process by SIGTERM, and waits for its end.
     async fn end(&mut self) {
         self.signal("-TERM");
         self.logged("MPS daemon ended").await;
@@ -97,12 +97,12 @@ impl Daemon {
     }
 }
 
-/// Runs a daemon that ends by itself.
+/// Runs a process that has to fail; returns its log.
 async fn refused(node: &Node, args: &[&str]) -> String {
     let Output { status, stderr, .. } = timeout(LIMIT, command(node, args).output()).await.unwrap().unwrap();
-    let said = String::from_utf8(stderr).unwrap();
-    assert!(!status.success(), "{said}");
-    said
+    let log = String::from_utf8(stderr).unwrap();
+    assert!(!status.success(), "{log}");
+    log
 }
 
 /// The limits that the plugin expects on the same machine.
@@ -112,7 +112,7 @@ pub fn wanted(replicas: u32) -> Limits {
     Limits::of(&MpsShare { replicas, gpus, whole_node: true })
 }
 
-/// The GPUs of the machine.
+/// The UUIDs of the machine's GPUs, sorted.
 fn gpus() -> Vec<String> {
     let mut gpus: Vec<String> = wanted(1).gpus().map(ToString::to_string).collect();
     gpus.sort_unstable();
@@ -127,7 +127,8 @@ async fn mps_removed_after_a_kill_restores_compute_mode() {
     let (orphan, marker) = (node.pid(&gpu), node.layout().marker(&gpu));
     let text = fs::read_to_string(&marker).unwrap();
     daemon.kill().await;
-    // The control daemon lives on, where its process group was not ended with the container, and gives way.
+    // The control daemon survives, as its process group was not killed with the container. The next process replaces
+    // it.
     assert_eq!((fs::read_to_string(marker).unwrap(), runs(orphan)), (text, true));
     assert!(waiting(readiness(node.layout(), &gpu, &wanted(10))).contains("is gone and left"));
     assert_eq!((node.modes("DEFAULT"), node.exclusive()), (vec![], gpus()));
@@ -178,10 +179,10 @@ async fn second_process_on_an_mps_root_is_refused() {
     let (node, gpu) = (Node::new(), ResourceName::gpu());
     let mut daemon = Daemon::start_shared(&node);
     daemon.logged("limits confirmed").await;
-    // The first process of a container ends with its child's exit code.
+    // With --init too, the first process ends with its child's exit code.
     for args in [&[][..], &["--init"]] {
-        let said = refused(&node, args).await;
-        assert_eq!(said.matches("another linkwise mps-control-daemon serves").count(), 1, "reported once: {said}");
+        let log = refused(&node, args).await;
+        assert_eq!(log.matches("another linkwise mps-control-daemon serves").count(), 1, "reported once: {log}");
     }
     assert_eq!(readiness(node.layout(), &gpu, &wanted(10)), Ok(()));
 }
@@ -193,8 +194,8 @@ async fn start_without_a_usable_root_fails() {
     {
         let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
         let output = command.args(["mps-control-daemon", "--mps-container-root", root]).output().await.unwrap();
-        let said = String::from_utf8(output.stderr).unwrap();
-        assert!(!output.status.success() && said.contains(why), "{said}");
+        let log = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success() && log.contains(why), "{log}");
     }
 }
 

@@ -1,5 +1,5 @@
-//! GPUs shared by MPS: our supervisor and the plugin's side, with a nvidia-cuda-mps-control of our own as the driver's.
-//! Every wait is for a state; the limits are there so that a failure ends.
+//! Tests of GPUs shared by MPS: the supervisor of control daemons and the plugin's side, with stand-ins for
+//! nvidia-cuda-mps-control and nvidia-smi. Every wait is for a state; time limits only end a test that fails.
 
 mod claims;
 mod command;

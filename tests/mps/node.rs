@@ -1,4 +1,4 @@
-//! What the tests share: an MPS root, the driver's two programs, a supervised resource.
+//! Shared by the tests: an MPS root, stand-ins for the driver's two programs, and a supervised resource.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -20,7 +20,7 @@ use crate::run::node::LIMIT;
 
 /// A node with the driver's programs and an MPS root.
 pub struct Node {
-    // Unmounted before the folder is removed: fields are dropped in this order.
+    // Fields are dropped in this order, so that the mount is gone before the folder is removed.
     _shared: Option<SharedFolder>,
     folder: TempDir,
     pub settings: Settings,
@@ -35,9 +35,9 @@ impl Node {
         let settings = Settings {
             layout: Layout::new(folder.path().join("root")),
             programs: Programs { control: bin.join("nvidia-cuda-mps-control"), smi: bin.join("nvidia-smi") },
-            // No test has SELinux unless it names a folder that is there.
+            // A missing folder means that SELinux is off.
             selinuxfs: folder.path().join("none"),
-            // Long where no test expects a timeout: other tests may have the processors.
+            // Long timeouts, because other tests may use the processors. Tests that expect a timeout set a short one.
             pace: Pace {
                 answer: LIMIT,
                 start: LIMIT,
@@ -51,7 +51,7 @@ impl Node {
         Self { _shared: shared, folder, settings }
     }
 
-    /// The folder of the programs, and of the files that say how they misbehave.
+    /// The folder of the programs, and of the files that make them misbehave.
     pub fn bin(&self) -> PathBuf {
         self.folder.path().join("bin")
     }
@@ -85,24 +85,24 @@ impl Node {
         names
     }
 
-    /// The lines that one of the programs noted.
+    /// The lines that the programs wrote to a file.
     pub fn noted(&self, what: &str) -> Vec<String> {
         let text = fs::read_to_string(self.bin().join(what)).unwrap_or_default();
         text.lines().map(|line| line.trim().to_owned()).collect()
     }
 
-    /// What the control daemon of a resource keeps.
+    /// A value in the state of a resource's control daemon.
     pub fn kept(&self, resource: &ResourceName, what: &str) -> String {
         let path = self.layout().pipe(resource).join("state").join(what);
         fs::read_to_string(path).unwrap_or_default().trim().to_owned()
     }
 
-    /// The process of a resource's control daemon.
+    /// The process id of a resource's control daemon.
     pub fn pid(&self, resource: &ResourceName) -> u32 {
         pid_in(&self.layout().pipe(resource).join("nvidia-cuda-mps-control.pid"))
     }
 
-    /// One GPU in two shares, served.
+    /// Supervises a resource of one GPU in two shares, and waits until it is served.
     pub async fn serving(&self) -> Supervised {
         let mut gpu = self.supervise(shared("nvidia.com/gpu", [0], 2));
         gpu.serving().await;
@@ -124,14 +124,14 @@ impl Node {
 }
 
 impl Drop for Node {
-    /// Ends the control daemons whose supervisor was killed, and what is mounted for them.
+    /// Kills the control daemons whose supervisor was killed, and unmounts their shared memory.
     fn drop(&mut self) {
         let _ = unmount_own_shms(self.layout(), |_| false);
         kill_groups(self.layout().root());
     }
 }
 
-/// The driver's programs in a folder, those of these tests.
+/// Links the stand-ins for the driver's programs into a folder.
 pub fn link_programs(bin: &Path) {
     fs::create_dir_all(bin).unwrap();
     for program in ["nvidia-cuda-mps-control", "nvidia-smi"] {
@@ -140,7 +140,7 @@ pub fn link_programs(bin: &Path) {
     }
 }
 
-/// Ends the control daemons below an MPS root whose supervisor was killed.
+/// Kills the control daemons below an MPS root whose supervisor was killed.
 pub fn kill_groups(root: &Path) {
     let domains = fs::read_dir(root).into_iter().flatten().flatten();
     let resources = domains.filter_map(|domain| fs::read_dir(domain.path()).ok()).flatten().flatten();
@@ -164,7 +164,7 @@ pub struct Supervised {
 
 impl Supervised {
     pub async fn next(&mut self) -> DaemonEvent {
-        timeout(LIMIT, self.events.recv()).await.expect("nothing happens").expect("the supervisor ended")
+        timeout(LIMIT, self.events.recv()).await.expect("an event comes in time").expect("the supervisor runs")
     }
 
     pub async fn serving(&mut self) {
@@ -175,48 +175,49 @@ impl Supervised {
     pub async fn failure(&mut self) -> String {
         loop {
             if let DaemonEvent::Failed(why, _) = self.next().await {
-                return words(&why);
+                return chain(&why);
             }
         }
     }
 
-    /// The plugin's view.
+    /// The readiness that the plugin sees.
     pub fn readiness(&self) -> Result<(), NotReady> {
         readiness(&self.layout, &self.name, &self.limits)
     }
 
-    /// Ends it in order; returns why a compute mode is not set back.
+    /// Shuts the supervisor down; returns the error if a compute mode could not be restored.
     pub async fn end(mut self) -> Option<String> {
         self.shutdown.cancel();
-        timeout(LIMIT, self.task).await.expect("it does not end").unwrap();
+        timeout(LIMIT, self.task).await.expect("the supervisor ends in time").unwrap();
         let mut last = None;
         while let Some(event) = self.events.recv().await {
             last = Some(event);
         }
         match last {
-            Some(DaemonEvent::Ended(why)) => why.map(|why| words(&why)),
+            Some(DaemonEvent::Ended(why)) => why.map(|why| chain(&why)),
             other => panic!("{other:?}"),
         }
     }
 }
 
-pub fn words(error: &dyn std::error::Error) -> String {
+/// The text of an error and its sources.
+pub fn chain(error: &dyn std::error::Error) -> String {
     std::iter::successors(Some(error), |error| error.source()).map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }
 
-/// GPUs of 40 GiB in `replicas`, all that the node has.
+/// A resource with `replicas` shares of the node's GPUs, which have 40 GiB each.
 pub fn shared(name: &str, gpus: impl IntoIterator<Item = u32>, replicas: u32) -> (&str, MpsShare) {
     let gpu = |index| MpsGpu { uuid: format!("GPU-{index}").parse().unwrap(), index, memory_mib: Some(40_960) };
     (name, MpsShare { replicas, gpus: gpus.into_iter().map(gpu).collect(), whole_node: true })
 }
 
-/// Why a resource is not ready.
+/// The reason why a resource is not ready.
 pub fn waiting(readiness: Result<(), NotReady>) -> String {
     readiness.unwrap_err().to_string()
 }
 
-/// A folder below which everybody on this machine sees what is mounted, as below a `hostPath` volume with
-/// `mountPropagation: Bidirectional`. A machine that is itself a container often shares none of its mounts.
+/// A folder below which mounts propagate to the whole machine, as below a `hostPath` volume with
+/// `mountPropagation: Bidirectional`. It is mounted because a test machine that is a container often shares no mounts.
 #[derive(Debug)]
 pub struct SharedFolder(PathBuf);
 
@@ -224,7 +225,7 @@ impl SharedFolder {
     pub fn new(folder: &Path) -> Self {
         let path = folder.to_str().unwrap();
         let made = [["--bind", path, path].as_slice(), &["--make-shared", path]].iter().all(|args| run("mount", args));
-        assert!(made, "cannot mount {path} on itself, shared");
+        assert!(made, "cannot make {path} a shared mount");
         Self(folder.to_owned())
     }
 }
@@ -243,7 +244,7 @@ pub fn pid_in(path: &Path) -> u32 {
     fs::read_to_string(path).unwrap().trim().parse().unwrap()
 }
 
-/// Whether a process runs; a zombie does not.
+/// Returns true if a process runs; a zombie does not.
 pub fn runs(pid: u32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     status.lines().any(|line| line.starts_with("State:") && !line.contains('Z'))

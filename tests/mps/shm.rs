@@ -1,4 +1,4 @@
-//! The shared memory of MPS clients, by a `mount` of our own that notes what it was asked.
+//! Tests of the shared memory of MPS clients, with a stand-in for mount(8) that notes its arguments.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -8,7 +8,7 @@ use linkwise_host::mps::{Layout, Shm, mount_shm};
 use tempfile::TempDir;
 use tokio::process::Command;
 
-/// A `mount` that notes its arguments.
+/// A folder with the stand-in for mount(8).
 fn fake_mount() -> TempDir {
     let bin = tempfile::tempdir().unwrap();
     let program = bin.path().join("mount");
@@ -21,7 +21,7 @@ fn noted(bin: &TempDir) -> String {
     fs::read_to_string(bin.path().join("noted")).unwrap_or_default().trim().to_owned()
 }
 
-/// What becomes of the shared memory below `root` on a machine with so much memory, and what was asked of mount(8).
+/// Mounts the shared memory below `root` as on a machine with this memory; returns the outcome and mount's arguments.
 async fn with_memory(root: &Path, kib: Option<u64>) -> (Shm, String) {
     let bin = fake_mount();
     let meminfo = bin.path().join("meminfo");
@@ -33,7 +33,7 @@ async fn with_memory(root: &Path, kib: Option<u64>) -> (Shm, String) {
 }
 
 #[tokio::test]
-async fn shared_memory_is_half_of_the_machines() {
+async fn shared_memory_is_half_of_the_machines_memory() {
     let (root, bin) = (tempfile::tempdir().unwrap(), fake_mount());
     let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
     command.args(["mps-control-daemon", "mount-shm", "--mps-container-root"]).arg(root.path());
@@ -45,7 +45,7 @@ async fn shared_memory_is_half_of_the_machines() {
     let expected = format!("-t tmpfs -o rw,nosuid,nodev,noexec,relatime,size={}k shm {}", total / 2, path.display());
     assert_eq!(noted(&bin), expected);
     assert!(path.is_dir());
-    // Where memory is unknown, it is what container runtimes give.
+    // If the machine's memory is unknown, the size is the default of container runtimes.
     let (done, asked) = with_memory(root.path(), None).await;
     assert!(done == Shm::Mounted && asked.contains(",size=65536k "), "{asked}");
 }
@@ -65,7 +65,7 @@ async fn smaller_shared_memory_grows_and_larger_stays() {
     assert_eq!(with_memory(dev, Some(size * 2)).await, (Shm::Kept, String::new()));
     let grown = format!("-t tmpfs -o remount,rw,nosuid,nodev,noexec,relatime,size={}k shm /dev/shm", size * 2);
     assert_eq!(with_memory(dev, Some(size * 4)).await, (Shm::Grown, grown));
-    // Another file system than ours is left alone.
+    // A file system that linkwise did not mount is left alone.
     let root = tempfile::tempdir().unwrap();
     std::os::unix::fs::symlink("/proc", root.path().join("shm")).unwrap();
     assert_eq!(with_memory(root.path(), Some(size * 4)).await, (Shm::Kept, String::new()));

@@ -1,4 +1,4 @@
-//! One supervisor and what can become of its control daemon.
+//! Tests of one supervisor: limits and faults of its control daemon, and the compute modes that it sets and restores.
 
 use std::fs;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use linkwise_host::mps::{DaemonEvent, Limits, Marker, readiness, set_back, set_e
 use rustix::fs::{XattrFlags, lgetxattr, lsetxattr};
 
 use crate::cluster::support::until;
-use crate::mps::node::{Node, runs, shared, waiting, words};
+use crate::mps::node::{Node, chain, runs, shared, waiting};
 use crate::run::node::signal;
 
 #[tokio::test]
@@ -22,10 +22,13 @@ async fn daemon_serves_once_limits_hold_and_ends_in_order() {
     assert_eq!(node.kept(&gpu.name, "threads"), "33.0");
     assert_eq!((node.kept(&gpu.name, "memory-0"), node.kept(&gpu.name, "memory-1")), ("13653".into(), "13653".into()));
     let pipe = node.layout().pipe(&gpu.name);
-    let told = node.kept(&gpu.name, "environment");
-    assert!(told.contains(&format!("CUDA_MPS_PIPE_DIRECTORY={}", pipe.display())), "{told}");
-    assert!(told.contains("/nvidia.com/gpu/log") && told.contains("CUDA_DEVICE_ORDER=PCI_BUS_ID"), "{told}");
-    assert!(!told.contains("CUDA_VISIBLE_DEVICES"), "{told}");
+    let environment = node.kept(&gpu.name, "environment");
+    assert!(environment.contains(&format!("CUDA_MPS_PIPE_DIRECTORY={}", pipe.display())), "{environment}");
+    assert!(
+        environment.contains("/nvidia.com/gpu/log") && environment.contains("CUDA_DEVICE_ORDER=PCI_BUS_ID"),
+        "{environment}"
+    );
+    assert!(!environment.contains("CUDA_VISIBLE_DEVICES"), "{environment}");
     assert_eq!(node.modes("EXCLUSIVE_PROCESS"), ["GPU-0", "GPU-1"]);
 
     let (name, limits, pid) = (gpu.name.clone(), gpu.limits.clone(), node.pid(&gpu.name));
@@ -34,7 +37,7 @@ async fn daemon_serves_once_limits_hold_and_ends_in_order() {
     assert!(node.noted("asked").contains(&"quit -t 1".to_owned()));
     assert!(waiting(readiness(node.layout(), &name, &limits)).contains("does not serve"));
     assert_eq!(node.modes("DEFAULT"), ["GPU-0", "GPU-1"]);
-    assert!(pipe.is_dir(), "containers that run have the folder mounted");
+    assert!(pipe.is_dir(), "the folder stays for containers that have it mounted");
 }
 
 #[tokio::test]
@@ -54,12 +57,12 @@ async fn hung_daemon_is_withdrawn_and_replaced() {
 }
 
 #[tokio::test]
-async fn limit_that_a_client_has_changed_is_set_again() {
+async fn limit_changed_by_a_client_is_set_again() {
     let node = Node::new();
     let mut gpu = node.supervise(shared("nvidia.com/gpu", [0, 1], 2));
     gpu.serving().await;
     let state = node.layout().pipe(&gpu.name).join("state");
-    // Whole: the daemon may be asked at any time.
+    // Rename a whole file into place, because the supervisor may query the daemon at any time.
     let change = |what: &str, to: &str| {
         fs::write(state.join("new"), to).unwrap();
         fs::rename(state.join("new"), state.join(what)).unwrap();
@@ -70,7 +73,7 @@ async fn limit_that_a_client_has_changed_is_set_again() {
         until(|| node.kept(&gpu.name, what) == set).await;
         assert_eq!(gpu.readiness(), Ok(()), "{what}");
     }
-    // A limit that cannot be set again is withdrawn.
+    // If a limit cannot be set again, the resource is withdrawn.
     node.misbehave("refuse-memory");
     change("memory-1", "1");
     let failure = gpu.failure().await;
@@ -87,7 +90,8 @@ async fn daemon_without_its_limits_never_serves() {
         ("refuse-memory", "'get_default_device_pinned_mem_limit 0' answered '0M', not 20480M: the limit does not hold"),
         (
             "fail-memory",
-            "'set_default_device_pinned_mem_limit 0 20480M': nvidia-cuda-mps-control failed (exit status: 1): Invalid device 0",
+            "'set_default_device_pinned_mem_limit 0 20480M': nvidia-cuda-mps-control failed (exit status: 1): \
+             Invalid device 0",
         ),
         (
             "refuse-mode",
@@ -156,14 +160,14 @@ async fn failed_start_restores_compute_mode_at_shutdown() {
         node.misbehave(how);
         let mut gpu = node.supervise(shared("nvidia.com/gpu", [0, 1], 2));
         if how == "hang" {
-            // The control daemon runs, and does not answer.
+            // The control daemon runs but does not answer.
             let pid = node.layout().pipe(&gpu.name).join("nvidia-cuda-mps-control.pid");
             until(|| pid.exists()).await;
         } else {
             gpu.failure().await;
         }
-        assert_eq!(node.exclusive(), ["GPU-0", "GPU-1"], "{how}: also in the pause clients must not find the GPU open");
-        // In the pause before the next start, or in that start.
+        assert_eq!(node.exclusive(), ["GPU-0", "GPU-1"], "{how}: the GPU stays exclusive during the pause");
+        // The shutdown comes in the pause before the next start, or during that start.
         assert_eq!(gpu.end().await, None);
         assert_eq!(node.modes("DEFAULT"), ["GPU-0", "GPU-1"], "{how}");
         assert_eq!(node.exclusive(), [""; 0], "{how}");
@@ -183,7 +187,7 @@ async fn partly_set_compute_mode_is_restored() {
 }
 
 #[tokio::test]
-async fn unrestored_compute_mode_is_reported_and_kept_on_record() {
+async fn unrestored_compute_mode_stays_on_record() {
     let node = Node::new();
     let gpu = node.serving().await;
     node.misbehave("refuse-mode");
@@ -199,14 +203,14 @@ async fn unrestored_compute_mode_is_reported_and_kept_on_record() {
 async fn only_recorded_gpus_that_are_due_are_set_back() {
     let node = Node::new();
     set_back(&node.settings, |_| true).await.unwrap();
-    assert_eq!(node.noted("modes"), [""; 0], "nothing on record");
+    assert_eq!(node.noted("modes"), [""; 0], "no GPU is on record");
     let [a, b]: [GpuUuid; 2] = ["GPU-a", "GPU-b"].map(|uuid| uuid.parse().unwrap());
     set_exclusive(&node.settings, &[&a, &b]).await.unwrap();
     set_back(&node.settings, |gpu| *gpu == a).await.unwrap();
     assert_eq!((node.modes("DEFAULT"), node.exclusive()), (vec!["GPU-a".to_owned()], vec!["GPU-b".to_owned()]));
 }
 
-/// The plugin's side, without a daemon.
+/// Tests the plugin's side alone; no daemon runs.
 #[tokio::test]
 async fn marker_counts_while_its_writer_lives() {
     let node = Node::new();
@@ -231,7 +235,7 @@ async fn marker_counts_while_its_writer_lives() {
 }
 
 #[tokio::test]
-async fn pipe_directory_gets_the_label_of_containers_under_selinux() {
+async fn pipe_directory_is_labelled_for_containers() {
     const NAME: &std::ffi::CStr = c"security.selinux";
     let label = |path: &std::path::Path| {
         let mut label = [0; 128];
@@ -243,7 +247,7 @@ async fn pipe_directory_gets_the_label_of_containers_under_selinux() {
     let pipe = node.layout().pipe(&gpu.name);
     assert!(label(&pipe).is_err(), "SELinux is disabled");
     gpu.end().await;
-    // What an earlier daemon left is labelled too.
+    // Files of an earlier daemon are labelled too.
     let left = pipe.join("left");
     fs::write(&left, "").unwrap();
     let may = lsetxattr(&left, NAME, b"x:x:x:s0\0", XattrFlags::empty());
@@ -253,7 +257,7 @@ async fn pipe_directory_gets_the_label_of_containers_under_selinux() {
         println!("security labels cannot be set here ({refused}): only the error is checked");
         let event = gpu.next().await;
         assert!(
-            matches!(&event, DaemonEvent::NotLabelled(why) if words(why).starts_with("cannot label ")),
+            matches!(&event, DaemonEvent::NotLabelled(why) if chain(why).starts_with("cannot label ")),
             "{event:?}"
         );
         gpu.serving().await;

@@ -1,4 +1,4 @@
-//! Every call of the child and every code that it can return: each costs what it says, and nothing else.
+//! Tests of every code of every NVML call of the agent: a failed call costs its own facts, and nothing else.
 
 use std::collections::BTreeSet;
 
@@ -8,30 +8,30 @@ use linkwise_nvml::CallError;
 use linkwise_nvml::child::{Agent, AgentEnded};
 use linkwise_nvml::protocol::{FromAgent, Missing, Place, ToAgent};
 
-use super::{Duration, LIMIT, Machine, Path, heard, machine, next, polled, ready, said, timeout, up, uuid};
+use super::{Duration, LIMIT, Machine, Path, machine, message, next, polled, raise_xid, ready, timeout, up, uuid};
 
-/// A call about a GPU.
+/// An NVML call about a GPU.
 pub struct Call {
     pub name: &'static str,
-    /// The facts of a full look that come from it.
-    look: &'static [&'static str],
-    /// The facts of a round that come from it.
-    round: &'static [&'static str],
-    /// The codes, besides NOT_SUPPORTED and FUNCTION_NOT_FOUND, that say that there is no such thing.
+    /// The facts of a scan that come from the call.
+    scan: &'static [&'static str],
+    /// The facts of a poll that come from the call.
+    poll: &'static [&'static str],
+    /// The codes, besides NOT_SUPPORTED and FUNCTION_NOT_FOUND, that mean that the GPU lacks the feature.
     silent: &'static [u32],
-    /// Whether it is about a GPU in MIG mode, number 2 of its machine; the others are about GPU 0.
+    /// True for calls about MIG, which are tested on GPU 2 of a machine with MIG; the others are tested on GPU 0.
     mig: bool,
 }
 
-const fn call(name: &'static str, look: &'static [&'static str], round: &'static [&'static str]) -> Call {
-    Call { name, look, round, silent: &[], mig: false }
+const fn call(name: &'static str, scan: &'static [&'static str], poll: &'static [&'static str]) -> Call {
+    Call { name, scan, poll, silent: &[], mig: false }
 }
 
 const fn mig(name: &'static str, silent: &'static [u32]) -> Call {
-    Call { name, look: &["mig"], round: &[], silent, mig: true }
+    Call { name, scan: &["mig"], poll: &[], silent, mig: true }
 }
 
-/// Every call about a GPU but those by which it is known.
+/// Every call about a GPU but those that identify it.
 pub const CALLS: [Call; 29] = [
     call("nvmlDeviceGetName", &["model"], &[]),
     call("nvmlDeviceGetMinorNumber", &["minor"], &[]),
@@ -47,7 +47,7 @@ pub const CALLS: [Call; 29] = [
     call("nvmlDeviceGetGpuFabricInfoV", &["fabric"], &["fabric"]),
     call("nvmlDeviceGetTopologyCommonAncestor", &["common_ancestors"], &[]),
     call("nvmlDeviceGetP2PStatus", &["p2p_refused"], &[]),
-    // Of a link's number that there is none is said with INVALID_ARGUMENT, of the driver's fields too.
+    // INVALID_ARGUMENT means that there is no link of this number, or no such field.
     Call { silent: &[2], ..call("nvmlDeviceGetNvLinkState", &["nvlinks"], &["nvlinks_down"]) },
     Call { silent: &[2], ..call("nvmlDeviceGetNvLinkRemoteDeviceType", &["nvlinks"], &[]) },
     Call { silent: &[2], ..call("nvmlDeviceGetNvLinkRemotePciInfo_v2", &["nvlinks"], &[]) },
@@ -57,20 +57,20 @@ pub const CALLS: [Call; 29] = [
     call("nvmlDeviceGetTotalEccErrors", &[], &["uncorrectable_ecc"]),
     mig("nvmlDeviceGetMigMode", &[]),
     mig("nvmlDeviceGetMaxMigDeviceCount", &[]),
-    // NOT_FOUND: an index that nothing was created for.
+    // NOT_FOUND means that no device was created for the index.
     mig("nvmlDeviceGetMigDeviceHandleByIndex", &[6]),
     mig("nvmlDeviceGetGpuInstanceId", &[]),
     mig("nvmlDeviceGetComputeInstanceId", &[]),
     mig("nvmlDeviceGetAttributes_v2", &[]),
     mig("nvmlGpuInstanceGetInfo", &[]),
-    // INVALID_ARGUMENT: a profile that the GPU has not.
+    // INVALID_ARGUMENT means that the GPU lacks the profile.
     mig("nvmlDeviceGetGpuInstanceProfileInfo", &[2]),
 ];
 
-/// The calls by which a GPU is known.
+/// The calls that identify a GPU.
 pub const IDENTITY: [&str; 3] = ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetUUID"];
 
-/// The calls that are about no GPU and give a fact.
+/// The calls that give a fact about the driver.
 const SYSTEM: [&str; 3] = ["nvmlSystemGetDriverVersion", "nvmlSystemGetNVMLVersion", "nvmlSystemGetCudaDriverVersion"];
 
 const COUNT: &str = "nvmlDeviceGetCount_v2";
@@ -80,13 +80,13 @@ impl Call {
         matches!(code, 3 | 13) || self.silent.contains(&code)
     }
 
-    /// The position of the GPU it is about.
+    /// The index of the GPU on which the call is tested.
     fn gpu(&self) -> usize {
         if self.mig { 2 } else { 0 }
     }
 }
 
-/// Every nvmlReturn_t of NVML 13 but success, and one that nobody knows.
+/// Every nvmlReturn_t of NVML 13 but success, and an unknown one.
 fn codes() -> impl Iterator<Item = u32> {
     (1..=30).chain([77, 999])
 }
@@ -99,7 +99,7 @@ fn differences(one: &impl serde::Serialize, two: &impl serde::Serialize) -> Vec<
     keys.into_iter().filter(|key| one.get(*key) != two.get(*key)).cloned().collect()
 }
 
-/// A machine for a call: with MIG, or with an older driver's way to ask for memory.
+/// A machine on which the agent makes this call: with MIG, or with an older driver.
 fn machine_for(call: &Call) -> Machine {
     let machine = machine();
     if call.name == "nvmlDeviceGetMemoryInfo" {
@@ -115,29 +115,29 @@ fn machine_for(call: &Call) -> Machine {
     machine.with("FAKE_NVML_MACHINE", file)
 }
 
-async fn looked(agent: &mut Agent) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
+async fn scan(agent: &mut Agent) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
     agent.request(ToAgent::Observe).await.unwrap();
     ready(agent).await
 }
 
 #[tokio::test]
-async fn every_call_of_a_look_can_return_each_of_its_codes() {
-    for call in CALLS.iter().filter(|call| !call.look.is_empty()) {
+async fn scan_survives_each_code_of_each_call() {
+    for call in CALLS.iter().filter(|call| !call.scan.is_empty()) {
         let mut machine = machine_for(call);
-        // No round comes between.
+        // No poll may come between the scans.
         machine.command.poll = Duration::from_secs(3600);
         let mut agent = machine.agent();
         let (before, quiet) = ready(&mut agent).await;
         for code in codes() {
             let (name, at) = (call.name, call.gpu());
             machine.tell(&format!("fail {at} {name} {code}"));
-            let (gpus, failures) = looked(&mut agent).await;
+            let (gpus, failures) = scan(&mut agent).await;
             machine.tell(&format!("unfail {at} {name}"));
             for (position, (is, was)) in gpus.iter().zip(&before).enumerate() {
                 let differing = differences(is, was);
-                // The level of two GPUs is both's.
-                let may = position == at || call.look == ["common_ancestors"];
-                let allowed = |key: &String| may && call.look.contains(&key.as_str());
+                // The topology level of two GPUs is a fact of both.
+                let may = position == at || call.scan == ["common_ancestors"];
+                let allowed = |key: &String| may && call.scan.contains(&key.as_str());
                 assert!(differing.iter().all(allowed), "{name} {code}: GPU {position}: {differing:?}");
                 assert!(position != at || call.is_silent(code) || !differing.is_empty(), "{name} {code}");
             }
@@ -147,21 +147,21 @@ async fn every_call_of_a_look_can_return_each_of_its_codes() {
             let named = |failure: &&ProbeFailure| failure.call == name && failure.error.contains(&code.to_string());
             assert!(new.iter().all(named), "{name} {code}: {new:?}");
         }
-        assert_eq!(looked(&mut agent).await, (before, quiet));
+        assert_eq!(scan(&mut agent).await, (before, quiet));
     }
 }
 
 #[tokio::test]
-async fn every_call_by_which_gpus_are_found_can_return_each_of_its_codes() {
+async fn scan_survives_each_code_of_calls_that_find_gpus() {
     let mut machine = machine();
     machine.command.poll = Duration::from_secs(3600);
     let mut agent = machine.agent();
     let (before, _) = ready(&mut agent).await;
-    // Without these there is no GPU, and the others stay.
+    // If one of these calls fails, the GPU is missing and the others stay.
     for call in IDENTITY {
         for code in codes() {
             machine.tell(&format!("fail 0 {call} {code}"));
-            let (gpus, failures) = looked(&mut agent).await;
+            let (gpus, failures) = scan(&mut agent).await;
             machine.tell(&format!("unfail 0 {call}"));
             let uuids: Vec<_> = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
             assert_eq!(uuids, [1, 2, 3].map(uuid), "{call} {code}");
@@ -171,17 +171,17 @@ async fn every_call_by_which_gpus_are_found_can_return_each_of_its_codes() {
     for code in codes() {
         machine.tell(&format!("fail * {COUNT} {code}"));
         agent.request(ToAgent::Observe).await.unwrap();
-        let FromAgent::Ready(scan) = said(&mut agent).await.unwrap() else { panic!("{code}") };
+        let FromAgent::Ready(scan) = message(&mut agent).await.unwrap() else { panic!("{code}") };
         let (count, gpus, failures) = (scan.count, &scan.gpus, &scan.failures);
         machine.tell(&format!("unfail * {COUNT}"));
         assert!(count.is_none() && gpus.is_empty(), "{code}");
         assert!(failures.iter().any(|failure| failure.error.call == COUNT), "{code}: {failures:?}");
     }
-    // And these are about no GPU.
+    // These calls are about no GPU.
     for call in SYSTEM {
         for code in codes() {
             machine.tell(&format!("fail * {call} {code}"));
-            let (gpus, failures) = looked(&mut agent).await;
+            let (gpus, failures) = scan(&mut agent).await;
             machine.tell(&format!("unfail * {call}"));
             assert_eq!(gpus, before, "{call} {code}");
             let noted = failures.iter().any(|failure| failure.subject == "driver" && failure.call == call);
@@ -191,27 +191,27 @@ async fn every_call_by_which_gpus_are_found_can_return_each_of_its_codes() {
 }
 
 #[tokio::test]
-async fn every_call_of_a_round_can_return_each_of_its_codes() {
+async fn poll_survives_each_code_of_each_call() {
     let mut machine = machine();
     machine.command.poll = Duration::from_millis(2);
     for command in ["recovery 0 0", "rows 0 false false", "uncorrectable 0 0"] {
         machine.tell(command);
     }
-    // Nothing stands in for the temperature.
+    // No other call may replace that of the temperature.
     machine.tell("fail 0 nvmlDeviceGetTemperatureV 3");
     machine.tell("fail 0 nvmlDeviceGetUtilizationRates 3");
     let mut agent = machine.agent();
     let before = polled(&mut agent, 0, |_| true).await;
     let full = |poll: &HealthPoll| differences(poll, &before).is_empty();
-    for call in CALLS.iter().filter(|call| !call.round.is_empty()) {
+    for call in CALLS.iter().filter(|call| !call.poll.is_empty()) {
         if call.name == "nvmlDeviceGetNvLinkState" {
             machine.tell("link-fields no");
         }
-        // What says "not supported" is not asked again, so that these codes come last.
+        // After "not supported" an agent does not repeat a call, so these codes come last.
         for code in codes().filter(|code| !matches!(code, 2 | 3 | 13)).chain([2, 3, 13]) {
             machine.tell(&format!("fail 0 {} {code}", call.name));
             let poll = polled(&mut agent, 0, |poll| !full(poll)).await;
-            assert_eq!(differences(&poll, &before), call.round, "{} {code}", call.name);
+            assert_eq!(differences(&poll, &before), call.poll, "{} {code}", call.name);
             machine.tell(&format!("unfail 0 {}", call.name));
             if matches!(code, 2 | 3 | 13) {
                 agent = machine.agent();
@@ -221,29 +221,29 @@ async fn every_call_of_a_round_can_return_each_of_its_codes() {
     }
 }
 
-/// The next rounds' word on who is missing, and that there is no full look among them.
+/// Waits for a poll with such missing GPUs, and returns them. Asserts that no scan comes before.
 async fn missing(agent: &mut Agent, wanted: impl Fn(&[Missing]) -> bool) -> Vec<Missing> {
     let waiting = async {
         loop {
             match next(agent).await.unwrap() {
                 FromAgent::Polled { gpus, missing, .. } => {
-                    assert_eq!(gpus.len(), 4, "each is polled by the handle that is known");
+                    assert_eq!(gpus.len(), 4, "each GPU is polled by its known handle");
                     if wanted(&missing) {
                         return missing;
                     }
                 }
-                other => panic!("no round: {other:?}"),
+                other => panic!("not a poll: {other:?}"),
             }
         }
     };
-    timeout(LIMIT, waiting).await.expect("a round says so in time")
+    timeout(LIMIT, waiting).await.expect("such a poll comes in time")
 }
 
 #[tokio::test]
-async fn every_call_for_a_name_in_a_round_can_return_each_of_its_codes() {
+async fn poll_survives_each_code_of_calls_that_find_gpus() {
     let (machine, mut agent) = up().await;
     for call in ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetUUID", COUNT] {
-        // These mean that the driver has gone, where no GPU is named: the child ends, as another test has it.
+        // From a call about no GPU, these codes mean that the driver is unloaded; another test covers them.
         for code in codes().filter(|code| call != COUNT || !matches!(code, 1 | 9 | 18)) {
             let which = if call == COUNT { "*" } else { "0" };
             machine.tell(&format!("fail {which} {call} {code}"));
@@ -266,7 +266,7 @@ async fn every_call_for_a_name_in_a_round_can_return_each_of_its_codes() {
 }
 
 #[tokio::test]
-async fn a_call_about_mig_that_fails_in_a_round_is_no_change() {
+async fn failed_mig_call_of_a_poll_is_no_change() {
     for call in CALLS.iter().filter(|call| call.mig) {
         let machine = machine_for(call);
         let mut agent = machine.scanned().await;
@@ -281,18 +281,18 @@ async fn a_call_about_mig_that_fails_in_a_round_is_no_change() {
 }
 
 #[tokio::test]
-async fn every_code_of_a_wait_for_events_is_survived_and_named() {
+async fn agent_survives_each_code_of_event_waits() {
     let (machine, mut agent) = up().await;
     for code in codes() {
         machine.tell(&format!("fail * nvmlEventSetWait_v2 {code}"));
-        // TIMEOUT is how NVML says that there was nothing.
+        // TIMEOUT means that there was no event.
         if code == 10 {
             machine.tell("calls nvmlEventSetWait_v2 3");
         } else {
             let failed = loop {
-                match said(&mut agent).await.unwrap() {
+                match message(&mut agent).await.unwrap() {
                     FromAgent::Failed(failure) => break failure.error,
-                    // What came by two sets is told twice.
+                    // An event that two event sets deliver is reported twice.
                     FromAgent::Xid { .. } => {}
                     other => panic!("{code}: {other:?}"),
                 }
@@ -300,19 +300,19 @@ async fn every_code_of_a_wait_for_events_is_survived_and_named() {
             assert_eq!(failed, CallError::returned("nvmlEventSetWait_v2", code));
         }
         machine.tell("unfail * nvmlEventSetWait_v2");
-        heard(&machine, &mut agent, 0, 1000 + u64::from(code)).await;
+        raise_xid(&machine, &mut agent, 0, 1000 + u64::from(code)).await;
     }
 }
 
 #[tokio::test]
-async fn every_code_of_initialisation_and_registration_is_survived_and_named() {
+async fn each_code_of_init_and_registration_is_named() {
     let mut machine = machine();
     machine.command.poll = Duration::from_secs(3600);
     for code in codes() {
         machine.tell(&format!("init {code}"));
         let mut agent = machine.agent();
-        let FromAgent::Leaving(error) = next(&mut agent).await.unwrap() else { panic!("{code}: it goes on") };
-        // A library without its symbol is told apart from one that fails.
+        let FromAgent::Leaving(error) = next(&mut agent).await.unwrap() else { panic!("{code}: the agent goes on") };
+        // A library without the symbol has an error of its own.
         assert!(error == CallError::returned("nvmlInit_v2", code) || matches!(code, 3 | 13), "{code}: {error}");
         assert!(matches!(next(&mut agent).await, Err(AgentEnded::Exited(status)) if status.code() == Some(1)));
     }
@@ -327,11 +327,11 @@ async fn every_code_of_initialisation_and_registration_is_survived_and_named() {
             assert_eq!(noted, !matches!(code, 3 | 13), "{call} {code}: {failures:?}");
         }
     }
-    // One that does not say which events it has is registered for all that count here.
+    // A GPU whose event types cannot be read is registered for all events that linkwise uses.
     for code in codes() {
         machine.tell(&format!("fail * nvmlDeviceGetSupportedEventTypes {code}"));
         let mut agent = machine.scanned().await;
-        heard(&machine, &mut agent, 3, 79).await;
+        raise_xid(&machine, &mut agent, 3, 79).await;
         machine.tell("unfail * nvmlDeviceGetSupportedEventTypes");
     }
 }

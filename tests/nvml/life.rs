@@ -1,4 +1,4 @@
-//! The life of the agent's process: how it ends, who ends it, and what it does without its parent.
+//! Tests of the agent's process: its start, the faults for which it is killed, and its end without a parent.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -6,13 +6,13 @@ use std::os::unix::fs::OpenOptionsExt;
 
 use super::*;
 
-/// A program that is no linkwise.
+/// A script in place of the agent's program.
 fn stand_in(name: &str) -> AgentCommand {
     AgentCommand::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/nvml").join(name))
 }
 
 #[tokio::test]
-async fn nonsense_from_a_child_ends_it() {
+async fn agent_that_sends_nonsense_is_killed() {
     let mut agent = Agent::spawn(&stand_in("babbler.sh")).unwrap();
     assert!(matches!(next(&mut agent).await, Err(AgentEnded::Protocol(_))));
     let ended = next(&mut agent).await.unwrap_err();
@@ -20,15 +20,15 @@ async fn nonsense_from_a_child_ends_it() {
 }
 
 #[tokio::test]
-async fn dropping_the_agent_ends_the_child() {
-    // One that is stopped too, which does not see that its parent is gone.
+async fn dropping_the_agent_ends_its_process() {
+    // A stopped agent does not see that its parent is gone, and must end too.
     for stopped in [false, true] {
         let (machine, agent) = up().await;
         if stopped {
             signal("STOP", &agent);
         }
         drop(agent);
-        // Its control socket closes with it.
+        // The control socket closes when the process ends.
         timeout(LIMIT, async {
             while machine.control.is_heard() {
                 tokio::task::yield_now().await;
@@ -40,22 +40,22 @@ async fn dropping_the_agent_ends_the_child() {
 }
 
 #[tokio::test]
-async fn a_child_that_ends_before_it_was_heard_is_known_to_have_ended() {
+async fn agent_killed_before_its_answer_is_reported() {
     let (_machine, mut agent) = up().await;
     signal("STOP", &agent);
     agent.request(ToAgent::Observe).await.unwrap();
     signal("KILL", &agent);
-    let ended = said(&mut agent).await.unwrap_err();
+    let ended = message(&mut agent).await.unwrap_err();
     assert!(ended.to_string().contains("SIGKILL"), "{ended}");
 }
 
 #[tokio::test]
-async fn a_child_that_closes_its_socket_and_stays_is_killed() {
+async fn agent_that_closes_its_socket_is_killed() {
     let mut agent = Agent::spawn(&stand_in("silent.sh")).unwrap();
     assert!(matches!(next(&mut agent).await, Err(AgentEnded::Silent)));
 }
 
-/// A child started by hand, with our end of its socket.
+/// An agent started by hand, with the parent's end of its socket.
 fn by_hand(control: &Control) -> (UnixStream, Child) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let library = Some(fake_nvml::library_path());
@@ -73,7 +73,7 @@ fn by_hand(control: &Control) -> (UnixStream, Child) {
 }
 
 #[tokio::test]
-async fn a_child_that_says_nothing_at_all_is_given_up() {
+async fn agent_that_sends_nothing_is_killed() {
     let mut command = stand_in("mute.sh");
     command.limits = SHORT;
     let mut agent = Agent::spawn(&command).unwrap();
@@ -85,7 +85,7 @@ async fn a_child_that_says_nothing_at_all_is_given_up() {
 }
 
 #[tokio::test]
-async fn a_child_whose_parent_is_gone_ends_even_while_nvml_hangs_at_init() {
+async fn agent_without_parent_ends_while_nvml_init_hangs() {
     let machine = machine();
     machine.tell("hang nvmlInit_v2");
     let (ours, child) = by_hand(&machine.control);
@@ -95,17 +95,17 @@ async fn a_child_whose_parent_is_gone_ends_even_while_nvml_hangs_at_init() {
 }
 
 #[tokio::test]
-async fn nonsense_from_the_parent_ends_the_child() {
+async fn nonsense_from_the_parent_ends_the_agent() {
     let machine = machine();
     let (mut ours, child) = by_hand(&machine.control);
     ours.write_all(b"dance\n").unwrap();
     let ended = timeout(LIMIT, child.wait_with_output()).await.unwrap().unwrap();
     assert_eq!(ended.status.code(), Some(1));
-    let words = String::from_utf8_lossy(&ended.stderr);
-    assert!(words.contains("cannot read the parent's request: expected value at line 1"), "{words}");
+    let log = String::from_utf8_lossy(&ended.stderr);
+    assert!(log.contains("cannot read the parent's request: expected value at line 1"), "{log}");
 }
 
-/// Where the kernel has a process's state, in a folder of the test's.
+/// The file of the agent's status in a folder that stands in for /proc.
 fn state_of(agent: &Agent, folder: &TempDir) -> PathBuf {
     let process = folder.path().join(agent.id().unwrap().to_string());
     std::fs::create_dir(&process).unwrap();
@@ -119,10 +119,10 @@ async fn agent_with_too_much_memory_is_killed() {
     let mut agent = machine.agent();
     let state = state_of(&agent, &processes);
     std::fs::write(&state, "VmRSS:\t 999999 kB\nRssAnon:\t 40000 kB\nRssShmem:\t 9152 kB\n").unwrap();
-    // All that it may have, and then a little more.
+    // The agent may have 48 MiB, and not 1 KiB more.
     ready(&mut agent).await;
     std::fs::write(&state, "VmRSS:\t 999999 kB\nRssAnon:\t 40000 kB\nRssShmem:\t 9153 kB\n").unwrap();
-    let ended = said(&mut agent).await.unwrap_err();
+    let ended = message(&mut agent).await.unwrap_err();
     let expected = "the NVML agent had 49 MiB of memory that the kernel cannot take back, more than 48 MiB \
                     (--nvml-memory-mib, LINKWISE_NVML_MEMORY_MIB), and was killed";
     assert_eq!(ended.to_string(), expected);
@@ -134,18 +134,18 @@ async fn agent_with_too_much_memory_is_killed() {
 const NONBLOCK: i32 = 0o4000;
 
 #[tokio::test]
-async fn memory_that_cannot_be_read_holds_nothing_up() {
+async fn unreadable_memory_use_delays_no_message() {
     let (mut machine, processes) = (machine(), tempfile::tempdir().unwrap());
     (machine.command.memory_mib, machine.command.processes) = (48, processes.path().to_owned());
     machine.command.limits = SHORT;
     let mut agent = machine.agent();
     let state = state_of(&agent, &processes);
     assert!(std::process::Command::new("mkfifo").arg(&state).status().unwrap().success());
-    // It opens once a look waits for what it would say.
-    let look = || OpenOptions::new().write(true).custom_flags(NONBLOCK).open(&state);
+    // The FIFO can be opened once a read of the status blocks on it.
+    let open = || OpenOptions::new().write(true).custom_flags(NONBLOCK).open(&state);
     let hung: File = timeout(LIMIT, async {
         loop {
-            match look() {
+            match open() {
                 Ok(file) => return file,
                 Err(_) => drop(next(&mut agent).await.unwrap()),
             }
@@ -153,18 +153,18 @@ async fn memory_that_cannot_be_read_holds_nothing_up() {
     })
     .await
     .unwrap();
-    // Messages come, and a call that hangs is noticed in time.
+    // Messages still come, and a hung call is noticed in time.
     for _ in 0..3 {
         next(&mut agent).await.unwrap();
     }
     machine.tell("hang nvmlDeviceGetTemperature");
-    let ended = said(&mut agent).await.unwrap_err();
+    let ended = message(&mut agent).await.unwrap_err();
     assert!(matches!(ended, AgentEnded::Hung(..)), "{ended}");
     drop(hung);
 }
 
 #[tokio::test]
-async fn the_library_is_found_by_its_usual_names() {
+async fn library_is_found_by_its_usual_names() {
     let folder = tempfile::tempdir().unwrap();
     for names in [&["libnvidia-ml.so"][..], &["libnvidia-ml.so", "libnvidia-ml.so.1"], &["libnvidia-ml.so.1"], &[]] {
         for name in names {
@@ -174,8 +174,8 @@ async fn the_library_is_found_by_its_usual_names() {
         (machine.command.library, machine.command.driver_root) = (None, Some(folder.path().to_owned()));
         let mut agent = machine.agent();
         if names.is_empty() {
-            // The name that drivers install.
-            let FromAgent::Leaving(error) = next(&mut agent).await.unwrap() else { panic!("it found one") };
+            // The error has the name under which drivers install the library.
+            let FromAgent::Leaving(error) = next(&mut agent).await.unwrap() else { panic!("a library was found") };
             assert_eq!((error.call.as_ref(), error.fault()), ("dlopen", Fault::Library));
             assert!(error.to_string().contains("cannot load libnvidia-ml.so.1: "), "{error}");
             let searched = format!("searched below the driver's root {}: usr/lib64, ", folder.path().display());
@@ -191,19 +191,19 @@ async fn the_library_is_found_by_its_usual_names() {
 }
 
 #[tokio::test]
-async fn a_program_that_is_not_there_is_named() {
+async fn missing_agent_program_is_named() {
     let error = Agent::spawn(&AgentCommand::new("/no/such/linkwise")).unwrap_err();
     assert_eq!(error.to_string(), "cannot start the NVML agent /no/such/linkwise");
 }
 
 #[tokio::test]
-async fn change_that_ends_while_it_is_looked_at_is_looked_at_again() {
+async fn change_reverted_during_a_scan_is_scanned_again() {
     let machine = machine();
     let mut agent = machine.agent();
     let (before, _) = ready(&mut agent).await;
     machine.tell("hang 1 nvmlDeviceGetBrand");
     machine.tell("link 0 3 down");
-    // The look has had GPU 0, and is at GPU 1.
+    // The scan has read GPU 0, and hangs at GPU 1.
     machine.tell("blocked nvmlDeviceGetBrand");
     machine.tell("link 0 3 up");
     machine.tell("unhang 1 nvmlDeviceGetBrand");

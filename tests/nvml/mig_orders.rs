@@ -1,4 +1,4 @@
-//! GPU instances made and destroyed by order: what the driver answers, refuses, and does not answer.
+//! Tests of orders to make and destroy GPU instances: the driver carries them out, refuses them, or hangs.
 
 use linkwise_core::claims::{MigOrder, MigOrderError, MigTask};
 use linkwise_core::topology::{GpuObservation, MigObservation, MigPlacement, MigSlot, MigUuid};
@@ -6,16 +6,16 @@ use linkwise_nvml::child::{Agent, AgentEnded};
 use linkwise_nvml::gate::Gate;
 use linkwise_nvml::protocol::{FromAgent, Place, ToAgent};
 
-use super::{LIMIT, Machine, Path, SHORT, machine, ready, said, timeout, uuid};
+use super::{LIMIT, Machine, Path, SHORT, machine, message, ready, timeout, uuid};
 
-/// 2g.20gb of the machine.
+/// An instance of the machine's profile 2g.20gb.
 const SLOT: MigSlot = MigSlot { profile_id: 14, placement: MigPlacement { start: 2, size: 2 } };
 
 fn file() -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("lab/fake-nvml/machines/mig-on-demand.yaml")
 }
 
-/// A GPU in MIG mode without instances. Nothing but orders makes the agent look.
+/// A machine whose GPU 0 is in MIG mode without instances. Its agent scans after orders only.
 fn empty() -> Machine {
     let mut machine = machine().with("FAKE_NVML_MACHINE", file());
     machine.command.poll = std::time::Duration::from_secs(3600);
@@ -24,13 +24,13 @@ fn empty() -> Machine {
 
 async fn order(agent: &mut Agent, task: MigTask) -> Result<Vec<MigUuid>, MigOrderError> {
     agent.request(ToAgent::Mig(MigOrder { gpu: uuid(0), task })).await.unwrap();
-    match said(agent).await.unwrap() {
+    match message(agent).await.unwrap() {
         FromAgent::MigDone(result) => result,
         other => panic!("no answer: {other:?}"),
     }
 }
 
-/// Destroys the instance of [`SLOT`] if it is this one; gives the GPU's MIG devices by the scan that follows.
+/// Destroys the instance in a slot if it is this one; returns the GPU's MIG devices by the scan that follows.
 async fn destroy(agent: &mut Agent, slot: MigSlot, device: Option<MigUuid>) -> Vec<MigUuid> {
     assert_eq!(order(agent, MigTask::Destroy(slot, device)).await, Ok(vec![]));
     let (gpus, _) = ready(agent).await;
@@ -48,7 +48,7 @@ fn mig(gpus: &[GpuObservation]) -> &MigObservation {
     gpus[0].mig.as_ref().unwrap()
 }
 
-/// Whether nothing is in the way of an instance that takes all of the GPU.
+/// Returns true if an instance that takes all of the GPU can be made.
 async fn is_empty(agent: &mut Agent) -> bool {
     let all = MigSlot { profile_id: 0, placement: MigPlacement { start: 0, size: 8 } };
     let made = order(agent, MigTask::Make(all)).await;
@@ -74,18 +74,18 @@ async fn placements_that_fail_are_named_and_kept() {
     const CALL: &str = "nvmlDeviceGetGpuInstancePossiblePlacements_v2";
     let machine = empty();
     let mut agent = machine.agent();
-    let FromAgent::Ready(before) = said(&mut agent).await.unwrap() else { panic!() };
+    let FromAgent::Ready(before) = message(&mut agent).await.unwrap() else { panic!() };
     let before = before.after(None);
     for code in [1, 4, 7, 15, 77, 999] {
         machine.tell(&format!("fail 0 {CALL} {code}"));
         agent.request(ToAgent::Observe).await.unwrap();
-        let FromAgent::Ready(scan) = said(&mut agent).await.unwrap() else { panic!("{code}") };
+        let FromAgent::Ready(scan) = message(&mut agent).await.unwrap() else { panic!("{code}") };
         let scan = scan.after(Some(&before));
         assert_eq!(scan.observations(), before.observations(), "{code}");
         assert!(scan.failures.iter().any(|failure| failure.error.call == CALL), "{code}");
         machine.tell(&format!("unfail 0 {CALL}"));
     }
-    // Not offered: it has none.
+    // A driver without the call reports no placements.
     machine.tell(&format!("fail 0 {CALL} 3"));
     let (gpus, failures) = ready(&mut machine.agent()).await;
     assert_eq!((mig(&gpus).profiles.len(), failures.len()), (0, 0));
@@ -100,12 +100,12 @@ async fn instance_is_made_seen_and_destroyed() {
     let [device] = &mig(&gpus).devices[..] else { panic!("{:?}", mig(&gpus)) };
     assert_eq!((&device.uuid, device.profile_id, device.placement), (&made, Some(14), Some(SLOT.placement)));
     assert_eq!((device.compute_slices, device.gpu_slices, failures), (2, 2, Vec::new()));
-    // Instances outlive processes.
+    // The instance outlives the agent.
     drop(agent);
     let mut agent = machine.agent();
     let (gpus, _) = ready(&mut agent).await;
     assert_eq!(mig(&gpus).devices[0].uuid, made);
-    // Once more is no error.
+    // Destroying it twice is no error.
     for _ in 0..2 {
         assert_eq!(destroy(&mut agent, SLOT, Some(made.clone())).await, []);
     }
@@ -123,19 +123,19 @@ async fn refused_make_names_call_and_code() {
     let machine = empty();
     let mut agent = machine.scanned().await;
     for call in CALLS {
-        // NOT_SUPPORTED, NO_PERMISSION, INSUFFICIENT_RESOURCES, INVALID_STATE, and one that nobody knows.
+        // NOT_SUPPORTED, NO_PERMISSION, INSUFFICIENT_RESOURCES, INVALID_STATE, and an unknown code.
         for code in [3, 4, 23, 29, 77] {
             machine.tell(&format!("fail 0 {call} {code}"));
             let refused = order(&mut agent, MigTask::Make(SLOT)).await.unwrap_err();
             machine.tell(&format!("unfail 0 {call}"));
             ready(&mut agent).await;
-            // A handle that is not offered is an index without a device.
+            // For the last call, NOT_SUPPORTED means that the index has no device.
             let expected =
                 if (call, code) == (CALLS[3], 3) { "lists no MIG device".to_owned() } else { code.to_string() };
             assert!(refused.why.contains(&expected), "{call} {code}: {refused}");
             assert!(refused.why.contains(call) || call == CALLS[3], "{call} {code}: {refused}");
             assert_eq!(refused.why.contains("the overlay dra-mig"), code == 4, "{call} {code}: {refused}");
-            // The last call is needed to destroy, too.
+            // Cleaning up needs the last call too, so the instance may still exist.
             if call == CALLS[3] {
                 destroy(&mut agent, SLOT, None).await;
             } else {
@@ -171,18 +171,18 @@ async fn instance_in_use_stays_until_it_is_free() {
         machine.tell(&format!("unfail 0 {call}"));
         ready(&mut agent).await;
     }
-    // Without its compute instance it has no UUID any more, and is known by its place.
+    // Without its compute instance the GPU instance has no UUID, and is found by its slot.
     destroy(&mut agent, SLOT, Some(made)).await;
     assert!(is_empty(&mut agent).await);
 }
 
 #[tokio::test]
-async fn another_instance_in_the_place_is_left_alone() {
+async fn other_instance_in_the_slot_is_left_alone() {
     let machine = empty();
     let mut agent = machine.scanned().await;
     let made = make(&mut agent).await;
     assert_eq!(destroy(&mut agent, SLOT, Some("MIG-another".parse().unwrap())).await, std::slice::from_ref(&made));
-    // Another profile in the place is another instance.
+    // An instance of another profile is left alone too.
     assert_eq!(destroy(&mut agent, MigSlot { profile_id: 15, ..SLOT }, None).await, [made]);
 }
 
@@ -194,18 +194,18 @@ async fn order_that_hangs_ends_the_agent() {
         let mut agent = machine.scanned().await;
         machine.tell(&format!("hang 0 {call}"));
         agent.request(ToAgent::Mig(MigOrder { gpu: uuid(0), task: MigTask::Make(SLOT) })).await.unwrap();
-        let ended = said(&mut agent).await.unwrap_err();
+        let ended = message(&mut agent).await.unwrap_err();
         assert!(matches!(&ended, AgentEnded::Hung(called, _) if called.call == call), "{ended:?}");
         agent.kill().await;
         machine.tell(&format!("unhang 0 {call}"));
-        // What it has left is destroyed by its place.
+        // The instance that the agent left is destroyed by its slot.
         let mut agent = machine.scanned().await;
         destroy(&mut agent, SLOT, None).await;
         assert!(is_empty(&mut agent).await, "{call}");
     }
 }
 
-/// The process that orders may have been killed in the middle: its agent ends with the call.
+/// A killed process leaves its agent in the middle of a call, so that another process must wait for that agent.
 #[tokio::test]
 async fn order_waits_for_that_of_another_process() {
     const CALL: &str = "nvmlGpuInstanceCreateComputeInstance";
@@ -235,18 +235,18 @@ async fn order_waits_for_that_of_another_process() {
             tokio::task::yield_now().await;
         }
     };
-    timeout(LIMIT, waits).await.expect("the other agent comes to the turn");
+    timeout(LIMIT, waits).await.expect("the other agent waits for the turn");
     machine.tell(&format!("unhang 0 {CALL}"));
     let mut done = Vec::new();
     for agent in [&mut one, &mut other] {
-        let FromAgent::MigDone(Ok(devices)) = said(agent).await.unwrap() else { panic!("no answer") };
+        let FromAgent::MigDone(Ok(devices)) = message(agent).await.unwrap() else { panic!("no answer") };
         done.push(devices);
     }
     assert!(done[0].len() == 1 && done[0] == done[1], "{done:?}");
 }
 
 #[tokio::test]
-async fn gpu_that_is_gone_took_its_instances_along() {
+async fn lost_gpu_has_no_instances_left() {
     let machine = empty();
     let mut agent = machine.scanned().await;
     let made = make(&mut agent).await;
@@ -263,13 +263,13 @@ async fn without_mig_mode_nothing_is_left_to_destroy() {
     let machine = empty();
     let mut agent = machine.scanned().await;
     let made = make(&mut agent).await;
-    // As NVML answers once MIG mode is off.
+    // NVML answers so once MIG mode is off.
     machine.tell(&format!("fail 0 {LIST} 3"));
     assert_eq!(order(&mut agent, MigTask::Destroy(SLOT, Some(made))).await, Ok(vec![]));
 }
 
 #[tokio::test]
-async fn gpu_that_is_not_asked_may_still_have_its_instances() {
+async fn skipped_gpu_may_still_have_its_instances() {
     let mut machine = empty();
     let made = {
         let mut agent = machine.scanned().await;

@@ -1,4 +1,4 @@
-//! NVML 13 has more NVLinks and more profiles of GPU instances than the bindings, which are of NVML 12.
+//! Tests of NVLinks and GPU instance profiles that NVML 13 has and the bindings, which are of NVML 12, lack.
 
 use std::fs;
 
@@ -6,7 +6,7 @@ use linkwise_core::topology::MigExtension;
 
 use super::{Machine, Path, machine, polled, ready};
 
-/// A machine of the fake library's, with other words in its file.
+/// A machine of the fake library with one text of its file replaced.
 fn machine_with(name: &str, from: &str, to: &str) -> Machine {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("lab/fake-nvml/machines/{name}.yaml"));
     let text = fs::read_to_string(file).unwrap();

@@ -1,7 +1,7 @@
-//! Our libnvidia-ml beside NVIDIA's: for the machine of a recording it answers with the same codes and the same facts.
+//! Compares our libnvidia-ml with NVIDIA's: on the machine of a recording it returns the same codes and the same facts.
 //!
-//! `real/` has what `make gpu-kit`'s run.sh wrote on machines with GPUs, as it wrote it: machine.yaml (by `linkwise
-//! snapshot --redact`) and nvml-calls-snapshot.tsv, under the model and the driver's version.
+//! `real/` has the unchanged files that run.sh of `make gpu-kit` wrote on machines with GPUs: machine.yaml (by
+//! `linkwise snapshot --redact`) and nvml-calls-snapshot.tsv, named after the model and the driver's version.
 //!
 //! - h200-580.159.04: one H200 handed to a virtual machine, open kernel modules, no NVLinks, MIG off, run as root.
 
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use fake_nvml::Control;
 use linkwise_host::machines::Machine;
 
-/// The codes by function and GPU.
+/// The returned codes, by function and GPU.
 fn codes(text: &str) -> BTreeMap<(String, String), BTreeSet<String>> {
     let mut codes = BTreeMap::<_, BTreeSet<_>>::new();
     for line in text.lines() {
@@ -23,7 +23,7 @@ fn codes(text: &str) -> BTreeMap<(String, String), BTreeSet<String>> {
     codes
 }
 
-/// The counters of these drivers, at rest. By default our library answers as a driver without them.
+/// Commands that give our library the counters of these drivers, which it lacks by default.
 const AT_REST: [&str; 3] = ["recovery * 0", "rows * false false", "uncorrectable * 0"];
 
 fn recordings() -> Vec<PathBuf> {
@@ -50,7 +50,7 @@ fn our_library_answers_as_recorded_drivers_do() {
         assert!(output.status.success(), "{recorded:?}: {output:?}");
         let real = codes(&fs::read_to_string(recorded.with_extension("tsv")).unwrap());
         let ours = codes(&fs::read_to_string(calls).unwrap());
-        // linkwise may have other calls by now; most are those that it had.
+        // linkwise may have changed its calls since the recording; most must be the same.
         let common: Vec<_> = ours.iter().filter_map(|(call, codes)| Some((call, codes, real.get(call)?))).collect();
         assert!(common.len() * 10 > real.len() * 9, "{recorded:?}: {} of {} calls", common.len(), real.len());
         let unlike: Vec<_> = common.iter().filter(|(_, ours, real)| ours != real).collect();
