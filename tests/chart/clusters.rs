@@ -1,4 +1,4 @@
-//! What single kinds of clusters want of the chart, and the pod of `helm test`.
+//! Tests of the chart's values for OpenShift, quotas and network policies, and of the pod of `helm test`.
 
 use std::fs;
 use std::process::Command;
@@ -14,7 +14,7 @@ fn test_pod(objects: &[Value]) -> &Value {
     object(objects, "Pod", &format!("{NAME}-test"))
 }
 
-/// The SCC of the overlay `openshift` and the chart's differ in their names only, and in what a token takes.
+/// The chart's SCC differs from that of the overlay `openshift` in its name, and in the volume of a token.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn openshift_constraints_are_those_of_the_overlay() {
@@ -32,7 +32,7 @@ fn openshift_constraints_are_those_of_the_overlay() {
         expected["metadata"] = scc["metadata"].take();
         scc["metadata"] = expected["metadata"].clone();
         assert_eq!(scc, expected, "{values:?}");
-        // From the pods to the constraints.
+        // The pods' ServiceAccount may use the SCC.
         let role = object(&objects, "Role", &format!("{NAME}-scc"));
         assert_eq!(role["rules"][0]["resourceNames"], json!([NAME]));
         let binding = object(&objects, "RoleBinding", &format!("{NAME}-scc"));
@@ -50,7 +50,7 @@ fn openshift_constraints_are_those_of_the_overlay() {
                 assert!(volumes.contains(&kind.as_str()), "{values:?}: {name}: {kind}");
             }
         }
-        // A privileged container has a type of its own.
+        // The privileged MPS daemon keeps its own SELinux type.
         let daemon = object(&objects, "DaemonSet", &format!("{NAME}-mps-control-daemon"));
         assert_eq!(daemon.pointer(&format!("{POD}/securityContext/seLinuxOptions")), None);
     }
@@ -68,7 +68,7 @@ fn quota_admits_the_priority_of_the_pods() {
     }
 }
 
-/// Off by default; with peers, they alone get the ports that the plugin's pods have.
+/// The policy is off by default. It opens the ports of the plugin's pods to the listed peers only.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn network_policy_opens_the_metrics_port_to_its_peers() {
@@ -97,7 +97,7 @@ fn network_policy_opens_the_metrics_port_to_its_peers() {
     }
 }
 
-/// `kubectl exec POD -- linkwise doctor` goes to the program, whatever stands beside it in the pod.
+/// `kubectl exec POD -- linkwise doctor` goes to the program, not to a sidecar of the pod.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn kubectl_exec_goes_to_the_program() {
@@ -111,7 +111,7 @@ fn kubectl_exec_goes_to_the_program() {
     }
 }
 
-/// Its controller would adopt it, and delete it or count it.
+/// A DaemonSet's controller would adopt the pod, and delete or count it.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn test_pod_belongs_to_no_daemonset() {
@@ -130,7 +130,8 @@ fn test_pod_belongs_to_no_daemonset() {
     assert!(none.iter().all(|object| object["kind"] != "Pod"));
 }
 
-/// The pod ends before helm does (5 minutes), the command before the pod; and it looks where the pod has the folders.
+/// The command ends before the pod does, and the pod before helm (5 minutes). The pod mounts the command's default
+/// paths.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn test_pod_runs_a_command_that_ends() {
@@ -148,7 +149,7 @@ fn test_pod_runs_a_command_that_ends() {
     assert_eq!(mounts.len(), 3);
     for mount in mounts {
         let path = mount["mountPath"].as_str().unwrap();
-        assert!(help.contains(&format!("[default: {path}")), "{path} is no default in {help}");
+        assert!(help.contains(&format!("[default: {path}")), "{path} is not a default in {help}");
         let host = list(pod, "/spec/volumes").into_iter().find(|volume| volume["name"] == mount["name"]).unwrap();
         let host = host["hostPath"]["path"].as_str().unwrap();
         assert_eq!(host.replace("/var/lib/k0s/kubelet", "/var/lib/kubelet"), path);

@@ -1,5 +1,5 @@
-//! What an operator of NVIDIA's chart relies on: its values file, its names, its selectors (which no upgrade can change), the
-//! variables of each program, and the texts of the configuration files.
+//! Tests of all that an operator of NVIDIA's chart relies on: its values file, its names, its selectors (which no
+//! upgrade can change), the variables of each program, and the texts of the configuration files.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +11,7 @@ use crate::chart::swap::{help, reads};
 
 const PLUGIN: &str = "nvdp-nvidia-device-plugin";
 
-/// Everything at once.
+/// Values that turn on all programs and the PodMonitor.
 const ALL: [&str; 4] =
     ["gfd.enabled=true", "config.name=external", "podMonitor.enabled=true", "nvidiaDriverRoot=/driver"];
 
@@ -26,14 +26,14 @@ fn with_nvidias_file(helm: &Helm, values: &[&str]) -> Vec<Value> {
 fn nvidias_values_file_gives_our_objects() {
     let helm = Helm::found();
     let ours = lines(&helm.objects(&[]));
-    // The file has another affinity, and its image is not ours.
+    // The difference is the file's own affinity and image.
     insta::assert_snapshot!(difference(&ours, &lines(&with_nvidias_file(&helm, &[]))));
 }
 
-/// `helm upgrade --reuse-values` takes the values of the chart that was installed, in which ours are missing.
+/// `helm upgrade --reuse-values` takes the values of the installed chart, which lacks values of ours.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-fn reused_values_lack_only_what_has_a_default() {
+fn reused_values_lack_only_values_with_a_default() {
     let helm = Helm::found();
     let missing = "configManager metrics podMonitor prometheusRule grafanaDashboards kubeletRootDir \
         devicePlugin.resources devicePlugin.writeLabelsFile devicePlugin.extraEnv devicePlugin.extraVolumes \
@@ -99,7 +99,7 @@ fn selectors_are_nvidias_and_match_their_pods() {
                 assert_eq!(labels[key], *value);
             }
         }
-        // The monitor's selector is that of one DaemonSet alone.
+        // The monitor selects the pods of one DaemonSet only.
         let monitor = object(&objects, "PodMonitor", PLUGIN).pointer("/spec/selector/matchLabels").unwrap().as_object();
         let monitored = daemon_sets(&objects).filter(|set| {
             let labels = set.pointer("/spec/template/metadata/labels").unwrap();
@@ -109,7 +109,7 @@ fn selectors_are_nvidias_and_match_their_pods() {
     }
 }
 
-/// The variables of a container, with their values where they are texts.
+/// The variables of a container; the value is empty if it is not a text.
 fn variables(container: &Value) -> BTreeMap<&str, &str> {
     list(container, "/env")
         .into_iter()
@@ -120,7 +120,7 @@ fn variables(container: &Value) -> BTreeMap<&str, &str> {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn each_program_reads_its_variables() {
-    // Read by the NVIDIA container runtime.
+    // The NVIDIA container runtime reads these, and not our programs.
     const RUNTIMES: [&str; 3] = ["NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_MIG_MONITOR_DEVICES"];
     let helm = Helm::found();
     let values = ["failOnInitError=true", "migStrategy=mixed", "gfd.noTimestamp=true", "gfd.sleepInterval=60s"];
@@ -143,7 +143,7 @@ fn each_program_reads_its_variables() {
 
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-fn configuration_files_stay_as_they_are() {
+fn configuration_files_keep_their_text() {
     let folder = tempfile::tempdir().unwrap();
     let texts = [
         "version: v1\n",
@@ -162,7 +162,7 @@ fn configuration_files_stay_as_they_are() {
     }
 }
 
-/// Every mount has its volume, every volume its mount, every port of a probe its name.
+/// Every mount has a volume, every volume a mount, and every probe a named port of its container.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn mounts_volumes_and_ports_belong_together() {

@@ -1,4 +1,4 @@
-//! values.yaml, values.schema.json and docs/chart.md have the same values. Needs no helm.
+//! Tests that values.yaml, values.schema.json and docs/chart.md have the same values. They need no helm.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -7,11 +7,11 @@ use serde_json::Value;
 
 use crate::chart::helm::repository;
 
-/// The places of all values that have a name of their own in `values.yaml`.
+/// Collects the paths of all values that `values.yaml` names.
 fn places(values: &Value, prefix: &str, places: &mut BTreeSet<String>) {
     for (key, value) in values.as_object().unwrap() {
         let place = format!("{prefix}{key}");
-        // What follows is Kubernetes', not the chart's.
+        // The fields below these are Kubernetes' and not the chart's.
         let theirs = ["affinity", "podSecurityContext", "resources", "updateStrategy"].contains(&key.as_str());
         match value {
             Value::Object(fields) if !fields.is_empty() && !theirs => self::places(value, &format!("{place}."), places),
@@ -34,7 +34,7 @@ fn schema() -> Value {
     serde_json::from_str(&text).unwrap()
 }
 
-/// Read by the templates of NVIDIA's chart and missing in its values, or helm's own.
+/// Values that are missing in values.yaml: those that NVIDIA's templates read unlisted, and helm's own.
 const UNLISTED: [&str; 4] = ["global", "nfd.enabled", "noTimestamp", "sleepInterval"];
 
 /// Removed values, which the chart refuses with what to use instead.
@@ -46,7 +46,7 @@ const REMOVED: &[&str] = &[
 ];
 
 #[test]
-fn schema_has_the_values_and_no_more() {
+fn schema_has_exactly_the_values() {
     fn in_schema(schema: &Value, prefix: &str, found: &mut BTreeSet<String>) {
         for (key, entry) in schema["properties"].as_object().unwrap() {
             let place = format!("{prefix}{key}");
@@ -61,7 +61,7 @@ fn schema_has_the_values_and_no_more() {
     let mut found = BTreeSet::new();
     in_schema(&schema(), "", &mut found);
     let mut listed = values();
-    // Values of NFD's chart are free.
+    // The schema allows any values for NFD's chart.
     listed.remove("nfd");
     listed.extend(UNLISTED.map(str::to_owned));
     listed.extend(REMOVED.iter().map(|value| (*value).to_owned()));
@@ -87,10 +87,10 @@ fn documentation_has_every_value() {
     let named = |place: &&String| !text.contains(&format!("`{place}`"));
     let all: BTreeSet<String> = values().into_iter().chain(UNLISTED[1..].iter().map(|&name| name.to_owned())).collect();
     let missing: Vec<&String> = all.iter().filter(named).collect();
-    assert!(missing.is_empty(), "docs/chart.md does not have {missing:?}");
+    assert!(missing.is_empty(), "docs/chart.md lacks {missing:?}");
 }
 
-/// The command that a refusal of `nfd.enabled` shows, and the notes after an installation.
+/// The refusal of `nfd.enabled` and the notes after an installation show this command.
 #[test]
 fn documentation_has_the_command_that_installs_nfd() {
     let helpers = fs::read_to_string(repository("charts/linkwise/templates/_helpers.tpl")).unwrap();
@@ -103,5 +103,5 @@ fn documentation_has_the_command_that_installs_nfd() {
     let text = fs::read_to_string(repository("docs/chart.md")).unwrap();
     let documented = text.lines().map(str::trim).collect::<Vec<_>>().join("\n");
     let command = command.into_iter().map(str::trim).collect::<Vec<_>>().join("\n");
-    assert!(documented.contains(&command), "docs/chart.md does not have\n{command}");
+    assert!(documented.contains(&command), "docs/chart.md lacks\n{command}");
 }

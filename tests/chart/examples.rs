@@ -1,4 +1,5 @@
-//! The ready examples: read by the schema, then by the rules that their APIs have beyond types, and by linkwise's labels.
+//! Tests of the ready examples: against schemas, against rules that their APIs have beyond types, and for the labels
+//! that linkwise writes.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -13,7 +14,7 @@ const GPU: &str = "nvidia.com/gpu";
 const FABRIC: &str = "linkwise.dev/nvlink-fabric";
 const HOST: &str = "kubernetes.io/hostname";
 
-/// linkwise's labels and the values that they can have; `None`: any number.
+/// The labels of linkwise and their possible values; `None` allows any number.
 const LABELS: [(&str, Option<&[&str]>); 5] = [
     (FABRIC, Some(&[])),
     (
@@ -32,7 +33,7 @@ fn files() -> Vec<PathBuf> {
     files
 }
 
-/// The objects of a text, or what is wrong with it.
+/// The objects of a text; the error names the first problem.
 fn checked(text: &str) -> Result<Vec<Value>, String> {
     let documents = text.split("\n---\n").map(serde_saphyr::from_str::<Value>);
     let objects = documents.collect::<Result<Vec<_>, _>>().map_err(|error| error.to_string())?;
@@ -41,15 +42,15 @@ fn checked(text: &str) -> Result<Vec<Value>, String> {
         fields_hold(&schemas, object)?;
     }
     for object in &objects {
-        let held = object_holds(&schemas, object, &objects).and_then(|()| {
+        let checked = object_holds(&schemas, object, &objects).and_then(|()| {
             pods(object).into_iter().try_for_each(|(pod, metadata)| pod_holds(pod, metadata, object, &objects))
         });
-        held.map_err(|error| format!("{}: {error}", name(object)))?;
+        checked.map_err(|error| format!("{}: {error}", name(object)))?;
     }
     Ok(objects)
 }
 
-/// The object has the fields of its kind's schema, and no others.
+/// Checks that an object has the fields of its kind's schema, and no others.
 fn fields_hold(schemas: &[Schema], object: &Value) -> Result<(), String> {
     let (version, kind) = (text(&object["apiVersion"]), text(&object["kind"]));
     let schema = schemas.iter().find(|schema| (schema.api_version.as_str(), schema.kind.as_str()) == (version, kind));
@@ -106,7 +107,7 @@ fn check(holds: bool, why: impl Into<String>) -> Result<(), String> {
     if holds { Ok(()) } else { Err(why.into()) }
 }
 
-/// A label of ours is one that linkwise writes, with a value that it can have.
+/// Checks that a label of linkwise is one that it writes, with a possible value.
 fn label_holds(key: &str, value: Option<&str>) -> Result<(), String> {
     if !key.starts_with("linkwise.dev/") {
         return Ok(());
@@ -137,7 +138,7 @@ fn expression_holds(expression: &Value) -> Result<(), String> {
     label_holds(key, None)
 }
 
-/// Levels of a topology: each once, the node last.
+/// Checks that the levels of a topology occur once each, the node last.
 fn levels_hold(levels: &[&Value]) -> Result<(), String> {
     let levels: Vec<&str> = levels.iter().map(|level| text(&level["nodeLabel"])).collect();
     check(levels.iter().collect::<BTreeSet<_>>().len() == levels.len(), "a level twice")?;
@@ -302,7 +303,7 @@ fn pod_holds(pod: &Value, metadata: &Value, owner: &Value, all: &[Value]) -> Res
 }
 
 #[test]
-fn examples_hold_by_their_schemas() {
+fn examples_satisfy_their_schemas_and_rules() {
     let files = files();
     for file in &files {
         let name = file.file_name().unwrap().to_string_lossy().into_owned();
@@ -313,13 +314,13 @@ fn examples_hold_by_their_schemas() {
             |object: &Value| ["ResourceClaimTemplate", "NodeReadinessRule"].contains(&text(&object["kind"]));
         assert!(asked > 0 || objects.iter().any(asks_otherwise), "{name} asks for no GPU");
         let readme = fs::read_to_string(repository("manifests/examples/README.md")).unwrap();
-        assert!(readme.contains(&format!("`{name}`")), "README.md does not have {name}");
+        assert!(readme.contains(&format!("`{name}`")), "README.md lacks {name}");
     }
     assert_eq!(files.len(), 10);
 }
 
 #[test]
-fn schema_refuses_what_the_apis_refuse() {
+fn schemas_and_rules_refuse_invalid_examples() {
     for (file, from, to, message) in [
         ("kueue.yaml", "topologyName", "topology", "spec.topology: unknown"),
         ("kueue.yaml", "v1beta2\nkind: Topology", "v1\nkind: Topology", "no schema for Topology of kueue.x-k8s.io/v1"),

@@ -1,11 +1,12 @@
-//! Objects as lines, one for each value, so that a golden file shows what a value of the chart changes.
+//! Renders objects as lines, one for each value, so that a golden file shows the changes that a value of the chart
+//! makes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
 use serde_json::Value;
 
-/// The values of these objects, by `KIND NAME` and place.
+/// The lines `PATH = VALUE` of each object, by `KIND NAME`.
 pub type Lines = BTreeMap<String, BTreeSet<String>>;
 
 pub fn lines(objects: &[Value]) -> Lines {
@@ -21,7 +22,7 @@ pub fn lines(objects: &[Value]) -> Lines {
     objects.iter().map(of).collect()
 }
 
-/// The name by which a list's item is found, rather than its number.
+/// The name of a list's item, which its path has instead of its number.
 fn name(item: &Value) -> Option<&str> {
     item.get("name").and_then(Value::as_str)
 }
@@ -49,7 +50,7 @@ fn flatten(value: &Value, place: String, each: &mut impl FnMut(&str, String)) {
     }
 }
 
-/// A variable on one line, a mount as `PATH of VOLUME`; the name of any other item is in its place.
+/// Renders a variable and a mount on one line each; any other item has its name in its path.
 fn flatten_item(item: &Value, place: String, each: &mut impl FnMut(&str, String)) {
     let text = |key: &str| item.get(key).and_then(Value::as_str);
     if let (Some(volume), Some(path)) = (name(item), text("mountPath")) {
@@ -75,7 +76,8 @@ fn flatten_item(item: &Value, place: String, each: &mut impl FnMut(&str, String)
     }
 }
 
-/// What differs: `- ` lines of `before` alone, `+ ` lines of `after` alone, below their objects. Of an object that is gone, its name.
+/// Renders the difference below the names of the objects: `- ` lines are in `before` only, `+ ` lines in `after` only.
+/// A removed object has one line.
 pub fn difference(before: &Lines, after: &Lines) -> String {
     let mut text = String::new();
     let none = BTreeSet::new();
@@ -85,8 +87,8 @@ pub fn difference(before: &Lines, after: &Lines) -> String {
             continue;
         };
         let old = before.get(object).unwrap_or(&none);
-        let gone = old.difference(new).map(|line| (line, '-'));
-        let mut changes: Vec<_> = gone.chain(new.difference(old).map(|line| (line, '+'))).collect();
+        let removed = old.difference(new).map(|line| (line, '-'));
+        let mut changes: Vec<_> = removed.chain(new.difference(old).map(|line| (line, '+'))).collect();
         let place = |line: &str| line.split(" = ").next().unwrap_or_default().to_owned();
         changes.sort_by_key(|(line, sign)| (place(line), *sign == '+'));
         if !changes.is_empty() {

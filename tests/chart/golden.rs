@@ -1,5 +1,5 @@
-//! What the chart renders for NVIDIA's default values, and what each value changes of that. Golden files: a change of the chart
-//! shows as a change of what the cluster gets.
+//! Golden files of the objects that the chart renders for NVIDIA's default values, and of the lines that each value
+//! changes, so that a change of the chart shows as a change of the cluster's objects.
 
 use insta::assert_snapshot;
 use serde_json::Value;
@@ -8,7 +8,7 @@ use crate::chart::flat::{Lines, difference, lines};
 use crate::chart::helm::{Helm, set};
 use crate::unchanged_pods::resources;
 
-/// For each entry, values as `--set` takes them, the lines that these values change of what `base` gives.
+/// Renders for each entry, a list of values for `--set`, the lines that they change of the objects for `base`.
 fn changes(base: &[&str], entries: &[&[&str]]) -> String {
     let helm = Helm::found();
     let before = lines(&helm.objects(base));
@@ -63,7 +63,7 @@ fn settings_become_variables() {
         &["cdi.nvidiaHookPath=/usr/local/nvidia-cdi-hook", "cdi.featureFlags=disable-nvsandboxutils"],
         &["mps.root=/var/mps"],
     ];
-    // With all programs, as in NVIDIA's chart 0.20: which of them gets which variable.
+    // All programs are on, so that the file shows which of them gets which variable.
     assert_snapshot!(changes(&["gfd.enabled=true"], &entries));
 }
 
@@ -83,7 +83,7 @@ fn configurations_bring_config_manager() {
         &["podAnnotations.checksum/config=mine"],
     ];
     assert_snapshot!("more_files", changes(&[one], &entries));
-    // Whose files are not in the values may ask for everything, unless the values decide it.
+    // A ConfigMap outside the chart may set anything, so pods get all rights that the values do not rule out.
     let before = lines(&helm.objects(&[one]));
     let entries =
         [&["config.name=external"][..], &["config.name=external", "migStrategy=none", "deviceListStrategy=envvar"]];
@@ -147,10 +147,10 @@ fn programs_are_switched_on_and_off() {
     assert_snapshot!("gpu_feature_discovery", changes(&base, &entries));
 }
 
-/// An older API server does not know such a policy, and refuses the release. Exact claims need none.
+/// An older API server does not know such a policy, and refuses the release. Exact claims need no policy.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-fn policy_for_several_claims_is_there_from_kubernetes_1_36() {
+fn policy_for_several_claims_needs_kubernetes_1_36() {
     let shipped: Vec<Value> =
         resources("manifests/dra/several-claims").into_iter().map(|one| one["spec"].clone()).collect();
     let (templates, unchanged) = ("dra.claimTemplates.namespaces={a}", "dra.unchangedPods.enabled=true");
@@ -196,7 +196,7 @@ fn pods_take_what_every_chart_has() {
     assert_snapshot!(changes(&[], &entries));
 }
 
-/// The examples in NVIDIA's README for 0.20, by their `--set`.
+/// Renders the examples in NVIDIA's README for 0.20 with their `--set`.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn examples_of_nvidias_readme_are_taken() {
@@ -218,7 +218,7 @@ fn examples_of_nvidias_readme_are_taken() {
         &["devicePlugin.enabled=false"],
         &["allowDefaultNamespace=true", "nfd.enabled=false", "migStrategy=mixed", "devicePlugin.enabled=false"],
     ];
-    // Compared with a file that asks for nothing: the example's asks for the defaults.
+    // The files are compared with that of the first example, which sets the defaults.
     let file = lines(&helm.objects(&[&one]));
     let mut text = changes(&[], &without);
     text.extend(with_file.map(|values| section(values, &file, &lines(&helm.objects(values)))));

@@ -1,4 +1,4 @@
-//! Runs helm.
+//! Runs helm, and finds objects in its output.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -12,11 +12,11 @@ pub fn repository(path: &str) -> PathBuf {
 
 /// A program of `make tools`, else the one on the PATH.
 pub fn tool(name: &str) -> PathBuf {
-    let brought = repository("target/tools").join(name);
-    if brought.exists() { brought } else { name.into() }
+    let installed = repository("target/tools").join(name);
+    if installed.exists() { installed } else { name.into() }
 }
 
-/// The release that all tests render; NVIDIA's README calls it so.
+/// The name of the release that all tests render, from NVIDIA's README.
 pub const RELEASE: &str = "nvdp";
 
 /// helm on this machine.
@@ -27,7 +27,7 @@ impl Helm {
         Self(tool("helm"))
     }
 
-    /// It ends before it needs a garbage collection: a quarter less time, three hundred times.
+    /// A helm without garbage collection, which its short life does not need: a quarter less time in 300 runs.
     fn command(&self) -> Command {
         let mut helm = Command::new(&self.0);
         helm.env("GOGC", "off");
@@ -40,26 +40,27 @@ impl Helm {
         helm.output().unwrap()
     }
 
-    /// The objects that the cluster would get, without those that are empty, or helm's message.
+    /// The objects that the cluster would get, without empty ones; the error is helm's message.
     pub fn template(&self, args: &[&str]) -> Result<Vec<Value>, String> {
         let flags = ["--namespace", "gpu"].iter().chain(args).map(|flag| (*flag).to_owned()).collect::<Vec<_>>();
         self.of_chart(&repository("charts/linkwise"), RELEASE, &flags, &repository(""))
     }
 
-    /// The objects of a release with these flags and no others, from a folder with the files that they name.
+    /// The objects of a release with these flags only. helm runs in the folder `at`, which has the files that the flags
+    /// name.
     pub fn of_chart(&self, chart: &Path, release: &str, flags: &[String], at: &Path) -> Result<Vec<Value>, String> {
         let mut helm = self.command();
         helm.args(["template", release]).arg(chart).args(flags);
         objects(helm.current_dir(at).output().unwrap())
     }
 
-    /// The objects for values that the chart has to take, `--set` for each.
+    /// The objects for values that the chart has to accept, each by `--set`.
     pub fn objects(&self, values: &[&str]) -> Vec<Value> {
         self.template(&set(values)).unwrap_or_else(|error| panic!("{values:?}: {error}"))
     }
 }
 
-/// The objects that helm printed, or its message.
+/// The objects that helm printed; the error is its message.
 fn objects(output: Output) -> Result<Vec<Value>, String> {
     if !output.status.success() {
         return Err(String::from_utf8(output.stderr).unwrap());
@@ -71,7 +72,7 @@ fn objects(output: Output) -> Result<Vec<Value>, String> {
     Ok(documents.map(read).collect())
 }
 
-/// `--set VALUE` for each; a file (`config.map.NAME=@FILE`) by `--set-file`.
+/// The arguments `--set VALUE` for each value.
 pub fn set<'a>(values: &[&'a str]) -> Vec<&'a str> {
     values.iter().flat_map(|value| ["--set", value]).collect()
 }
@@ -82,14 +83,14 @@ pub fn object<'a>(objects: &'a [Value], kind: &str, name: &str) -> &'a Value {
     found.unwrap_or_else(|| panic!("no {kind} {name}"))
 }
 
-/// The list at this place, empty where it is missing.
+/// The list at a pointer; empty if there is none.
 pub fn list<'a>(value: &'a Value, pointer: &str) -> Vec<&'a Value> {
     value.pointer(pointer).and_then(Value::as_array).map(|list| list.iter().collect()).unwrap_or_default()
 }
 
 pub const POD: &str = "/spec/template/spec";
 
-/// The containers of a DaemonSet, those that run first in front.
+/// The containers of a DaemonSet, init containers first.
 pub fn containers(set: &Value) -> Vec<&Value> {
     ["initContainers", "containers"].iter().flat_map(|of| list(set, &format!("{POD}/{of}"))).collect()
 }

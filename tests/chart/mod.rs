@@ -1,5 +1,5 @@
-//! The chart `charts/linkwise`, rendered by the real helm (`make tools` brings it; without it these tests say that they are
-//! skipped), and the ready examples in `manifests/examples`, read by schemas of our own (`schemas.yaml`).
+//! Tests of the chart `charts/linkwise`, rendered by the real helm (`make tools` installs it; without it these tests
+//! are ignored), and of the ready examples in `manifests/examples`, checked by schemas of our own (`schemas.yaml`).
 
 mod clusters;
 mod contract;

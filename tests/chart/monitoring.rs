@@ -1,4 +1,4 @@
-//! Rules and dashboards come out of the chart as they are in manifests/monitoring.
+//! Tests that the chart renders the rules and dashboards of manifests/monitoring unchanged.
 
 use std::fs;
 
@@ -22,7 +22,7 @@ fn rules_are_those_of_the_manifests() {
 
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-fn runbooks_are_where_the_value_says() {
+fn runbook_links_follow_the_value() {
     let place = "https://git.example.com/linkwise/";
     let objects =
         Helm::found().objects(&["prometheusRule.enabled=true", &format!("prometheusRule.runbookUrl={place}")]);

@@ -1,5 +1,5 @@
-//! What each program may do: least privileges by default, more only where a value asks for it. Rights and tokens are in the
-//! goldens.
+//! Tests of each program's rights: least privileges by default, more only if a value needs them. The golden files have
+//! the rules of the roles and the tokens.
 
 use std::collections::BTreeSet;
 
@@ -19,7 +19,7 @@ fn set(names: &[&str]) -> BTreeSet<String> {
     names.iter().map(|name| (*name).to_owned()).collect()
 }
 
-/// Checks who has SYS_ADMIN beside the privileged; everybody else has nothing at all.
+/// Checks that exactly `admins` have SYS_ADMIN, and that other unprivileged containers have no capability.
 fn check(objects: &[Value], values: &[&str], admins: &[&str]) {
     let all: Vec<&Value> = daemon_sets(objects).flat_map(containers).collect();
     let security = |container: &Value| container["securityContext"].clone();
@@ -41,7 +41,7 @@ fn check(objects: &[Value], values: &[&str], admins: &[&str]) {
 
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-fn only_mps_is_privileged_and_sys_admin_is_asked_for() {
+fn only_mps_is_privileged_and_sys_admin_needs_a_value() {
     let (plugin, both) = ("nvidia-device-plugin-ctr", ["nvidia-device-plugin-ctr", "gpu-feature-discovery-ctr"]);
     let two = ["config.map.a=flags: {migStrategy: mixed}", "config.map.default=flags: {migStrategy: none}"];
     for (values, admins) in [
@@ -57,7 +57,7 @@ fn only_mps_is_privileged_and_sys_admin_is_asked_for() {
         (&["config.map.default=version: v1", "gfd.enabled=true"], &[]),
         (&["config.map.default=flags: {plugin: {deviceListStrategy: [volume-mounts]}}"], &[plugin]),
         (&["config.map.default=flags: {plugin: {deviceListStrategy: volume-mounts}}"], &[plugin]),
-        // A file for some nodes; the pod is the same on all. A value of the chart wins over each file.
+        // A file for some nodes changes the pod of all nodes. A value of the chart overrides each file.
         (&two, &[plugin]),
         (&[two[0], two[1], "migStrategy=none"], &[]),
         (&["config.name=external", "gfd.enabled=true"], &both),
@@ -89,8 +89,8 @@ fn given_security_context_replaces_ours() {
     }
 }
 
-/// Stores the chart's objects of these kinds; returns the name of its ServiceAccount's tokens.
-fn bound(server: &ApiServerBox, objects: &[Value], types: &[ResourceType]) -> String {
+/// Stores the chart's objects of these kinds; returns the user name of its ServiceAccount.
+fn store_policies(server: &ApiServerBox, objects: &[Value], types: &[ResourceType]) -> String {
     for resource in types {
         for object in objects.iter().filter(|object| object["kind"] == resource.kind) {
             let key = resource.key(None, object["metadata"]["name"].as_str().unwrap());
@@ -102,7 +102,7 @@ fn bound(server: &ApiServerBox, objects: &[Value], types: &[ResourceType]) -> St
     format!("system:serviceaccount:{}:{}", name("namespace"), name("name"))
 }
 
-/// RBAC cannot name the node of a token.
+/// A policy limits the writes, because RBAC does not know the node of a token.
 #[tokio::test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 async fn gpu_feature_discovery_labels_its_own_node_only() {
@@ -112,7 +112,7 @@ async fn gpu_feature_discovery_labels_its_own_node_only() {
         ResourceType::VALIDATING_ADMISSION_POLICY_BINDINGS,
     ];
     let server = ApiServerBox::start(&types).await;
-    let username = bound(&server, &Helm::found().objects(&["gfd.enabled=true"]), &types[1..]);
+    let username = store_policies(&server, &Helm::found().objects(&["gfd.enabled=true"]), &types[1..]);
     let extra = json!({"authentication.kubernetes.io/node-name": ["n"]});
     server.name_user("ours", json!({"username": username, "extra": extra}));
     server.name_user("old", json!({"username": username, "extra": {}}));
@@ -139,10 +139,10 @@ async fn gpu_feature_discovery_labels_its_own_node_only() {
     }
 }
 
-/// Patches that the policies for nodes let through, and those that they refuse with these words.
+/// The policies for nodes let some patches through, and refuse the others with these messages.
 #[tokio::test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-async fn node_condition_writes_one_condition_and_startup_taints_of_its_node() {
+async fn node_condition_may_patch_only_its_part_of_its_node() {
     let types = [
         ResourceType::NODES,
         ResourceType::VALIDATING_ADMISSION_POLICIES,
@@ -150,7 +150,7 @@ async fn node_condition_writes_one_condition_and_startup_taints_of_its_node() {
     ];
     let server = ApiServerBox::start(&types).await;
     let values = ["nodeCondition.enabled=true", "nodeCondition.startupTaints={a.b/c}"];
-    let username = bound(&server, &Helm::found().objects(&values), &types[1..]);
+    let username = store_policies(&server, &Helm::found().objects(&values), &types[1..]);
     let extra = json!({"authentication.kubernetes.io/node-name": ["n"]});
     server.name_user("ours", json!({"username": username, "extra": extra}));
     server.name_user("other", json!({"username": "kubelet", "extra": extra}));

@@ -1,4 +1,4 @@
-//! Values that the chart does not take: helm ends with the name of the value, and with what to do where that is not plain.
+//! Tests of values that the chart refuses: helm's message names the value, and the remedy if that is not obvious.
 
 use std::fs;
 use std::process::Command;
@@ -7,11 +7,11 @@ use serde_json::json;
 
 use crate::chart::helm::{Helm, RELEASE, object, repository, set};
 
-/// `helm template` with these values fails, and its message has all these words.
-fn refused(helm: &Helm, values: &[&str], words: &[&str]) {
+/// Asserts that `helm template` refuses these values with all these texts in its message.
+fn refused(helm: &Helm, values: &[&str], parts: &[&str]) {
     let message = helm.template(&set(values)).expect_err(&values.join(" "));
-    for word in words {
-        assert!(message.contains(word), "{values:?}: {word:?} is not in\n{message}");
+    for part in parts {
+        assert!(message.contains(part), "{values:?}: {part:?} is not in\n{message}");
     }
 }
 
@@ -38,7 +38,7 @@ fn unknown_values_are_refused_by_name() {
 
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-fn configuration_that_is_none_is_refused() {
+fn invalid_configuration_is_refused() {
     let helm = Helm::found();
     refused(&helm, &["config.default=mine"], &["config.default: mine", "config.map", "config.name"]);
     let whole = "config.map.any=apiVersion: v1\nkind: ConfigMap\ndata: {any: x}\n";
@@ -151,7 +151,7 @@ fn sets_as_devices_are_refused_unless_off() {
     for value in ["dra.sets=auto", "dra.sets=on", "dra.sets=true"] {
         refused(&helm, &[value], &["dra.sets", "nvidia.com/gpu", "docs/dra-pods.md", "linkwise claim --gpus 4"]);
     }
-    // The old defaults, as `helm upgrade --reuse-values` brings them along.
+    // `helm upgrade --reuse-values` passes these old defaults.
     for taken in ["dra.sets=off", "dra.sets=false", "dra.sets=null"] {
         assert!(!helm.objects(&[taken]).is_empty());
     }

@@ -1,4 +1,4 @@
-//! What the plugin's container gets by each setting between which a node may be switched (`node_settings`).
+//! Tests of the plugin's container for each setting of `node_settings`, between which other tests switch a node.
 
 use serde_json::Value;
 
@@ -7,7 +7,7 @@ use crate::node_settings::{GIVEN, SETTINGS, given};
 
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-fn plugin_gets_by_the_chart_what_the_tests_give_it() {
+fn chart_gives_the_plugin_what_the_tests_give_it() {
     for setting in SETTINGS {
         let objects =
             Helm::found().template(&set(setting.values)).unwrap_or_else(|error| panic!("{}: {error}", setting.name));

@@ -1,10 +1,10 @@
-//! When pods of the plugin are replaced: a change of the configuration that a program follows replaces none.
+//! Tests of the pods' replacement: a change of settings that the running program follows replaces no pod.
 
 use crate::chart::helm::{Helm, object};
 
 const PLUGIN: &str = "nvdp-nvidia-device-plugin";
 
-/// Older kubelets cannot call a plugin.
+/// Kubelets before 1.26 cannot call the plugin.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn cluster_before_1_26_is_refused() {

@@ -1,5 +1,5 @@
-//! NVIDIA's rendered manifests with our image in the place of NVIDIA's, and nothing else changed: the image has each command, and
-//! each program takes the variables that the chart gives it. (`tests/run/chart.rs` runs the plugin with all of them.)
+//! Tests for NVIDIA's rendered manifests with only the image replaced by ours: it has each command, and each program
+//! takes the variables that NVIDIA's chart sets. (`tests/run/chart.rs` runs the plugin with all of them.)
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -7,8 +7,8 @@ use std::process::Command;
 
 use crate::chart::helm::repository;
 
-/// What the containers of NVIDIA's chart 0.20 start, with every variable that some value sets. Without those that the NVIDIA
-/// container runtime reads.
+/// The programs of NVIDIA's chart 0.20, each with every variable that a value can set, except those that only the
+/// NVIDIA container runtime reads.
 const PROGRAMS: [(&str, &str); 4] = [
     (
         "nvidia-device-plugin",
@@ -16,7 +16,7 @@ const PROGRAMS: [(&str, &str); 4] = [
          NVIDIA_DRIVER_ROOT NVIDIA_DEV_ROOT NVIDIA_CDI_HOOK_PATH CDI_FEATURE_FLAGS GDRCOPY_ENABLED \
          GDS_ENABLED MOFED_ENABLED CONFIG_FILE DEVICE_DISCOVERY_STRATEGY",
     ),
-    // NODE_NAME, which it sets here too, is used by neither program.
+    // NVIDIA's chart sets NODE_NAME here too, which neither NVIDIA's program nor ours uses.
     ("mps-control-daemon", "MIG_STRATEGY CONFIG_FILE"),
     (
         "gpu-feature-discovery",
@@ -30,18 +30,18 @@ const PROGRAMS: [(&str, &str); 4] = [
     ),
 ];
 
-/// The help of the program that our binary is under this name, on one line.
+/// The help of our binary under this name, on one line.
 pub fn help(name: &str) -> String {
     let folder = tempfile::tempdir().unwrap();
     let link = folder.path().join(name);
     symlink(env!("CARGO_BIN_EXE_linkwise"), &link).unwrap();
     let help = Command::new(link).arg("--help").output().unwrap();
     assert!(help.status.success(), "{name}: {}", String::from_utf8_lossy(&help.stderr));
-    // Lines are broken to the width of a terminal.
+    // The help breaks its lines to the width of a terminal.
     String::from_utf8(help.stdout).unwrap().split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Whether a program's help has this variable. One of several is in the text: `[also: OTHER]`.
+/// Returns true if a program's help has this variable, be it as an alternative: `[also: OTHER]`.
 pub fn reads(help: &str, variable: &str) -> bool {
     ["=", "]", ","].iter().any(|end| help.contains(&format!(" {variable}{end}")))
 }

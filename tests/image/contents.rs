@@ -1,4 +1,4 @@
-//! What is in the image, and what is not.
+//! Tests of the image's contents.
 
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
@@ -12,7 +12,7 @@ const SECTION: &str = ".text.hot_linkwise";
 #[test]
 fn image_has_no_certificates_of_its_own() {
     let root = &unpacked().folder;
-    assert!(!below(root, "/etc/ssl/certs").exists(), "the cluster's CA must do");
+    assert!(!below(root, "/etc/ssl/certs").exists(), "the image trusts the cluster's CA only");
     assert!(!below(root, "/usr/share/ca-certificates").exists());
 }
 
@@ -25,15 +25,15 @@ fn image_has_every_program_and_their_libraries() {
         let mode = std::fs::metadata(&program).unwrap_or_else(|error| panic!("{name}: {error}")).permissions().mode();
         assert_eq!(mode & 0o111, 0o111, "{name}");
         let linked = Command::new("chroot").arg(root).args(["ldd", &format!("/usr/bin/{name}")]).output().unwrap();
-        let words = String::from_utf8_lossy(&linked.stdout);
-        assert!(linked.status.success() && !words.contains("not found"), "{name}: {words}");
+        let libraries = String::from_utf8_lossy(&linked.stdout);
+        assert!(linked.status.success() && !libraries.contains("not found"), "{name}: {libraries}");
     }
     let entrypoint = &unpacked().image.entrypoint;
     assert!(below(root, &entrypoint[0]).exists(), "{entrypoint:?}");
 }
 
 #[test]
-fn functions_that_run_lie_together() {
+fn hot_functions_lie_in_one_section() {
     let program = below(&unpacked().folder, "/usr/bin/linkwise");
     let sections = tool("readelf", &["--sections", "--wide"], &program);
     // Number, name, type, address, offset, size.
@@ -56,7 +56,7 @@ fn functions_that_run_lie_together() {
     let absent: Vec<&str> = patterns.iter().copied().filter(absent).collect();
     assert!(
         absent.len() * 10 <= patterns.len(),
-        "{} of {} patterns of release/hot.ld name nothing that is linked; its header says how it is made anew: {absent:#?}",
+        "{} of {} patterns of release/hot.ld match no linked function; make it again as its header says: {absent:#?}",
         absent.len(),
         patterns.len()
     );
@@ -68,7 +68,7 @@ fn tool(name: &str, args: &[&str], program: &std::path::Path) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// As the linker compares names: `*` is any text.
+/// Compares names as the linker does: `*` is any text.
 fn is_match(pattern: &str, name: &str) -> bool {
     let mut parts = pattern.split('*');
     let first = parts.next().unwrap();

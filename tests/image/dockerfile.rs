@@ -1,35 +1,35 @@
-//! The Dockerfile, as far as the last stage says what is in the image: the one list of it.
+//! Reads the Dockerfile's last stage, which is the only list of the image's contents.
 
-/// The image's configuration, and how its root file system is made.
+/// The image's configuration, and the steps that make its root file system.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Image {
     /// Debian's packages beyond those of the base.
     pub packages: Vec<String>,
-    /// What is done to the root file system afterwards, in order.
+    /// The steps after the installation of the packages, in order.
     pub steps: Vec<Step>,
-    /// `NAME=VALUE`.
+    /// Variables as `NAME=VALUE`.
     pub env: Vec<String>,
-    /// uid and gid.
+    /// The uid and gid of the image's user.
     pub user: (u32, u32),
     pub entrypoint: Vec<String>,
     pub command: Vec<String>,
-    /// The command of the build stage that lays out what the last stage copies from it, and the folder that it fills.
+    /// The build stage's command that installs the files for the last stage, and the folder that it fills.
     pub install: (String, String),
 }
 
 /// A step of the last stage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// The whole of what the build stage has installed, onto the root.
+    /// Copies all files that the build stage has installed onto the root.
     CopyInstalled,
-    /// A file of the repository, and its place.
+    /// Copies a file of the repository to a path of the image.
     CopyFile(String, String),
-    /// A shell command.
+    /// Runs a shell command.
     Run(String),
 }
 
 impl Image {
-    /// The one of the repository's Dockerfile.
+    /// The image of the repository's Dockerfile.
     pub fn read() -> Self {
         Self::parse(&text())
     }
@@ -98,7 +98,7 @@ fn install(build: &[(String, String)]) -> (String, String) {
     let is_install = |(word, rest): &&(String, String)| word == "RUN" && rest.starts_with("make install ");
     let (_, run) = build.iter().find(is_install).expect("the build stage installs the programs");
     let folder =
-        run.split_whitespace().find_map(|word| word.strip_prefix("DESTDIR=")).expect("it installs into a folder");
+        run.split_whitespace().find_map(|word| word.strip_prefix("DESTDIR=")).expect("make install has a DESTDIR");
     (run.clone(), folder.to_owned())
 }
 

@@ -1,12 +1,13 @@
-//! The image as it ships, in a box: a root file system with what the Dockerfile's last stage has and nothing else, run by
-//! runc as the rendered chart says, beside the kubelet and the API server in their boxes.
+//! Tests of the image as it ships: a root file system with the contents of the Dockerfile's last stage only, run by
+//! runc as the rendered chart says, beside the boxes of kubelet and API server.
 //!
-//! `make test-image` builds the programs and runs this; `make test` does not. It needs root, and what `make tools` brings
-//! (helm, mmdebstrap, runc). A right that this machine lacks is named, and what needs it is left out ([`rights`]).
+//! `make test-image` builds the programs and runs these tests; `make test` does not. They need root, and helm,
+//! mmdebstrap and runc, which `make tools` installs. A check that needs a right which this machine lacks is skipped by
+//! name ([`rights`]).
 //!
-//! What is not as on a node: pods share the host's network; no seccomp profile; the root file system is Debian's, packed by
-//! mmdebstrap, and not Docker's debian:bookworm-slim, which has the same packages without documentation, manual pages and
-//! translations. In the place of NVIDIA's container runtime the box mounts a libnvidia-ml of our own.
+//! Differences from a node: pods share the host's network; there is no seccomp profile; the root file system is packed
+//! by mmdebstrap, while debian:bookworm-slim has the same packages without documentation, manual pages and
+//! translations. The tests mount a libnvidia-ml of our own as NVIDIA's container runtime mounts the driver's.
 
 #![allow(
     clippy::unwrap_used,
@@ -14,7 +15,7 @@
     clippy::panic,
     clippy::indexing_slicing,
     clippy::string_slice,
-    reason = "what a helper cannot do fails the test"
+    reason = "an error in a helper fails the test"
 )]
 
 mod contents;

@@ -1,4 +1,4 @@
-//! A driver's library that maps much or leaks, in a container with the chart's memory limit.
+//! Tests with a driver's library that maps much memory or leaks, in a container with the chart's memory limit.
 
 use linkwise_kubelet_box::Pod as Workload;
 
@@ -12,21 +12,21 @@ async fn every_command_reads_a_library_that_maps_a_gibibyte() {
     node.tell("runtime");
     let pod = node.deploy(PLUGIN, &[]).await;
     node.offers(&pod, GPU, 8).await;
-    for (words, said) in [
+    for (command, part) in [
         (&["linkwise", "topology"][..], "NV2"),
         (&["linkwise", "snapshot"], "V100"),
         (&["linkwise", "allocate", "--size", "2"], "NV2"),
         (&["linkwise", "doctor"], "0 failed"),
     ] {
-        let printed = pod.container(PLUGIN_CONTAINER).exec(words).await;
-        assert!(succeeds(&printed).contains(said), "{words:?}: {}", printed.out);
+        let printed = pod.container(PLUGIN_CONTAINER).exec(command).await;
+        assert!(succeeds(&printed).contains(part), "{command:?}: {}", printed.out);
     }
     pod.stop().await;
     node.discovers().await;
 }
 
 #[tokio::test]
-async fn leak_costs_agents_and_neither_container_nor_admissions() {
+async fn leak_ends_agents_but_neither_container_nor_pods() {
     let node = Node::start("dgx1-v100").await;
     node.tell("leak 20");
     let mut pod = node.deploy(PLUGIN, &[]).await;
@@ -43,7 +43,7 @@ async fn leak_costs_agents_and_neither_container_nor_admissions() {
         number += 1;
         ends = node.metric(OVER_MEMORY).await;
     }
-    // None where there are no cgroups, which is said.
+    // Without cgroups there is no count, which the start of the container reports.
     assert_eq!(pod.container(PLUGIN_CONTAINER).oom_kills().unwrap_or(0), 0);
     pod.stop().await;
 }

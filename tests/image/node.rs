@@ -1,5 +1,5 @@
-//! A node for pods of the image: a folder that is the host's root, a kubelet, its DRA manager and an API server in their
-//! boxes, and what NVIDIA's container runtime would bring into containers.
+//! A node for pods of the image: a folder as the host's root, the boxes of kubelet, DRA manager and API server, and the
+//! mounts that NVIDIA's container runtime would add.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -32,21 +32,21 @@ pub const PLUGIN: &str = "nvdp-nvidia-device-plugin";
 pub const PLUGIN_CONTAINER: &str = "nvidia-device-plugin-ctr";
 /// The ServiceAccount's token.
 const TOKEN: &str = "of-the-service-account";
-/// Where our libnvidia-ml finds its machine in a container, and what it is to do.
+/// The paths in a container at which our libnvidia-ml finds its machine and its control socket's folder.
 const MACHINE: &str = "/run/machine.yaml";
 const CONTROL: &str = "/run/control";
 
-/// A test fails that waits longer. GPUs change between the device plugin and DRA after 60 s.
+/// The longest wait of a test. GPUs change between the device plugin and DRA after 60 s.
 pub const LIMIT: Duration = Duration::from_secs(120);
 
-/// The node. Its containers go before it.
+/// A node. Its containers have to be dropped before it.
 pub struct Node {
     pub server: ApiServerBox,
     pub kubelet: KubeletBox,
     pub dra: DraKubelet,
     /// The port of /metrics, /livez and /readyz.
     pub port: u16,
-    /// The machine, as our libnvidia-ml reads it.
+    /// The machine's file, which our libnvidia-ml reads.
     pub machine: PathBuf,
     library: PathBuf,
     shares_mounts: bool,
@@ -104,7 +104,7 @@ impl Node {
         node
     }
 
-    /// Tells our libnvidia-ml something, in every process that has it now or later.
+    /// Sends a command to our libnvidia-ml in every process that has loaded it or will load it.
     pub fn tell(&self, command: &str) {
         fake_nvml::Control::new(self.folder.path().join("nvml/socket")).send(command).unwrap();
     }
@@ -132,12 +132,12 @@ impl Node {
         self.shares_mounts
     }
 
-    /// The labels that the node has now.
+    /// Sets the labels of the node.
     pub fn label(&self, labels: Value) {
         self.server.put("kubelet", &ResourceType::NODES.key(None, NODE), json!({"metadata": {"labels": labels}}));
     }
 
-    /// A field of the pod, by the downward API.
+    /// The value of a pod's field for the downward API.
     pub fn field(&self, path: &str) -> String {
         let value = match path {
             "spec.nodeName" => NODE,
@@ -149,7 +149,7 @@ impl Node {
         value.to_owned()
     }
 
-    /// What the kubelet gives each container, and what our libnvidia-ml wants to know.
+    /// The variables that the kubelet gives each container, and those that our libnvidia-ml reads.
     pub fn variables(&self) -> Vec<String> {
         let address = self.server.address();
         vec![
@@ -160,9 +160,9 @@ impl Node {
         ]
     }
 
-    /// What NVIDIA's container runtime brings where NVIDIA_VISIBLE_DEVICES asks for it: the driver's library and programs, and
-    /// the device nodes. These are /dev/null: the kernel opens no others without a driver.
-    /// With them comes the folder by which a test tells our library what to do, the only one that can be written.
+    /// The mounts that NVIDIA's container runtime adds for NVIDIA_VISIBLE_DEVICES: the driver's library, programs and
+    /// device nodes. The nodes are /dev/null, because without a driver the kernel opens no others. The folder of the
+    /// control socket is added too, as the only writable one.
     pub fn nvidia_mounts(&self) -> Vec<(PathBuf, String, &'static str)> {
         let programs = ["nvidia-cuda-mps-control", "nvidia-smi"];
         let programs = programs.map(|name| (repository("tests/mps").join(name), format!("/usr/bin/{name}")));
@@ -173,7 +173,7 @@ impl Node {
         files.map(|(source, destination)| (source, destination, "ro")).chain([control]).collect()
     }
 
-    /// The objects of the chart with these values (lists and objects as JSON), its port beside others.
+    /// The objects of the chart with these values (lists and objects as JSON) and the node's own metrics port.
     pub fn render(&self, values: &[&str]) -> Vec<Value> {
         let port = format!("metrics.port={}", self.port);
         let is_json = |value: &str| {
@@ -187,20 +187,20 @@ impl Node {
         helm.template(&args).unwrap_or_else(|error| panic!("{values:?}: {error}"))
     }
 
-    /// Starts the pod of a DaemonSet that these values give, and waits until it is ready.
+    /// Starts the pod of a DaemonSet of the chart with these values, and waits until it is ready.
     pub async fn deploy(&self, set: &str, values: &[&str]) -> Pod {
         let mut pod = self.begin(set, values).await;
         pod.is_ready().await;
         pod
     }
 
-    /// The same without waiting.
+    /// Starts the pod of a DaemonSet of the chart with these values.
     pub async fn begin(&self, set: &str, values: &[&str]) -> Pod {
         let objects = self.render(values);
         Pod::start(self, &objects, object(&objects, "DaemonSet", set)).await
     }
 
-    /// Waits until the kubelet has so many healthy devices of a resource, and no other.
+    /// Waits until the kubelet has exactly this number of healthy devices of a resource.
     pub async fn offers(&self, pod: &Pod, resource: &str, count: usize) {
         let has = |state: &linkwise_kubelet_box::State| {
             state.resources.get(resource).map_or(count == 0, |it| it.healthy.len() == count)
@@ -209,7 +209,7 @@ impl Node {
         found.unwrap_or_else(|error| panic!("{count} of {resource}: {error}\n{}", pod.logs()));
     }
 
-    /// Names of the published devices that nothing keeps from being allocated.
+    /// The names of the published devices without taints, sorted.
     pub fn published(&self) -> Vec<String> {
         let slices = self.server.objects(&ResourceType::RESOURCE_SLICES);
         let devices = slices.iter().flat_map(|slice| slice["spec"]["devices"].as_array().cloned().unwrap_or_default());
@@ -219,19 +219,19 @@ impl Node {
         names
     }
 
-    /// Waits until so many devices are published.
+    /// Waits until exactly this number of devices is published.
     pub async fn publishes(&self, pod: &mut Pod, count: usize) {
         until(pod, &format!("{count} devices in slices"), || self.published().len() == count).await;
     }
 
-    /// Waits until gpu-feature-discovery has said what the node has.
+    /// Waits until gpu-feature-discovery has written its NodeFeature.
     pub async fn has_node_feature(&self, pod: &mut Pod) {
         let key = ResourceType::NODE_FEATURES.key(Some("gpu"), &format!("nvidia-features-for-{NODE}"));
         let has = || self.server.object(&key).is_some_and(|it| it["spec"]["labels"]["nvidia.com/gpu.count"] == "8");
         until(pod, "NodeFeature with 8 GPUs", has).await;
     }
 
-    /// Has the chart's gpu-feature-discovery say what the node has.
+    /// Runs the chart's gpu-feature-discovery until it has written its NodeFeature.
     pub async fn discovers(&self) {
         let values = ["gfd.enabled=true", "devicePlugin.enabled=false"];
         let mut pod = self.deploy("nvdp-nvidia-device-plugin-gpu-feature-discovery", &values).await;
@@ -239,7 +239,7 @@ impl Node {
         pod.stop().await;
     }
 
-    /// Waits until the kubelet has the DRA driver.
+    /// Waits until the DRA driver is connected to the kubelet.
     pub async fn has_driver(&self, pod: &Pod) {
         let has = |state: &linkwise_kubelet_box::dra::DraState| {
             state.drivers.get(DRIVER).is_some_and(|driver| driver.connected >= 1)
@@ -247,21 +247,21 @@ impl Node {
         self.dra.wait(has).await.unwrap_or_else(|error| panic!("{error}\n{}", pod.logs()));
     }
 
-    /// A claim that the scheduler has allocated a device to.
+    /// Stores a claim to which the scheduler has allocated a device.
     pub fn claim(&self, name: &str, device: &str, config: &[Value]) -> ClaimRef {
         let result = json!({"request": "gpus", "driver": DRIVER, "pool": format!("{NODE}/gpu"), "device": device});
         let uid = self.server.put_allocated_claim(name, &[result], config);
         ClaimRef { namespace: "default".into(), name: name.into(), uid }
     }
 
-    /// Starts a pod with a claim, as often as the kubelet would within the limit; its CDI devices.
+    /// Starts a pod with a claim, with the kubelet's retries; returns its CDI devices.
     pub async fn start_claim(&self, own: &Pod, pod: &str, claim: &ClaimRef) -> Vec<String> {
         let claims = PodClaims::single(pod, claim.clone(), DRIVER);
         let deadline = tokio::time::Instant::now() + LIMIT;
         loop {
             match self.dra.start_pod(&claims).await {
                 Ok(containers) => {
-                    // The kubelet appends each answer.
+                    // The kubelet appends the devices of each answer, so that one may occur twice.
                     let names: BTreeSet<String> = containers["main"].iter().cloned().collect();
                     return names.into_iter().collect();
                 }
@@ -271,14 +271,14 @@ impl Node {
         }
     }
 
-    /// A sample of the plugin's metrics; 0 where there is none.
+    /// A sample of the plugin's metrics, or 0 if there is none.
     pub async fn metric(&self, name: &str) -> f64 {
         let (_, page) = get(self.port, "/metrics").await.unwrap_or_default();
         let value = page.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok());
         value.unwrap_or_default()
     }
 
-    /// The CDI specs on the host, all their texts.
+    /// The texts of all CDI specs on the host.
     pub fn cdi_specs(&self) -> String {
         let files = fs::read_dir(below(&self.host(), "/var/run/cdi")).into_iter().flatten().flatten();
         files.filter_map(|file| fs::read_to_string(file.path()).ok()).collect()
@@ -299,17 +299,17 @@ fn device_nodes() -> Vec<(String, u32)> {
     gpus.chain([("nvidiactl".to_owned(), 255)]).collect()
 }
 
-/// Makes the host's root a mount that is shared, as systemd does; whether that succeeded.
+/// Makes the host's root a shared mount, as systemd does; returns true if that succeeded.
 fn share(host: &Path) -> bool {
     let mount = |args: &[&str]| Command::new("mount").args(args).arg(host).output().is_ok_and(|it| it.status.success());
     let shared = mount(&["--bind", host.to_str().unwrap()]) && mount(&["--make-rshared"]);
     if !shared {
-        left_out("propagation of mounts: this machine lets nothing be mounted");
+        left_out("propagation of mounts: this machine allows no mounts");
     }
     shared
 }
 
-/// Waits until something holds, while the pod runs.
+/// Polls a condition until it holds; the pod's containers have to run meanwhile.
 pub async fn until(pod: &mut Pod, what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = tokio::time::Instant::now() + LIMIT;
     while !holds() {
@@ -319,7 +319,7 @@ pub async fn until(pod: &mut Pod, what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// `GET` from a port of this machine: status and text.
+/// The status and body of `GET` from a port of this machine.
 pub async fn get(port: u16, path: &str) -> Option<(u16, String)> {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).await.ok()?;
     let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
@@ -331,7 +331,7 @@ pub async fn get(port: u16, path: &str) -> Option<(u16, String)> {
     Some((status, text))
 }
 
-/// A command that has to succeed.
+/// The output of a command, which has to have succeeded.
 pub fn succeeds(printed: &Printed) -> &str {
     assert!(printed.status.success(), "{}\n{}\n{}", printed.status, printed.out, printed.error);
     &printed.out

@@ -1,5 +1,5 @@
-//! The DaemonSets that NVIDIA's GPU Operator makes of a ClusterPolicy or a GPUCluster that names our image.
-//! `gpu-operator.json` has them, and their source.
+//! Tests of the DaemonSets that NVIDIA's GPU Operator makes of a ClusterPolicy or a GPUCluster that names our image.
+//! `gpu-operator.json` has them and names their source.
 
 use std::fs;
 use std::io::Write as _;
@@ -15,8 +15,8 @@ use crate::pod::Pod;
 use crate::rights::left_out;
 use crate::rootfs::below;
 
-/// What the operator's script does before the plugin, in our words: it waits for the driver, takes the variables of the
-/// validator's file, and turns features on whose kernel modules are loaded.
+/// A rewrite of the operator's entrypoint script: it waits for the driver, takes the variables of the validator's file,
+/// turns on the features whose kernel modules are loaded, and runs the plugin.
 const ENTRYPOINT: &str = r#"#!/bin/sh
 until [ -f /run/nvidia/validations/driver-ready ]; do sleep 1; done
 set -o allexport
@@ -39,7 +39,7 @@ fn set_variable(spec: &mut Value, variable: &Value) {
     env.push(variable.clone());
 }
 
-/// The DaemonSet of a part, and what it needs.
+/// The DaemonSet of a part of the operator, and its ConfigMap.
 fn objects(part: &str, cdi: bool) -> Vec<Value> {
     let facts = facts();
     let mut spec = facts[part].clone();
@@ -55,11 +55,11 @@ fn objects(part: &str, cdi: bool) -> Vec<Value> {
     ]
 }
 
-/// Starts the pod of a DaemonSet, with what the API server adds to each: the ServiceAccount's token.
+/// Starts the pod of a DaemonSet with the ServiceAccount's token, which the API server adds to each pod.
 async fn start(node: &Node, objects: &[Value], set: &Value) -> Pod {
     let mut set = set.clone();
     let spec = set.pointer_mut(POD).unwrap();
-    // The box's pods share the host's network. A ClusterPolicy sets this by `devicePlugin.env`.
+    // Pods of the tests share the host's network and need ports of their own. `devicePlugin.env` can set this too.
     let address = format!("[::]:{}", node.port);
     set_variable(spec, &json!({"name": "LINKWISE_METRICS_ADDRESS", "value": address}));
     let facts = facts();
@@ -90,7 +90,7 @@ fn add_configs(set: &mut Value) {
     set_variable(spec, &configs["variable"]);
 }
 
-/// What the operator's other pods leave on the node: the validator's file, the driver container's root, the toolkit.
+/// Makes the files of the operator's other pods: the validator's file, the driver container's root, the toolkit.
 fn prepare(node: &Node, driver: &str) {
     let host = node.host();
     let at = |path: &str| below(&host, path);
@@ -102,7 +102,7 @@ fn prepare(node: &Node, driver: &str) {
     let of_container = at(&format!("/run/nvidia/driver{libraries}"));
     fs::create_dir_all(&of_container).unwrap();
     fs::copy(of_host.join("libnvidia-ml.so.1"), of_container.join("libnvidia-ml.so.1")).unwrap();
-    // As the driver has it: a library of a version, and its link.
+    // A driver installs a library with its version in the name, and a link to it.
     fs::remove_file(of_host.join("libcuda.so.1")).unwrap();
     for folder in [of_host, of_container] {
         fs::write(folder.join("libcuda.so.580.65.06"), "").unwrap();
@@ -116,12 +116,12 @@ fn prepare(node: &Node, driver: &str) {
     fs::write(at("/run/nvidia/validations/toolkit-ready"), "").unwrap();
 }
 
-/// Whether the DaemonSet's first container has this variable.
+/// Returns true if the DaemonSet's first container has this variable.
 fn has(set: &Value, variable: &str) -> bool {
     list(set, "/spec/template/spec/containers/0/env").iter().any(|it| it["name"] == variable)
 }
 
-/// Admits a pod with two GPUs, and looks at what its container gets of the plugin in this DaemonSet.
+/// Admits a pod with two GPUs, and checks the allocation by the plugin of this DaemonSet.
 async fn admits(node: &Node, pod: &Pod, set: &Value) {
     let cdi = has(set, "CDI_ENABLED");
     node.offers(pod, GPU, 8).await;
@@ -135,7 +135,7 @@ async fn admits(node: &Node, pod: &Pod, set: &Value) {
         let specs = node.cdi_specs();
         let hooks = has(set, "NVIDIA_CDI_HOOK_PATH");
         assert_eq!(specs.contains("/usr/local/nvidia/toolkit/nvidia-cdi-hook"), hooks, "{specs}");
-        // A hook that linkwise names only if it sees it in the host's program.
+        // linkwise names this hook only if the host's program has it.
         assert_eq!(specs.contains("disable-device-node-modification"), hooks, "{specs}");
     } else {
         assert!(allocation.envs["NVIDIA_VISIBLE_DEVICES"].starts_with("GPU-"), "{allocation:?}");
@@ -158,7 +158,7 @@ fn configs() -> Value {
            "data": {"any": "version: v1\n", "shared": shared("timeSlicing", 4), "mps": shared("mps", 3)}})
 }
 
-/// Where the driver may be: on the host, or in a container.
+/// The places of a driver: on the host, or in a container.
 const DRIVERS: [&str; 2] = ["host", "container"];
 
 #[tokio::test]
@@ -174,7 +174,7 @@ async fn operators_plugin_serves_by_each_driver_and_cdi() {
 }
 
 #[tokio::test]
-async fn operators_gpu_feature_discovery_writes_its_node_feature() {
+async fn operators_gfd_writes_its_node_feature() {
     let node = Node::start("dgx1-v100").await;
     prepare(&node, "host");
     let objects = objects("gfd", false);
@@ -183,7 +183,7 @@ async fn operators_gpu_feature_discovery_writes_its_node_feature() {
     pod.stop().await;
 }
 
-/// A claim is prepared by the DRA driver's DaemonSet of a GPUCluster, and is known after the container's restart.
+/// The DRA driver's DaemonSet of a GPUCluster prepares a claim, and knows it after the container's restart.
 #[tokio::test]
 async fn gpu_cluster_prepares_claims_by_either_driver() {
     for driver in DRIVERS {
@@ -195,7 +195,7 @@ async fn gpu_cluster_prepares(driver: &str) {
     let node = Node::start("dgx1-v100").await;
     prepare(&node, driver);
     let mut objects = objects("draDriver", false);
-    // The container asks the runtime for no driver: our libnvidia-ml and what it reads lie on the host.
+    // The container gets no driver from the runtime, so our libnvidia-ml and its machine's file lie on the host.
     fs::copy(&node.machine, below(&node.host(), "/run/nvidia/driver/machine.yaml")).unwrap();
     let spec = objects[0].pointer_mut(POD).unwrap();
     set_variable(spec, &json!({"name": "FAKE_NVML_MACHINE", "value": "/driver-root/machine.yaml"}));
@@ -218,7 +218,7 @@ async fn gpu_cluster_prepares(driver: &str) {
 }
 
 #[tokio::test]
-async fn operators_config_manager_links_what_the_nodes_label_names() {
+async fn operators_config_manager_follows_the_nodes_label() {
     let node = Node::start("dgx1-v100").await;
     prepare(&node, "host");
     let mut objects = objects("plugin", true);
@@ -231,11 +231,11 @@ async fn operators_config_manager_links_what_the_nodes_label_names() {
     pod.stop().await;
 }
 
-/// Objects that the operator itself has made: LINKWISE_OPERATOR_OBJECTS names a folder with a JSON list of them for each
-/// ClusterPolicy.
+/// Runs objects that the operator itself has rendered: LINKWISE_OPERATOR_OBJECTS names a folder with a JSON list of
+/// them for each ClusterPolicy.
 #[tokio::test]
 async fn objects_of_the_operator_itself_serve() {
-    #[allow(clippy::disallowed_methods, reason = "the environment names what the operator has rendered")]
+    #[allow(clippy::disallowed_methods, reason = "the environment names the operator's objects")]
     let folder = std::env::var_os("LINKWISE_OPERATOR_OBJECTS");
     let Some(folder) = folder else {
         return left_out("the operator's own objects: LINKWISE_OPERATOR_OBJECTS names no folder");
@@ -252,7 +252,7 @@ async fn objects_of_the_operator_itself_serve() {
 async fn own_objects_serve(file: &Path, driver: &str) {
     let node = Node::start("dgx1-v100").await;
     prepare(&node, driver);
-    // Where a ClusterPolicy's hostPaths may lie.
+    // The hostPaths of a ClusterPolicy may lie behind these links.
     fs::create_dir(node.host().join("srv")).unwrap();
     symlink("..", node.host().join("srv/root")).unwrap();
     symlink("../run/nvidia/driver", node.host().join("srv/driver")).unwrap();

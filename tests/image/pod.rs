@@ -1,4 +1,5 @@
-//! A pod of a rendered DaemonSet, run as kubelet and container runtime would: volumes, init containers, variables, rights.
+//! Runs a pod of a rendered DaemonSet as kubelet and container runtime would: volumes, init containers, variables,
+//! rights.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -14,31 +15,31 @@ use crate::rights::{Asked, capabilities, left_out};
 use crate::rootfs::{below, unpacked};
 use crate::runc::{Container, is_folder, tail};
 
-/// The time within which a pod has to be ready.
-const READY: Duration = Duration::from_secs(60);
+/// The time within which a pod has to be ready, and an init container has to end.
+const READY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The search path of debian:bookworm-slim.
 const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// What a container cannot see of /proc and /sys, as containerd has it.
+/// The paths of /proc and /sys that containerd hides from containers, and those that it makes read-only.
 const MASKED: &str = "/proc/acpi /proc/kcore /proc/keys /proc/latency_stats /proc/timer_list /proc/timer_stats \
                       /proc/sched_debug /sys/firmware";
 const READ_ONLY: &str = "/proc/bus /proc/fs /proc/irq /proc/sys /proc/sysrq-trigger";
 
-/// A pod that runs.
+/// A running pod.
 pub struct Pod {
-    /// Those that go on running, in the order of the template.
+    /// The containers of the template, in its order, without init containers.
     pub containers: Vec<Container>,
-    /// Ports of readiness probes.
+    /// The ports of readiness probes.
     probed: Vec<u16>,
     grace: Duration,
-    /// Keeps the process namespace that the containers share. It is dropped last.
+    /// Holds the process namespace that the containers share. It is dropped last.
     _sandbox: Option<Container>,
 }
 
 impl Pod {
-    /// Starts this pod, or the one that this DaemonSet has on the node, and runs its init containers. It panics with the log of
-    /// one that fails.
+    /// Runs the init containers of a pod, or of a DaemonSet's pod on the node, and starts its containers. It panics
+    /// with the log of an init container that fails.
     pub async fn start(node: &Node, objects: &[Value], set: &Value) -> Self {
         let (spec, name) = (set.pointer(POD).unwrap_or(&set["spec"]), set["metadata"]["name"].as_str().unwrap());
         let folder = node.folder_for(name);
@@ -53,7 +54,7 @@ impl Pod {
         };
         for container in list(spec, "/initContainers") {
             let mut container = start(container);
-            let ended = tokio::time::timeout(READY, container.end()).await;
+            let ended = tokio::time::timeout(READY_TIMEOUT, container.end()).await;
             let status =
                 ended.unwrap_or_else(|_| panic!("{} does not end\n{}", container.name, tail(&container.log())));
             assert!(status.success(), "{} ended with {status}\n{}", container.name, tail(&container.log()));
@@ -64,9 +65,9 @@ impl Pod {
         Self { containers: of.into_iter().map(start).collect(), probed, grace, _sandbox: sandbox }
     }
 
-    /// Waits until every readiness probe succeeds, while every container runs.
+    /// Waits until every readiness probe succeeds; every container has to run meanwhile.
     pub async fn is_ready(&mut self) {
-        let deadline = tokio::time::Instant::now() + READY;
+        let deadline = tokio::time::Instant::now() + READY_TIMEOUT;
         for port in self.probed.clone() {
             while probe_answer(port).await != Some(200) {
                 self.all_run();
@@ -96,7 +97,7 @@ impl Pod {
         self.containers.iter().map(|it| format!("-- {}\n{}\n", it.name, tail(&it.log()))).collect()
     }
 
-    /// Ends it as the kubelet does: SIGTERM, and SIGKILL after the grace period.
+    /// Ends the pod by SIGTERM, as the kubelet does; panics if a container outlasts the grace period.
     pub async fn stop(mut self) {
         for container in &self.containers {
             container.signal("TERM");
@@ -120,7 +121,7 @@ fn probe(container: &Value) -> Option<u16> {
     number.and_then(|number| u16::try_from(number).ok())
 }
 
-/// The status of `GET /readyz`; `None` where nothing answers.
+/// The status of `GET /readyz`; `None` without an answer.
 async fn probe_answer(port: u16) -> Option<u16> {
     crate::node::get(port, "/readyz").await.map(|(status, _)| status)
 }
@@ -141,7 +142,7 @@ async fn sandbox(folder: &Path) -> Container {
     sandbox
 }
 
-/// Makes the pod's volumes; their names and places on this machine.
+/// Makes the pod's volumes; returns their paths on this machine by name.
 fn volumes(node: &Node, objects: &[Value], folder: &Path, volumes: &[&Value]) -> BTreeMap<String, PathBuf> {
     let made = volumes.iter().map(|volume| {
         let name = volume["name"].as_str().unwrap();
@@ -173,19 +174,19 @@ fn volumes(node: &Node, objects: &[Value], folder: &Path, volumes: &[&Value]) ->
     made.collect()
 }
 
-/// What the kubelet does for a hostPath of this type.
+/// Makes or checks a hostPath of this type, as the kubelet does.
 fn host_path(path: &Path, kind: &str) -> PathBuf {
     match kind {
         "DirectoryOrCreate" => fs::create_dir_all(path).unwrap(),
-        "Directory" => assert!(is_folder(path), "hostPath type check failed: {} is no directory", path.display()),
-        // Not looked at: an init container may make it.
+        "Directory" => assert!(is_folder(path), "hostPath type check failed: {} is not a directory", path.display()),
+        // The kubelet does not check such a path, which an init container may make.
         "" => {}
         other => panic!("tests/image does not know hostPath type {other}"),
     }
     path.to_owned()
 }
 
-/// Files as the kubelet writes them: in a folder behind two links, so that it can change all at once.
+/// Writes files as the kubelet does: behind two links, so that it can replace all at once.
 fn project(folder: &Path, files: impl Iterator<Item = (String, String)>) -> PathBuf {
     let data = folder.join("..2026_11_23");
     fs::create_dir_all(&data).unwrap();
@@ -267,7 +268,7 @@ impl Maker<'_> {
         })
     }
 
-    /// The image's variables, those of the kubelet, the container's own, and those by which our libnvidia-ml knows its machine.
+    /// The variables of the image, of the node and of the container; a later one overrides an earlier one.
     fn environment(&self, container: &Value) -> Vec<String> {
         let mut all: BTreeMap<String, String> = BTreeMap::new();
         let mut set = |pair: &str| {
@@ -289,7 +290,10 @@ impl Maker<'_> {
     }
 
     fn mounts(&self, container: &Value, is_nvidias: bool, privileged: bool) -> Vec<Value> {
-        let of_kernel = |destination: &str, kind: &str, options: &[&str]| json!({"destination": destination, "type": kind, "source": kind, "options": options});
+        let of_kernel = |destination: &str, kind: &str, options: &[&str]| {
+            let source = kind;
+            json!({"destination": destination, "type": kind, "source": source, "options": options})
+        };
         let system = if privileged { "rw" } else { "ro" };
         let mut mounts = vec![
             of_kernel("/proc", "proc", &["nosuid", "noexec", "nodev"]),
@@ -303,7 +307,10 @@ impl Maker<'_> {
             of_kernel("/dev/mqueue", "mqueue", &["nosuid", "noexec", "nodev"]),
             of_kernel("/sys", "sysfs", &["nosuid", "noexec", "nodev", system]),
         ];
-        let bind = |destination: &str, source: &Path, options: &[&str]| json!({"destination": destination, "type": "bind", "source": source, "options": options});
+        let bind = |destination: &str, source: &Path, options: &[&str]| {
+            let kind = "bind";
+            json!({"destination": destination, "type": kind, "source": source, "options": options})
+        };
         if is_nvidias {
             let nvidias = self.node.nvidia_mounts();
             mounts.extend(nvidias.iter().map(|(source, to, access)| bind(to, source, &["rbind", access])));
@@ -312,13 +319,13 @@ impl Maker<'_> {
             let name = mount["name"].as_str().unwrap();
             let source = self.volumes.get(name).unwrap_or_else(|| panic!("no volume {name}"));
             let source = match mount["subPath"].as_str() {
-                // A file of a ConfigMap is behind two links. What is not there the kubelet makes, as a folder.
+                // A file of a ConfigMap is behind two links. The kubelet makes a missing subPath as a folder.
                 Some(path) => fs::canonicalize(source.join(path)).unwrap_or_else(|_| {
                     fs::create_dir_all(source.join(path)).unwrap();
                     source.join(path)
                 }),
                 None => {
-                    // As containerd does.
+                    // containerd makes a missing source.
                     fs::create_dir_all(source).unwrap();
                     source.clone()
                 }
@@ -341,7 +348,7 @@ impl Maker<'_> {
     }
 }
 
-/// The container's command in the place of the image's entrypoint, its arguments in the place of the image's command.
+/// The command line: the container's command replaces the image's entrypoint, its arguments the image's command.
 fn arguments(container: &Value) -> Vec<String> {
     let image = &unpacked().image;
     let words = |field: &str| -> Option<Vec<String>> {
@@ -354,7 +361,7 @@ fn arguments(container: &Value) -> Vec<String> {
     }
 }
 
-/// Limits, and the devices that NVIDIA's runtime lets in.
+/// The memory limit, and the devices that NVIDIA's runtime allows.
 fn resources(container: &Value) -> Value {
     let mut resources = json!({"devices": [
         {"allow": false, "access": "rwm"},

@@ -1,45 +1,46 @@
-//! What this machine may do. What needs a right that it lacks is left out, by name.
+//! The rights of containers, as far as this machine has them. A check that needs a missing right is skipped by name.
 
 use std::collections::BTreeSet;
 use std::io::Write as _;
 use std::sync::OnceLock;
 
 /// Linux' capabilities, by their numbers (linux/capability.h).
-const CAPABILITIES: &str = "CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE NET_BIND_SERVICE \
+const CAPABILITIES: &str = "\
+    CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE NET_BIND_SERVICE \
     NET_BROADCAST NET_ADMIN NET_RAW IPC_LOCK IPC_OWNER SYS_MODULE SYS_RAWIO SYS_CHROOT SYS_PTRACE SYS_PACCT \
-    SYS_ADMIN SYS_BOOT SYS_NICE SYS_RESOURCE SYS_TIME SYS_TTY_CONFIG MKNOD LEASE AUDIT_WRITE AUDIT_CONTROL \
-    SETFCAP MAC_OVERRIDE MAC_ADMIN SYSLOG WAKE_ALARM BLOCK_SUSPEND AUDIT_READ PERFMON BPF CHECKPOINT_RESTORE";
+    SYS_ADMIN SYS_BOOT SYS_NICE SYS_RESOURCE SYS_TIME SYS_TTY_CONFIG MKNOD LEASE AUDIT_WRITE AUDIT_CONTROL SETFCAP \
+    MAC_OVERRIDE MAC_ADMIN SYSLOG WAKE_ALARM BLOCK_SUSPEND AUDIT_READ PERFMON BPF CHECKPOINT_RESTORE";
 
-/// Those that containerd gives to a container that says nothing about them (its `defaultUnixCaps`).
-const DEFAULT: &str = "CHOWN DAC_OVERRIDE FSETID FOWNER MKNOD NET_RAW SETGID SETUID SETFCAP SETPCAP NET_BIND_SERVICE SYS_CHROOT \
-    KILL AUDIT_WRITE";
+/// The capabilities that containerd gives to a container by default (its `defaultUnixCaps`).
+const DEFAULT: &str = "CHOWN DAC_OVERRIDE FSETID FOWNER MKNOD NET_RAW SETGID SETUID SETFCAP SETPCAP NET_BIND_SERVICE \
+    SYS_CHROOT KILL AUDIT_WRITE";
 
-/// What a container's security context asks for.
+/// The capabilities in a container's security context.
 pub struct Asked<'a> {
     pub privileged: bool,
     pub add: BTreeSet<&'a str>,
     pub drop: BTreeSet<&'a str>,
 }
 
-/// The capabilities that a container gets, `CAP_` in front.
+/// The capabilities that a container gets, with the prefix `CAP_`.
 pub fn capabilities(asked: &Asked<'_>) -> Vec<String> {
     let wanted = |name: &&str| {
         let is_default = DEFAULT.split_whitespace().any(|it| it == *name) && !asked.drop.contains("ALL");
         asked.privileged || asked.add.contains(name) || (is_default && !asked.drop.contains(name))
     };
-    let had = available();
+    let available = available();
     let (given, missing): (Vec<&str>, Vec<&str>) =
-        CAPABILITIES.split_whitespace().filter(wanted).partition(|it| had.contains(it));
+        CAPABILITIES.split_whitespace().filter(wanted).partition(|it| available.contains(it));
     for name in missing {
         left_out(&format!("the capability {name}, which this machine does not give to its root"));
     }
     given.into_iter().map(|name| format!("CAP_{name}")).collect()
 }
 
-/// Those that this process may pass on.
+/// The capabilities that this process may pass on.
 fn available() -> &'static BTreeSet<&'static str> {
-    static HAD: OnceLock<BTreeSet<&'static str>> = OnceLock::new();
-    HAD.get_or_init(|| {
+    static AVAILABLE: OnceLock<BTreeSet<&'static str>> = OnceLock::new();
+    AVAILABLE.get_or_init(|| {
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
         let line =
             status.lines().find_map(|line| line.strip_prefix("CapBnd:")).expect("the kernel names the bounding set");
@@ -53,10 +54,10 @@ fn available() -> &'static BTreeSet<&'static str> {
     })
 }
 
-/// Says, once, what is left out. Not by eprintln, which the test harness keeps to itself.
+/// Reports a skipped check once. eprintln would not do, because the test harness captures it.
 pub fn left_out(what: &str) {
-    static SAID: std::sync::Mutex<BTreeSet<String>> = std::sync::Mutex::new(BTreeSet::new());
-    if SAID.lock().unwrap().insert(what.to_owned()) {
+    static REPORTED: std::sync::Mutex<BTreeSet<String>> = std::sync::Mutex::new(BTreeSet::new());
+    if REPORTED.lock().unwrap().insert(what.to_owned()) {
         let _ = writeln!(std::io::stderr(), "left out: {what}");
     }
 }

@@ -1,5 +1,5 @@
-//! The image's root file system, made once for all tests: Debian's packages by mmdebstrap, the rest by the Dockerfile's
-//! own steps. The programs are those that `make build` has built.
+//! Makes the image's root file system once for all tests: Debian's packages by mmdebstrap, the rest by the Dockerfile's
+//! own steps. The programs are those of `make build`.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 use crate::dockerfile::{Image, Step};
 use crate::helm::repository;
 
-/// Where everything is made.
+/// The folder of all files that these tests make.
 const FOLDER: &str = "target/image";
 
 /// The image and the folder with its root file system.
@@ -18,11 +18,11 @@ const FOLDER: &str = "target/image";
 pub struct Unpacked {
     pub image: Image,
     pub folder: PathBuf,
-    /// Held until the process ends: another run would make the folder anew under containers.
+    /// Held until the process ends, because another run would replace the folder under running containers.
     _lock: Arc<File>,
 }
 
-/// Makes it, or panics with what failed.
+/// Makes the root file system on the first call; panics with the command that failed.
 pub fn unpacked() -> &'static Unpacked {
     static MADE: OnceLock<Unpacked> = OnceLock::new();
     MADE.get_or_init(|| {
@@ -55,27 +55,27 @@ fn make(image: &Image) -> PathBuf {
     root
 }
 
-/// Debian's packages as a tar file: those of minbase, which are debian:bookworm-slim's, and the image's. Its name says which
-/// these are, so that they are fetched once.
+/// A tar file of Debian's packages: those of minbase, as in debian:bookworm-slim, and the image's. The packages are in
+/// its name, so that they are fetched once.
 fn base(packages: &[String]) -> PathBuf {
     let file = repository(FOLDER).join(format!("base-{}.tar", packages.join("-")));
     if !file.exists() {
-        // Not into a folder of ours: a mmdebstrap that is killed leaves the host's /proc mounted there.
+        // The output is a tar file, because a killed mmdebstrap leaves the host's /proc mounted in a folder.
         let (draft, tool) = (repository(FOLDER).join("draft.tar"), repository("target/tools/mmdebstrap"));
         assert!(tool.exists(), "no mmdebstrap: `make tools` brings it");
         let include = format!("--include={}", packages.join(","));
-        let words: [&OsStr; 5] =
+        let args: [&OsStr; 5] =
             ["--quiet".as_ref(), "--variant=minbase".as_ref(), include.as_ref(), "bookworm".as_ref(), draft.as_ref()];
-        run(tool, words);
+        run(tool, args);
         fs::rename(&draft, &file).unwrap();
     }
     file
 }
 
-/// What the build stage installs: the same command, with a folder of ours. LINKWISE_IMAGE_BUILT names other programs, such
-/// as target/debug.
+/// Runs the build stage's install command into a folder of the tests, which it returns. LINKWISE_IMAGE_BUILT names
+/// another folder of programs, such as target/debug.
 fn installed(image: &Image) -> PathBuf {
-    #[expect(clippy::disallowed_methods, reason = "a test is told by its caller")]
+    #[expect(clippy::disallowed_methods, reason = "the environment names the folder of programs")]
     let built = std::env::var("LINKWISE_IMAGE_BUILT").unwrap_or_else(|_| "target/release".to_owned());
     let folder = repository(FOLDER).join("installed");
     run("rm", ["-rf".as_ref(), folder.as_os_str()]);
@@ -91,7 +91,7 @@ fn copy(from: &Path, to: &Path) {
     run("cp", ["-a".as_ref(), from.as_os_str(), to.as_os_str()]);
 }
 
-/// A path of the image, below a folder.
+/// An absolute path of the image, below a folder.
 pub fn below(root: &Path, path: &str) -> PathBuf {
     root.join(path.trim_start_matches('/'))
 }
@@ -101,6 +101,6 @@ pub fn run<A: AsRef<OsStr>>(program: impl AsRef<OsStr>, args: impl IntoIterator<
     let mut command = Command::new(program);
     command.args(args);
     let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
-    let words = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{command:?}: {}\n{words}", output.status);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{command:?}: {}\n{stderr}", output.status);
 }

@@ -1,4 +1,4 @@
-//! Containers by runc: each on an overlay of the image's root file system, with the configuration that it is given.
+//! Runs containers by runc, each on an overlay of the image's root file system.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -13,16 +13,16 @@ use crate::helm::repository;
 use crate::rights::left_out;
 use crate::rootfs::{run, unpacked};
 
-/// A container that runs, or has ended. Its processes go when this is dropped.
+/// A container that runs or has ended. Dropping it kills its processes.
 pub struct Container {
-    /// The pod's name for the claim.
+    /// The name of the container in its pod.
     pub name: String,
     id: String,
     folder: PathBuf,
     process: Child,
 }
 
-/// What a command in a container printed.
+/// The status and the output of a command in a container.
 #[derive(Debug)]
 pub struct Printed {
     pub status: ExitStatus,
@@ -31,7 +31,7 @@ pub struct Printed {
 }
 
 impl Container {
-    /// Starts it in a folder of its own. `configuration` is OCI's, all but its root.
+    /// Starts a container with its files in `folder`. `configuration` is OCI's, without the path of its root.
     pub fn start(name: &str, folder: PathBuf, mut configuration: Value) -> Self {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let id = format!("linkwise-{}-{}-{name}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
@@ -58,31 +58,31 @@ impl Container {
         Self { name: name.to_owned(), id, folder, process }
     }
 
-    /// What it has logged so far.
+    /// The log of the container so far.
     pub fn log(&self) -> String {
         fs::read_to_string(self.folder.join("log")).unwrap_or_default()
     }
 
-    /// How it ended; `None` while it runs.
+    /// The exit status; `None` while the container runs.
     pub fn ended(&mut self) -> Option<ExitStatus> {
         self.process.try_wait().unwrap()
     }
 
-    /// Waits for its end.
+    /// Waits for the container's end.
     pub async fn end(&mut self) -> ExitStatus {
         self.process.wait().await.unwrap()
     }
 
-    /// The process number of its first process, as the host has it; `None` before its start.
+    /// The process id of its first process on the host; `None` before its start.
     pub fn pid(&self) -> Option<u64> {
         let output = runc().args(["state", &self.id]).output().unwrap();
         let state: Value = serde_json::from_slice(&output.stdout).ok()?;
         state["pid"].as_u64().filter(|pid| *pid != 0)
     }
 
-    /// Runs a command in it, as `kubectl exec` does.
-    pub async fn exec(&self, words: &[&str]) -> Printed {
-        let output = Command::from(runc()).args(["exec", &self.id]).args(words).output().await.unwrap();
+    /// Runs a command in the container, as `kubectl exec` does.
+    pub async fn exec(&self, command: &[&str]) -> Printed {
+        let output = Command::from(runc()).args(["exec", &self.id]).args(command).output().await.unwrap();
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         Printed { status: output.status, out: text(&output.stdout), error: text(&output.stderr) }
     }
@@ -92,18 +92,18 @@ impl Container {
         let _ = runc().args(["kill", &self.id, name]).output();
     }
 
-    /// The memory limit of its cgroup, where this machine has cgroups.
+    /// The memory limit of its cgroup, if this machine has cgroups.
     pub fn memory_limit(&self) -> Option<u64> {
         self.memory("memory.limit_in_bytes", "memory.max")?.trim().parse().ok()
     }
 
-    /// How many of its processes the kernel has ended for want of memory, where this machine has cgroups.
+    /// The number of its processes that the kernel killed for want of memory, if this machine has cgroups.
     pub fn oom_kills(&self) -> Option<u64> {
         let counters = self.memory("memory.oom_control", "memory.events")?;
         counters.lines().find_map(|line| line.strip_prefix("oom_kill ")?.parse().ok())
     }
 
-    /// A file of its cgroup's memory, of version 1 or 2.
+    /// The text of a file of its memory cgroup, of version 1 or 2.
     fn memory(&self, version1: &str, version2: &str) -> Option<String> {
         let (one, two) = (Path::new("/sys/fs/cgroup/memory"), Path::new("/sys/fs/cgroup"));
         let places = [one.join(&self.id).join(version1), two.join(&self.id).join(version2)];
@@ -126,7 +126,7 @@ fn runc() -> Sync {
     command
 }
 
-/// Whether runc can make a cgroup that limits memory.
+/// Returns true if runc can make a cgroup that limits memory.
 fn has_cgroups() -> bool {
     static HAS: OnceLock<bool> = OnceLock::new();
     *HAS.get_or_init(|| {
@@ -138,20 +138,22 @@ fn has_cgroups() -> bool {
             "process": {"user": {"uid": 0, "gid": 0}, "args": ["true"], "env": ["PATH=/usr/bin"], "cwd": "/"},
             "root": {"path": unpacked().folder, "readonly": true},
             "mounts": [{"destination": "/proc", "type": "proc", "source": "proc"}],
-            "linux": {"namespaces": namespaces, "cgroupsPath": format!("/{id}"), "resources": {"memory": {"limit": 64 << 20}}},
+            "linux": {
+                "namespaces": namespaces, "cgroupsPath": format!("/{id}"), "resources": {"memory": {"limit": 64 << 20}},
+            },
         });
         fs::write(folder.path().join("config.json"), configuration.to_string()).unwrap();
         runc().args(["run", "--bundle"]).arg(folder.path()).arg(&id).output().unwrap().status.success()
     })
 }
 
-/// The end of a log, for a message.
+/// The last lines of a log, for a message.
 pub fn tail(log: &str) -> String {
     let lines: Vec<&str> = log.lines().collect();
     lines[lines.len().saturating_sub(30)..].join("\n")
 }
 
-/// Whether a path is a folder or a link to one.
+/// Returns true if a path is a folder or a link to one.
 pub fn is_folder(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|it| it.is_dir())
 }

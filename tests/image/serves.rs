@@ -1,4 +1,4 @@
-//! Each program of the image does its work in its container.
+//! Tests that each program of the image does its work in its container.
 
 use linkwise_api_server_box::ResourceType;
 use linkwise_kubelet_box::{Place, Pod as Workload};
@@ -16,15 +16,15 @@ async fn plugin_registers_and_allocates() {
     let admitted = node.kubelet.admit(&Workload::single("default/p", GPU, 2), None).await.unwrap();
     let grant = admitted.grant("main", GPU).unwrap();
     assert_eq!(grant.allocation.devices.len(), 2, "{grant:?}");
-    for (words, said) in [
+    for (command, part) in [
         (&["linkwise", "topology"][..], "NV2"),
         (&["linkwise", "snapshot"], "V100"),
         (&["linkwise", "allocate", "--size", "2", "--explain"], "collective"),
         (&["linkwise", "admin", "state"], "V100"),
         (&["linkwise", "doctor"], "0 failed"),
     ] {
-        let printed = pod.container(PLUGIN_CONTAINER).exec(words).await;
-        assert!(succeeds(&printed).contains(said), "{words:?}: {}", printed.out);
+        let printed = pod.container(PLUGIN_CONTAINER).exec(command).await;
+        assert!(succeeds(&printed).contains(part), "{command:?}: {}", printed.out);
     }
     let sockets = || std::fs::read_dir(node.host().join("var/lib/kubelet/device-plugins")).unwrap().flatten();
     pod.stop().await;
@@ -51,12 +51,12 @@ async fn gpu_feature_discovery_writes_its_node_feature() {
     Node::start("dgx1-v100").await.discovers().await;
 }
 
-/// Two kinds of nodes: files of one GPU a device, and of four slots a GPU.
+/// Configuration files for two kinds of nodes: one device a GPU, and four slots a GPU.
 const FILES: &str = r#"config.map={"default": "version: v1\n", "shared":
     "version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}\n"}"#;
 
 #[tokio::test]
-async fn config_manager_links_what_the_nodes_label_names() {
+async fn config_manager_follows_the_nodes_label() {
     let node = Node::start("dgx1-v100").await;
     let pod = node.deploy(PLUGIN, &[FILES]).await;
     node.offers(&pod, GPU, 8).await;
@@ -76,7 +76,7 @@ async fn mps_daemon_serves_what_the_plugin_then_offers() {
     let admitted = node.kubelet.admit(&Workload::single("default/p", GPU, 1), None).await.unwrap();
     let allocation = &admitted.grant("main", GPU).unwrap().allocation;
     assert!(allocation.envs.contains_key("CUDA_MPS_PIPE_DIRECTORY"), "{allocation:?}");
-    // The shared memory that the init container has mounted is on the host.
+    // The host sees the shared memory that the init container has mounted.
     if node.shares_mounts() {
         let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
         let shm = node.host().join("run/nvidia/mps/shm");
@@ -90,10 +90,10 @@ async fn mps_daemon_serves_what_the_plugin_then_offers() {
 async fn event_tells_a_pod_of_its_slow_gpus() {
     let node = Node::start("dgx1-v100").await;
     let place = |pod: &str| Place { pod: pod.to_owned(), container: "main".to_owned(), resource: GPU.to_owned() };
-    // Two GPUs without a link between them.
+    // These two GPUs have no NVLink between them.
     let poor = [1, 6].map(|gpu| format!("GPU-00000001-0000-4000-8000-00000000000{gpu}"));
     node.kubelet.hold(place("poor"), poor.clone());
-    // The kubelet's checkpoint has the pod's UID. The box has written one in which that is the name.
+    // The event needs the UID from the kubelet's checkpoint; the box has written one with the pod's name in its place.
     let entry = json!({"PodUID": "uid-of-poor", "ContainerName": "main", "ResourceName": GPU, "DeviceIDs": {"0": poor},
                        "AllocResp": ""});
     let text = json!({"Data": {"PodDeviceEntries": [entry], "RegisteredDevices": {}}, "Checksum": 1}).to_string();
@@ -123,7 +123,7 @@ async fn container_has_the_rights_of_the_chart_and_no_more() {
 }
 
 #[tokio::test]
-async fn helm_test_says_whether_the_node_serves() {
+async fn helm_test_succeeds_on_a_node_that_serves() {
     let node = Node::start("dgx1-v100").await;
     for values in [&[][..], &["dra.enabled=true"]] {
         let objects = node.render(values);

@@ -1,9 +1,9 @@
-//! From every setting of the chart to every other and back, in the container that the chart gives: no pod ends by itself,
-//! each becomes ready and serves, and soon no GPU is offered through two doors. The slices of the last door may outlast
-//! the change by a moment, in which a claim for them is refused.
+//! Switches a node from every setting of the chart to every other and back, in the containers of the chart: no pod ends
+//! by itself, each becomes ready and serves, and soon no GPU is offered through two doors. The slices of the previous
+//! setting may outlast the change by a moment, in which a claim for them is refused.
 //!
-//! What happens to each GPU, claim and pod on the way is tested with processes, where a grace period of 60 s can be made
-//! short (`tests/cluster/way_back.rs`).
+//! `tests/cluster/way_back.rs` tests each GPU, claim and pod during a change with processes, for which it can shorten a
+//! grace period of 60 s.
 
 use std::collections::BTreeSet;
 
@@ -18,14 +18,14 @@ fn gpu_of(name: &str) -> u32 {
     name.split("::").next().unwrap().rsplit('-').next().unwrap().parse().unwrap()
 }
 
-/// The GPUs that the kubelet gives by the device plugin, and those that the scheduler gives by DRA.
+/// The GPUs that the kubelet gives through the device plugin, and those that the scheduler gives through DRA.
 fn offered(node: &Node) -> (BTreeSet<u32>, BTreeSet<u32>) {
     let state = node.kubelet.state();
     let plugin = state.resources.get(GPU).map(|it| it.healthy.iter().map(|id| gpu_of(id)).collect());
     (plugin.unwrap_or_default(), node.published().iter().map(|name| gpu_of(name)).collect())
 }
 
-/// Ends a pod of ours; the kubelet deletes the slices of a DRA driver that stays away, after 30 s.
+/// Ends a pod, and deletes the slices if DRA is off next, as the kubelet does 30 s after the driver is gone.
 async fn end(node: &Node, pod: Pod, next: &Setting) {
     pod.stop().await;
     if !next.dra {
@@ -33,7 +33,7 @@ async fn end(node: &Node, pod: Pod, next: &Setting) {
     }
 }
 
-/// Every ordered pair of settings, as one way: each step leads from one to the next.
+/// A sequence of settings that has every ordered pair of settings as neighbours.
 fn way() -> Vec<Setting> {
     let mut way = vec![SETTINGS[0]];
     for (at, from) in SETTINGS.into_iter().enumerate() {
@@ -80,10 +80,10 @@ async fn dra_on_and_off_and_on_under_a_claim() {
     let claim = node.claim("one", "gpu-5", &[]);
     let cdi = node.start_claim(&pod, "p", &claim).await;
     end(&node, pod, &ALONE).await;
-    // The GPU of the claim stays with it, the others change doors.
+    // The claim keeps its GPU, and the others change doors.
     let pod = node.deploy(PLUGIN, ALONE.values).await;
     node.offers(&pod, GPU, 7).await;
-    assert!(!offered(&node).0.contains(&5), "a pod has GPU 5 by its claim");
+    assert!(!offered(&node).0.contains(&5), "the claim's pod has GPU 5");
     let seven = node.kubelet.admit(&Workload::single("default/seven", GPU, 7), None).await.unwrap();
     assert_eq!(seven.grant("main", GPU).unwrap().allocation.devices.len(), 7);
     assert!(node.kubelet.remove_pod("default/seven"));
@@ -91,7 +91,7 @@ async fn dra_on_and_off_and_on_under_a_claim() {
     let mut pod = node.deploy(PLUGIN, DRA.values).await;
     node.publishes(&mut pod, 8).await;
     node.has_driver(&pod).await;
-    assert_eq!(node.start_claim(&pod, "p", &claim).await, cdi, "the claim is as it was");
+    assert_eq!(node.start_claim(&pod, "p", &claim).await, cdi, "the claim keeps its devices");
     node.dra.stop_pod("p").await.unwrap();
     pod.stop().await;
 }
