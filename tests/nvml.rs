@@ -317,12 +317,12 @@ async fn poll_reports_the_health_of_each_gpu() {
 #[tokio::test]
 async fn reach_is_polled_by_the_first_call_a_gpu_offers() {
     // Either the library lacks the deprecated call, or a vGPU has no temperature at all.
-    for gone in [&["nvmlDeviceGetTemperature"][..], &["nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV"]] {
+    for missing in [&["nvmlDeviceGetTemperature"][..], &["nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV"]] {
         let machine = machine();
-        gone.iter().for_each(|call| machine.tell(&format!("fail 1 {call} 3")));
+        missing.iter().for_each(|call| machine.tell(&format!("fail 1 {call} 3")));
         let mut agent = machine.agent();
         polled(&mut agent, 1, |poll| poll.reach == Reach::Answers).await;
-        let stands_in = if gone.len() == 1 { "nvmlDeviceGetTemperatureV" } else { "nvmlDeviceGetUtilizationRates" };
+        let stands_in = if missing.len() == 1 { "nvmlDeviceGetTemperatureV" } else { "nvmlDeviceGetUtilizationRates" };
         machine.tell(&format!("fail 1 {stands_in} 15"));
         let lost = Reach::Lost { call: stands_in.into() };
         polled(&mut agent, 1, |poll| poll.reach == lost).await;

@@ -9,7 +9,6 @@ use crate::chart::helm::{Helm, POD, daemon_sets, list, object, repository};
 
 const NAME: &str = "nvdp-nvidia-device-plugin";
 
-/// The pod of `helm test`.
 fn test_pod(objects: &[Value]) -> &Value {
     object(objects, "Pod", &format!("{NAME}-test"))
 }

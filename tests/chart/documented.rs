@@ -37,7 +37,7 @@ fn schema() -> Value {
 /// Values that are missing in values.yaml: those that NVIDIA's templates read unlisted, and helm's own.
 const UNLISTED: [&str; 4] = ["global", "nfd.enabled", "noTimestamp", "sleepInterval"];
 
-/// Removed values, which the chart refuses with what to use instead.
+/// Removed values. The chart's refusal of one names its replacement.
 const REMOVED: &[&str] = &[
     "devicePlugin.standby",
     "dra.groups",

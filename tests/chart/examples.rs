@@ -78,7 +78,6 @@ fn texts<'a>(value: &'a Value, pointer: &str) -> Vec<&'a str> {
     list(value, pointer).into_iter().map(text).collect()
 }
 
-/// The entries of a map of texts.
 fn entries(map: &Value) -> impl Iterator<Item = (&str, &str)> {
     map.as_object().into_iter().flatten().map(|(key, value)| (key.as_str(), text(value)))
 }

@@ -5,7 +5,6 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-/// A file or folder of the repository.
 pub fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
@@ -19,7 +18,6 @@ pub fn tool(name: &str) -> PathBuf {
 /// The name of the release that all tests render, from NVIDIA's README.
 pub const RELEASE: &str = "nvdp";
 
-/// helm on this machine.
 pub struct Helm(PathBuf);
 
 impl Helm {
@@ -77,7 +75,6 @@ pub fn set<'a>(values: &[&'a str]) -> Vec<&'a str> {
     values.iter().flat_map(|value| ["--set", value]).collect()
 }
 
-/// The named object of a kind.
 pub fn object<'a>(objects: &'a [Value], kind: &str, name: &str) -> &'a Value {
     let found = objects.iter().find(|object| object["kind"] == kind && object["metadata"]["name"] == name);
     found.unwrap_or_else(|| panic!("no {kind} {name}"))
@@ -95,7 +92,6 @@ pub fn containers(set: &Value) -> Vec<&Value> {
     ["initContainers", "containers"].iter().flat_map(|of| list(set, &format!("{POD}/{of}"))).collect()
 }
 
-/// The DaemonSets among these objects.
 pub fn daemon_sets(objects: &[Value]) -> impl Iterator<Item = &Value> {
     objects.iter().filter(|object| object["kind"] == "DaemonSet")
 }

@@ -93,11 +93,11 @@ fn mig_on_demand_without_its_rights_is_refused() {
     let helm = Helm::found();
     let (dra, on, rights) = ("dra.enabled=true", "dra.dynamicMig=true", "dra.migRights=true");
     let file = "config.map.a=linkwise: {dra: {dynamicMig: true}}";
-    let words = ["SYS_ADMIN", "mig/config", "Set dra.migRights=true", "docs/mig.md"];
+    let parts = ["SYS_ADMIN", "mig/config", "Set dra.migRights=true", "docs/mig.md"];
     for (values, place) in
         [(&[dra, on][..], "dra.dynamicMig:"), (&[dra, file], "config.map.a: linkwise.dra.dynamicMig:")]
     {
-        refused(&helm, values, &[&words[..], &[place]].concat());
+        refused(&helm, values, &[&parts[..], &[place]].concat());
     }
     refused(&helm, &[rights], &["dra.migRights", "set dra.enabled"]);
     let own = "securityContext.runAsUser=0";
@@ -118,7 +118,7 @@ fn mig_on_demand_without_its_rights_is_refused() {
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn removed_values_are_refused_with_what_to_use() {
     let helm = Helm::found();
-    for (value, words) in [
+    for (value, parts) in [
         ("devicePlugin.standby=true", ["devicePlugin.standby:", "leave it out", "restarts the container"]),
         ("dra.groups={2,6}", ["dra.groups:", "Leave it out", "linkwise claim --gpus N"]),
         (
@@ -136,7 +136,7 @@ fn removed_values_are_refused_with_what_to_use() {
             ["linkwise.expose.ncclTopology:", "NCCL reads the node", "Leave"],
         ),
     ] {
-        refused(&helm, &[value], &words);
+        refused(&helm, &[value], &parts);
     }
     for taken in ["dra.groups=null", "devicePlugin.standby=false"] {
         assert!(!helm.objects(&[taken]).is_empty());
@@ -217,7 +217,7 @@ fn nfd_is_refused_with_the_command_that_installs_it() {
 fn values_that_contradict_are_refused_with_the_reason() {
     let helm = Helm::found();
     let (a, b) = ("config.map.a=version: v1", "config.map.b=version: v1");
-    for (values, words) in [
+    for (values, parts) in [
         (&["namespaceOverride=default"][..], &["--namespace", "allowDefaultNamespace"][..]),
         (&["config.name=external", a], &["config.name (external) and config.map"]),
         (
@@ -244,7 +244,7 @@ fn values_that_contradict_are_refused_with_the_reason() {
             &["config.map.a: sharing.mps", "openshift.enabled", "SCC privileged"],
         ),
     ] {
-        refused(&helm, values, words);
+        refused(&helm, values, parts);
     }
     for taken in [
         &["namespaceOverride=default", "allowDefaultNamespace=true"][..],

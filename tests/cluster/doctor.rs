@@ -88,7 +88,7 @@ async fn unlistable_node_features_are_no_failure() {
     let found = host.findings("labels", "none").await;
     let [(skipped, why)] = found.as_slice() else { panic!("{found:?}") };
     assert!(skipped == "skipped" && why.contains("forbidden") && why.contains("kubectl get nodefeatures"), "{why}");
-    // Without a token the doctor says so, and sends no request.
+    // Without a token the doctor reports that, and sends no request.
     std::fs::remove_file(host.cluster.folder().join("token")).unwrap();
     let before = host.cluster.server.requests().len();
     let found = host.findings("labels", "none").await;
@@ -161,27 +161,27 @@ async fn resource_of_both_doors_or_an_old_plugin_is_named() {
         .unwrap();
     };
     policy("single-numa-node");
-    let says = async |allocatable: Value, capacity: Value, status: &str, part: &str| {
+    let reports = async |allocatable: Value, capacity: Value, status: &str, part: &str| {
         let node = json!({"status": {"allocatable": allocatable, "capacity": capacity}});
         host.cluster.server.put("kubelet", &node_key("n"), node);
         host.finds("DRA", status, part).await;
     };
     let gpus = |count: &str| json!({"nvidia.com/gpu": count});
-    says(
+    reports(
         gpus("3"),
         gpus("8"),
         "warning",
         "nvidia.com/gpu is a resource of the device plugin here and of the DeviceClass",
     )
     .await;
-    says(gpus("0"), gpus("8"), "warning", "policy single-numa-node").await;
+    reports(gpus("0"), gpus("8"), "warning", "policy single-numa-node").await;
     policy("none");
-    says(gpus("0"), gpus("8"), "ok", "still remembers a device plugin").await;
-    says(gpus("0"), gpus("0"), "ok", "through the DeviceClass gpu.nvidia.com").await;
-    says(json!({}), json!({}), "ok", "through the DeviceClass gpu.nvidia.com").await;
+    reports(gpus("0"), gpus("8"), "ok", "still remembers a device plugin").await;
+    reports(gpus("0"), gpus("0"), "ok", "through the DeviceClass gpu.nvidia.com").await;
+    reports(json!({}), json!({}), "ok", "through the DeviceClass gpu.nvidia.com").await;
     let forbidden = Answer::Refusal(403, "nodes is forbidden", None);
     host.cluster.server.fail(Fault::of("GET", "/nodes/n", 1, forbidden));
-    says(json!({}), json!({}), "skipped", "nodes is forbidden").await;
+    reports(json!({}), json!({}), "skipped", "nodes is forbidden").await;
 }
 
 #[tokio::test]

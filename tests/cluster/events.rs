@@ -65,8 +65,9 @@ impl Writing {
     }
 
     /// Waits until exactly these pods have events.
-    async fn tells(&self, pods: &[&str]) {
-        within(self.cluster.server.wait_for_objects(&ResourceType::EVENTS, |events| told(events) == pods)).await;
+    async fn has_events_of(&self, pods: &[&str]) {
+        within(self.cluster.server.wait_for_objects(&ResourceType::EVENTS, |events| pods_with_events(events) == pods))
+            .await;
     }
 
     fn outcomes(&self, outcome: &'static str) -> u64 {
@@ -75,14 +76,14 @@ impl Writing {
 }
 
 /// The pods that have events, sorted.
-fn told(events: &[Value]) -> Vec<String> {
-    let mut told: Vec<String> = events.iter().map(about).collect();
-    told.sort();
-    told
+fn pods_with_events(events: &[Value]) -> Vec<String> {
+    let mut pods: Vec<String> = events.iter().map(regarded_pod).collect();
+    pods.sort();
+    pods
 }
 
-/// The pod that an event is about.
-fn about(event: &Value) -> String {
+/// The pod that an event regards.
+fn regarded_pod(event: &Value) -> String {
     let text = |field: &str| event["regarding"][field].as_str().unwrap().to_owned();
     format!("{}/{}", text("namespace"), text("name"))
 }
@@ -91,7 +92,7 @@ fn about(event: &Value) -> String {
 async fn pod_gets_one_event_by_its_uid() {
     let writing = writing().await;
     writing.due(&["a/train-0"]);
-    writing.tells(&["a/train-0"]).await;
+    writing.has_events_of(&["a/train-0"]).await;
     let uid = json!("uid-of-train-0");
     let [event] = writing.events().try_into().unwrap();
     assert_eq!(event["metadata"]["name"], format!("train-0.{}", uid.as_str().unwrap()));
@@ -100,7 +101,7 @@ async fn pod_gets_one_event_by_its_uid() {
     assert_eq!((&event["note"], &event["reportingInstance"]), (&json!("far from the best"), &json!("n")));
     // The first pod is listed again and gets no second event; the second pod's event shows that the list was read.
     writing.due(&["a/train-0", "a/train-1"]);
-    writing.tells(&["a/train-0", "a/train-1"]).await;
+    writing.has_events_of(&["a/train-0", "a/train-1"]).await;
     assert_eq!(writing.cluster.count("POST", "/events"), 2);
     // The next process finds the event of the first one, and writes no second.
     let Writing { cluster, running, .. } = writing;
@@ -120,40 +121,40 @@ async fn pod_gets_its_uid_from_its_claim() {
     writing.reserve("a/train-1", "later");
     let others = ["a/train-1", "a/train-2", "a/../secrets/x"].map(by_claim);
     writing.due.send_replace(Arc::new(others.into_iter().chain([by_claim("a/train-0")]).collect()));
-    writing.tells(&["a/train-0"]).await;
+    writing.has_events_of(&["a/train-0"]).await;
     assert_eq!(writing.events()[0]["regarding"]["uid"], "uid-by-claim");
     let asked = |of: &str| writing.cluster.count("GET", of);
     assert_eq!((asked("/resourceclaims/train-2"), asked("secrets"), asked("/pods")), (1, 0, 0));
     // Without the right to read claims such a pod gets no event, and delays no other.
     writing.cluster.server.forbid(&[("get", "resourceclaims")]);
     writing.due.send_replace(Arc::new(vec![by_claim("b/p"), event("b/q")]));
-    writing.tells(&["a/train-0", "b/q"]).await;
+    writing.has_events_of(&["a/train-0", "b/q"]).await;
 }
 
 #[tokio::test]
-async fn missing_right_is_waited_for() {
+async fn missing_right_delays_events_until_it_is_given() {
     let writing = writing().await;
     writing.cluster.server.forbid(&[("create", "events")]);
     writing.due(&["a/p"]);
     until(|| writing.outcomes("forbidden") > 2).await;
     assert!(writing.events().is_empty());
     writing.cluster.server.forbid(&[]);
-    writing.tells(&["a/p"]).await;
+    writing.has_events_of(&["a/p"]).await;
     writing.running.end().await;
 }
 
 #[tokio::test]
 async fn refused_namespace_delays_no_other() {
     let writing = writing().await;
-    let why = "unable to create new content in namespace ends because it is being terminated";
-    let refusal = Answer::Refusal(403, why, None);
+    let message = "unable to create new content in namespace ends because it is being terminated";
+    let refusal = Answer::Refusal(403, message, None);
     writing.cluster.server.fail(Fault::of("POST", "/namespaces/ends/", usize::MAX, refusal));
     writing.due(&["ends/p", "ends/q", "a/p", "z/p"]);
-    writing.tells(&["a/p", "z/p"]).await;
+    writing.has_events_of(&["a/p", "z/p"]).await;
 }
 
 #[tokio::test]
-async fn outage_delays_only_events_that_still_hold() {
+async fn events_that_still_hold_are_written_after_outage() {
     let writing = writing().await;
     writing.cluster.server.go_away().await;
     writing.due(&["a/ends", "a/stays"]);
@@ -163,7 +164,7 @@ async fn outage_delays_only_events_that_still_hold() {
     let failed = writing.outcomes("unreachable");
     until(|| writing.outcomes("unreachable") > failed + 1).await;
     writing.cluster.server.come_back().await;
-    writing.tells(&["a/stays"]).await;
+    writing.has_events_of(&["a/stays"]).await;
     writing.running.end().await;
 }
 
@@ -175,7 +176,7 @@ async fn slow_server_loses_no_event() {
     writing.cluster.server.fail(Fault::of("POST", "/events", 1, Answer::Lost));
     writing.due(&["a/p"]);
     until(|| writing.outcomes("conflict") == 1).await;
-    assert_eq!((writing.outcomes("timeout"), told(&writing.events())), (2, vec!["a/p".to_owned()]));
+    assert_eq!((writing.outcomes("timeout"), pods_with_events(&writing.events())), (2, vec!["a/p".to_owned()]));
     writing.running.end().await;
 }
 
@@ -185,7 +186,7 @@ async fn node_writes_at_most_ten_events_in_a_row() {
     let names: Vec<String> = (10..25).map(|number| format!("a/p{number}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     writing.due(&names);
-    writing.tells(&names[..10]).await;
+    writing.has_events_of(&names[..10]).await;
     // While another writer tries ten events, the first has time to write more, if that were allowed.
     let Writing { cluster, running, due } = writing;
     let other = start(cluster, PACE);
@@ -248,7 +249,7 @@ async fn pod_without_nvlink_gets_an_event_with_bandwidths() {
     checkpoint(&node, &[("good", &[0, 3]), ("poor", &[1, 6])]);
     let _running = run(&node);
     let event = first_event(&node).await;
-    assert_eq!((about(&event).as_str(), &event["reportingInstance"]), ("default/poor", &json!("n")));
+    assert_eq!((regarded_pod(&event).as_str(), &event["reportingInstance"]), ("default/poor", &json!("n")));
     assert_eq!(event["regarding"]["uid"], "uid-of-poor");
     let note = event["note"].as_str().unwrap();
     let measured = "The 2 GPUs of container main reach 10.0 GB/s together, and 2 GPUs of this node can reach 40.0.";
@@ -270,5 +271,8 @@ async fn event_says_why_better_gpus_were_not_given() {
     checkpoint(&node, &[("late", &[1, 6])]);
     let event = first_event(&node).await;
     let note = event["note"].as_str().unwrap();
-    assert!(about(&event) == "default/late" && note.contains(" Fragmented: other pods have the better ones"), "{note}");
+    assert!(
+        regarded_pod(&event) == "default/late" && note.contains(" Fragmented: other pods have the better ones"),
+        "{note}"
+    );
 }

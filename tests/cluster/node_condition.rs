@@ -75,7 +75,7 @@ impl Writing {
     }
 
     /// Waits until the condition has this message and the node has only these taints.
-    async fn says(&self, message: &str, taints: &[&str]) {
+    async fn has_condition(&self, message: &str, taints: &[&str]) {
         until(|| own(&self.cluster)["message"] == message && self.taints() == taints).await;
     }
 
@@ -106,35 +106,35 @@ async fn condition_follows_changes_and_taints_go_once_a_boot() {
     let node = node_key("n");
     writing.cluster.server.edit("kubelet", &node, |node| node["status"] = json!({"conditions": [ready]}));
     writing.want("True", "8 GPUs");
-    writing.says("the node's status has 0 of 8 nvidia.com/gpu", &["startup", "other"]).await;
+    writing.has_condition("the node's status has 0 of 8 nvidia.com/gpu", &["startup", "other"]).await;
     writing.write_resources();
     writing.want("False", "starting");
-    writing.says("starting", &["startup", "other"]).await;
+    writing.has_condition("starting", &["startup", "other"]).await;
     let since = own(&writing.cluster)["lastTransitionTime"].clone();
     writing.want("False", "still starting");
-    writing.says("still starting", &["startup", "other"]).await;
+    writing.has_condition("still starting", &["startup", "other"]).await;
     assert_eq!(own(&writing.cluster)["lastTransitionTime"], since);
     writing.want("True", "8 GPUs");
-    writing.says("8 GPUs", &["other"]).await;
+    writing.has_condition("8 GPUs", &["other"]).await;
     writing.looks().await;
     // Four conditions and the taint took five requests; reading the node again writes nothing.
     assert_eq!(writing.cluster.count("PATCH", "/nodes/n"), 5);
     let conditions = writing.cluster.server.object(&node).unwrap()["status"]["conditions"].clone();
     assert_eq!((&conditions[0], conditions.as_array().unwrap().len()), (&ready, 2));
 
-    // A taint that somebody puts back stays in this boot, for the next process too.
+    // A startup taint that is put back stays until the next boot, even if the next process starts.
     writing.taint(&["startup"]);
     writing.restart("1").await;
     writing.looks().await;
     assert_eq!(writing.taints(), ["startup"]);
     writing.restart("2").await;
-    writing.says("8 GPUs", &[]).await;
+    writing.has_condition("8 GPUs", &[]).await;
     // A node that is deleted and registers again counts as a new one.
     writing.cluster.server.remove(&node);
     writing.cluster.label_node("n", json!({}));
     writing.taint(&["startup", "other"]);
     writing.write_resources();
-    writing.says("8 GPUs", &["other"]).await;
+    writing.has_condition("8 GPUs", &["other"]).await;
 }
 
 #[tokio::test]
@@ -145,12 +145,12 @@ async fn condition_outlasts_faults_of_the_api_server() {
     for (fault, message) in [(refused(403, 3), "forbidden"), (refused(409, 2), "conflict"), (refused(503, 3), "away")] {
         writing.cluster.server.fail(fault);
         writing.want("True", message);
-        writing.says(message, &["other"]).await;
+        writing.has_condition(message, &["other"]).await;
     }
     assert_eq!(writing.cluster.metrics.requests("nodes", "patch", "forbidden"), 3);
     // An administrator removes the condition.
     writing.cluster.server.edit("admin", &node_key("n"), |node| node["status"]["conditions"] = json!([]));
-    writing.says("away", &["other"]).await;
+    writing.has_condition("away", &["other"]).await;
     writing.running.unwrap().end().await;
     writing.cluster.label_node("m", json!({}));
     assert_eq!(clear_condition(writing.cluster.client(PACE), KIND).await.unwrap(), 1);

@@ -48,7 +48,6 @@ fn program() -> PathBuf {
     if installed.exists() { installed } else { "prometheus".into() }
 }
 
-/// Samples as labels and value.
 type Samples = Vec<(BTreeMap<String, String>, f64)>;
 
 struct Prometheus {
@@ -141,17 +140,17 @@ impl Prometheus {
 /// The metrics of docs/metrics.md: documented name, name of the series in Prometheus, and labels.
 fn documented() -> Vec<(String, String, BTreeSet<String>)> {
     let text = text("docs/metrics.md");
-    let words = |cell: &str| -> Vec<String> { cell.split('`').skip(1).step_by(2).map(str::to_owned).collect() };
+    let quoted = |cell: &str| -> Vec<String> { cell.split('`').skip(1).step_by(2).map(str::to_owned).collect() };
     let (mut found, mut last) = (Vec::new(), BTreeSet::new());
     for line in text.lines().filter(|line| line.starts_with("| `linkwise_")) {
         let cells: Vec<&str> = line.split('|').skip(1).map(str::trim).collect();
-        let mut labels: BTreeSet<String> = words(cells[2]).into_iter().collect();
+        let mut labels: BTreeSet<String> = quoted(cells[2]).into_iter().collect();
         if cells[2].starts_with("the same") {
             labels.extend(BTreeSet::clone(&last));
         } else {
             last = labels.clone();
         }
-        for name in words(cells[0]) {
+        for name in quoted(cells[0]) {
             let suffix = match cells[1] {
                 "gauge" => "",
                 "counter" => "_total",
@@ -177,7 +176,6 @@ fn panels(dashboard: &str) -> Vec<(String, String)> {
     list(&dashboard, "panels").flat_map(of).collect()
 }
 
-/// The queries of one panel.
 fn queries(panels: &[(String, String)], title: &str) -> Vec<String> {
     panels.iter().filter(|(of, _)| of == title).map(|(_, expr)| expr.clone()).collect()
 }

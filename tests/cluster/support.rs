@@ -50,12 +50,10 @@ impl Cluster {
         cluster
     }
 
-    /// The ResourceSlices.
     pub fn slices(&self) -> Vec<Value> {
         self.server.objects(&ResourceType::RESOURCE_SLICES)
     }
 
-    /// The ServiceAccount's folder.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
@@ -81,7 +79,6 @@ impl Cluster {
         ]
     }
 
-    /// A client of the server.
     pub fn client(&self, pace: Pace) -> ApiServer {
         ApiServer::new(self.access(), pace, self.metrics.clone())
     }

@@ -181,7 +181,7 @@ impl SwitchedNode {
         self.is_alive();
     }
 
-    /// A pod gets a GPU through each door that the setting has open, and none that another has.
+    /// Admits a pod, which gets a free GPU through the door of the setting. `keep` leaves the pod running.
     async fn admits(&mut self, keep: bool) {
         let held: BTreeSet<u32> = self.gpus_by_pod.values().flatten().copied().collect();
         let free: BTreeSet<u32> = (0..GPUS).filter(|gpu| !held.contains(gpu)).collect();

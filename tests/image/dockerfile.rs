@@ -17,14 +17,12 @@ pub struct Image {
     pub install: (String, String),
 }
 
-/// A step of the last stage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Copies all files that the build stage has installed onto the root.
     CopyInstalled,
     /// Copies a file of the repository to a path of the image.
     CopyFile(String, String),
-    /// Runs a shell command.
     Run(String),
 }
 
@@ -61,7 +59,6 @@ impl Image {
     }
 }
 
-/// The repository's Dockerfile.
 pub fn text() -> String {
     std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/Dockerfile")).unwrap()
 }

@@ -30,7 +30,6 @@ pub const GPU: &str = "nvidia.com/gpu";
 /// The plugin's DaemonSet and its container.
 pub const PLUGIN: &str = "nvdp-nvidia-device-plugin";
 pub const PLUGIN_CONTAINER: &str = "nvidia-device-plugin-ctr";
-/// The ServiceAccount's token.
 const TOKEN: &str = "of-the-service-account";
 /// The paths in a container at which our libnvidia-ml finds its machine and its control socket's folder.
 const MACHINE: &str = "/run/machine.yaml";
@@ -114,7 +113,6 @@ impl Node {
         self.folder.path().join("h")
     }
 
-    /// A folder for a new pod.
     pub fn folder_for(&self, pod: &str) -> PathBuf {
         let number = self.pods.fetch_add(1, Ordering::Relaxed);
         self.folder.path().join(format!("{pod}-{number}"))
@@ -132,7 +130,6 @@ impl Node {
         self.shares_mounts
     }
 
-    /// Sets the labels of the node.
     pub fn label(&self, labels: Value) {
         self.server.put("kubelet", &ResourceType::NODES.key(None, NODE), json!({"metadata": {"labels": labels}}));
     }

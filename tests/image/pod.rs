@@ -26,11 +26,9 @@ const MASKED: &str = "/proc/acpi /proc/kcore /proc/keys /proc/latency_stats /pro
                       /proc/sched_debug /sys/firmware";
 const READ_ONLY: &str = "/proc/bus /proc/fs /proc/irq /proc/sys /proc/sysrq-trigger";
 
-/// A running pod.
 pub struct Pod {
     /// The containers of the template, in its order, without init containers.
     pub containers: Vec<Container>,
-    /// The ports of readiness probes.
     probed: Vec<u16>,
     grace: Duration,
     /// Holds the process namespace that the containers share. It is dropped last.
@@ -87,7 +85,6 @@ impl Pod {
         }
     }
 
-    /// The container of this name.
     pub fn container(&self, name: &str) -> &Container {
         self.containers.iter().find(|it| it.name == name).unwrap_or_else(|| panic!("no container {name}"))
     }
@@ -111,7 +108,6 @@ impl Pod {
     }
 }
 
-/// The port of a readiness probe.
 fn probe(container: &Value) -> Option<u16> {
     let port = container.pointer("/readinessProbe/httpGet/port")?;
     let number = match port.as_str() {
@@ -244,8 +240,8 @@ impl Maker<'_> {
         };
         let namespaces = ["ipc", "uts", "mount"].iter().map(|kind| json!({"type": kind}));
         let namespaces: Vec<Value> = namespaces.chain(pid).collect();
-        let words = |paths: &str| json!(paths.split(' ').collect::<Vec<_>>());
-        let hides = |paths| if privileged { json!([]) } else { words(paths) };
+        let unless_privileged =
+            |paths: &str| if privileged { json!([]) } else { json!(paths.split(' ').collect::<Vec<_>>()) };
         json!({
             "process": {
                 "user": {"uid": id("runAsUser", user.0), "gid": id("runAsGroup", user.1)},
@@ -261,8 +257,8 @@ impl Maker<'_> {
             "linux": {
                 "namespaces": namespaces,
                 "rootfsPropagation": propagation,
-                "maskedPaths": hides(MASKED),
-                "readonlyPaths": hides(READ_ONLY),
+                "maskedPaths": unless_privileged(MASKED),
+                "readonlyPaths": unless_privileged(READ_ONLY),
                 "resources": resources(container),
             },
         })

@@ -15,7 +15,6 @@ const CAPABILITIES: &str = "\
 const DEFAULT: &str = "CHOWN DAC_OVERRIDE FSETID FOWNER MKNOD NET_RAW SETGID SETUID SETFCAP SETPCAP NET_BIND_SERVICE \
     SYS_CHROOT KILL AUDIT_WRITE";
 
-/// The capabilities in a container's security context.
 pub struct Asked<'a> {
     pub privileged: bool,
     pub add: BTreeSet<&'a str>,

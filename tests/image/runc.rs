@@ -58,7 +58,6 @@ impl Container {
         Self { name: name.to_owned(), id, folder, process }
     }
 
-    /// The log of the container so far.
     pub fn log(&self) -> String {
         fs::read_to_string(self.folder.join("log")).unwrap_or_default()
     }
@@ -68,7 +67,6 @@ impl Container {
         self.process.try_wait().unwrap()
     }
 
-    /// Waits for the container's end.
     pub async fn end(&mut self) -> ExitStatus {
         self.process.wait().await.unwrap()
     }
@@ -87,7 +85,6 @@ impl Container {
         Printed { status: output.status, out: text(&output.stdout), error: text(&output.stderr) }
     }
 
-    /// Sends a signal to its first process.
     pub fn signal(&self, name: &str) {
         let _ = runc().args(["kill", &self.id, name]).output();
     }

@@ -60,12 +60,12 @@ impl Node {
         &self.settings.layout
     }
 
-    pub fn misbehave(&self, how: &str) {
-        fs::write(self.bin().join(how), "").unwrap();
+    pub fn misbehave(&self, fault: &str) {
+        fs::write(self.bin().join(fault), "").unwrap();
     }
 
-    pub fn behave(&self, how: &str) {
-        fs::remove_file(self.bin().join(how)).unwrap();
+    pub fn behave(&self, fault: &str) {
+        fs::remove_file(self.bin().join(fault)).unwrap();
     }
 
     /// The GPUs, sorted, that nvidia-smi was called to set to this compute mode.
@@ -97,7 +97,6 @@ impl Node {
         fs::read_to_string(path).unwrap_or_default().trim().to_owned()
     }
 
-    /// The process id of a resource's control daemon.
     pub fn pid(&self, resource: &ResourceName) -> u32 {
         pid_in(&self.layout().pipe(resource).join("nvidia-cuda-mps-control.pid"))
     }
@@ -200,7 +199,6 @@ impl Supervised {
     }
 }
 
-/// The text of an error and its sources.
 pub fn chain(error: &dyn std::error::Error) -> String {
     std::iter::successors(Some(error), |error| error.source()).map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }
@@ -211,7 +209,6 @@ pub fn shared(name: &str, gpus: impl IntoIterator<Item = u32>, replicas: u32) ->
     (name, MpsShare { replicas, gpus: gpus.into_iter().map(gpu).collect(), whole_node: true })
 }
 
-/// The reason why a resource is not ready.
 pub fn waiting(readiness: Result<(), NotReady>) -> String {
     readiness.unwrap_err().to_string()
 }

@@ -8,7 +8,6 @@ use linkwise_host::mps::{Layout, Shm, mount_shm};
 use tempfile::TempDir;
 use tokio::process::Command;
 
-/// A folder with the stand-in for mount(8).
 fn fake_mount() -> TempDir {
     let bin = tempfile::tempdir().unwrap();
     let program = bin.path().join("mount");

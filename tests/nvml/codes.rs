@@ -255,8 +255,8 @@ async fn poll_survives_each_code_of_calls_that_find_gpus() {
                 Reach::Lost { call: named } => assert_eq!((named.as_str(), code), (call, 15)),
                 Reach::ResetRequired { call: named } => assert_eq!((named.as_str(), code), (call, 16)),
                 Reach::Failed { call: named, error } => {
-                    let told = error.contains(&code.to_string()) || matches!(code, 3 | 13);
-                    assert!(named == call && told && !matches!(code, 15 | 16), "{call} {code}: {error}");
+                    let has_code = error.contains(&code.to_string()) || matches!(code, 3 | 13);
+                    assert!(named == call && has_code && !matches!(code, 15 | 16), "{call} {code}: {error}");
                 }
                 other => panic!("{call} {code}: {other:?}"),
             }

@@ -10,7 +10,6 @@ use crate::run::node::GPU;
 
 /// The NVML call that every poll makes of every GPU.
 const POLL_CALL: &str = "nvmlDeviceGetTemperature";
-/// The number of NVLinks of a GPU.
 const LINKS: u32 = 12;
 
 /// One kind of fault.

@@ -200,7 +200,6 @@ impl Ledger {
         }
     }
 
-    /// The counts and longest times, a line each.
     pub fn summary(&self) -> String {
         let longest = self.longest.lock().unwrap();
         let lines = self.counts.lock().unwrap();

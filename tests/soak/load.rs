@@ -25,7 +25,6 @@ const RETRY_DELAY: Duration = Duration::from_millis(50);
 /// The time between two restarts of a container.
 const RESTART_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The kinds of claims.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Gpus,

@@ -3,7 +3,6 @@
 use std::ops::Range;
 use std::time::Duration;
 
-/// A sequence of choices.
 pub struct Random(u64);
 
 impl Random {

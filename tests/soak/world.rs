@@ -157,7 +157,6 @@ impl World {
         .await;
     }
 
-    /// The GPUs that one door offers.
     fn offered(&self, by_dra: bool) -> BTreeSet<u32> {
         if by_dra {
             let gpu = |name: &String| name.split('-').nth(1).and_then(|gpu| gpu.parse().ok());
@@ -516,7 +515,6 @@ impl Soak {
         None
     }
 
-    /// The footprints of the process and its agents.
     pub fn measure(&self) -> Vec<Footprint> {
         [vec![self.process.id()], children(self.process.id())].concat().into_iter().filter_map(footprint).collect()
     }
