@@ -129,8 +129,7 @@ fn test_pod_belongs_to_no_daemonset() {
     assert!(none.iter().all(|object| object["kind"] != "Pod"));
 }
 
-/// The command ends before the pod does, and the pod before helm (5 minutes). The pod mounts the command's default
-/// paths.
+/// The command ends before the pod, and the pod before helm (5 minutes). The pod mounts the command's default paths.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn test_pod_runs_a_command_that_ends() {

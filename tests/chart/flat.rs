@@ -1,5 +1,4 @@
-//! Renders objects as lines, one for each value, so that a golden file shows the changes that a value of the chart
-//! makes.
+//! Renders objects as lines, one for each value, so that a golden file shows the effect of a value of the chart.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;

@@ -44,8 +44,7 @@ impl Helm {
         self.of_chart(&repository("charts/linkwise"), RELEASE, &flags, &repository(""))
     }
 
-    /// The objects of a release with these flags only. helm runs in the folder `at`, which has the files that the flags
-    /// name.
+    /// The objects of a release with these flags only. helm runs in `at`, the folder of the files that the flags name.
     pub fn of_chart(&self, chart: &Path, release: &str, flags: &[String], at: &Path) -> Result<Vec<Value>, String> {
         let mut helm = self.command();
         helm.args(["template", release]).arg(chart).args(flags);

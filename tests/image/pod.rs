@@ -1,5 +1,4 @@
-//! Runs a pod of a rendered DaemonSet as kubelet and container runtime would: volumes, init containers, variables,
-//! rights.
+//! Runs a pod of a rendered DaemonSet as kubelet and container runtime do, with its volumes, variables and rights.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

@@ -127,8 +127,7 @@ async fn mps_removed_after_a_kill_restores_compute_mode() {
     let (orphan, marker) = (node.pid(&gpu), node.layout().marker(&gpu));
     let text = fs::read_to_string(&marker).unwrap();
     daemon.kill().await;
-    // The control daemon survives, as its process group was not killed with the container. The next process replaces
-    // it.
+    // The control daemon survives, because its process group was not killed. The next process replaces it.
     assert_eq!((fs::read_to_string(marker).unwrap(), runs(orphan)), (text, true));
     assert!(waiting(readiness(node.layout(), &gpu, &wanted(10))).contains("is gone and left"));
     assert_eq!((node.modes("DEFAULT"), node.exclusive()), (vec![], gpus()));

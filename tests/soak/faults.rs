@@ -86,7 +86,7 @@ impl Fault {
         }
     }
 
-    /// Returns true if the fault can happen while this door is open.
+    /// Returns true if the fault can happen at this door of the node.
     pub fn fits(self, is_dra: bool) -> bool {
         match self {
             SharingChanges => !is_dra,
@@ -113,9 +113,8 @@ impl Fault {
         OF_A_GPU.contains(&self)
     }
 
-    /// Begins the fault. A fault that comes alone is awaited until it is noticed; one of two lasts a random time.
-    /// Kubelets up to 1.36 forget their connection when an older stream ends, and then have none to cut: `disconnect`
-    /// is false.
+    /// Begins the fault. A lone fault is awaited until it is noticed; one of two lasts a random time. Kubelets up to 1.36
+    /// forget their connection when an older stream ends. Then there is none to cut, and `disconnect` returns false.
     pub async fn begin(self, soak: &mut Soak, gpu: u32, alone: bool) {
         let world = std::sync::Arc::clone(&soak.world);
         let (kubelet, server) = (&world.node.kubelet, &world.node.cluster.server);
@@ -298,8 +297,7 @@ impl Soak {
         if failing_calls == FailingCalls::All {
             world.ledger.pods.begin();
         }
-        // Other GPUs must stay offered. That is not checked after two faults, as the second may be noticed a round
-        // late.
+        // Other GPUs must stay offered. After two faults that is not checked: one may be noticed a round late.
         let is_of_one = alone && !self.had_two_faults && faults[0].is_of_a_gpu();
         self.had_two_faults = !alone;
         let watch = is_of_one.then(|| self.watch([Some(gpu), self.last_gpu]));

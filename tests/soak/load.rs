@@ -228,8 +228,7 @@ async fn start(world: &World, scheduled: &Scheduled, is_new: bool) -> Option<(Ve
 }
 
 /// Restarts a pod's container as the kubelet does without linkwise when a container ends. The CDI names that the
-/// kubelet keeps must resolve to the same hardware. A container does not run after a reboot or the loss of its MIG
-/// device.
+/// kubelet keeps must resolve to the same hardware, unless the node rebooted or the MIG device was lost.
 fn restart(world: &World, scheduled: &Scheduled, hardware: &[String], (began, losses): (Disruptions, u64)) {
     let Scheduled { name, kind, claim, .. } = scheduled;
     let Ok(names) = world.node.dra.restarted_containers(&PodClaims::single(name, claim.clone(), DRIVER)) else {

@@ -31,8 +31,7 @@ const POD_WORKERS: u32 = 3;
 /// The longest time for which a call may go on failing after its last cause.
 const STUCK_TIMEOUT: Duration = Duration::from_secs(30);
 /// The time after a fault within which the node must be whole. The longest waits of linkwise are 16 s between two
-/// registrations, 10 s for a stream or a confirmation, and 6 s each for a doubled hold time and between trials of a
-/// GPU.
+/// registrations, 10 s for a stream or a confirmation, and 6 s for a doubled hold time and between trials of a GPU.
 const RECOVERY_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[allow(clippy::disallowed_methods, reason = "make hands these on")]

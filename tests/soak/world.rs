@@ -453,8 +453,7 @@ impl Soak {
         task
     }
 
-    /// Waits until the node has recovered and each GPU is offered, through the node's door alone. Returns the time
-    /// taken.
+    /// Waits until the node has recovered and offers each GPU through its door alone. Returns the time taken.
     pub async fn is_whole(&mut self) -> Duration {
         let begin = Instant::now();
         while let Some(missing) = self.missing().await {
