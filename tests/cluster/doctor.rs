@@ -216,7 +216,7 @@ async fn missing_right_to_write_events_is_named() {
         let mut program = host.program("none");
         of_check(&report(program.env("LINKWISE_EVENTS", "true")).await, "events")
     };
-    // The check is skipped if the configuration turns events off.
+    // Without events in the configuration the doctor does not check this right.
     assert_eq!(host.findings("events", "none").await, []);
     assert_eq!(host.cluster.count("POST", "selfsubjectaccessreviews"), 0);
     assert_eq!(found().await, [("ok".to_owned(), "linkwise may write events about pods -> ".to_owned())]);

@@ -113,8 +113,8 @@ impl Fault {
         OF_A_GPU.contains(&self)
     }
 
-    /// Begins the fault. A lone fault is awaited until it is noticed; one of two lasts a random time. Kubelets up to 1.36
-    /// forget their connection when an older stream ends. Then there is none to cut, and `disconnect` returns false.
+    /// Begins the fault. A lone fault is awaited until noticed; one of two lasts a random time. Kubelets up to 1.36 may
+    /// forget their connection when an older stream ends; with none to cut, `disconnect` returns false.
     pub async fn begin(self, soak: &mut Soak, gpu: u32, alone: bool) {
         let world = std::sync::Arc::clone(&soak.world);
         let (kubelet, server) = (&world.node.kubelet, &world.node.cluster.server);
