@@ -47,7 +47,7 @@ impl Reading {
 }
 
 #[tokio::test]
-async fn claim_is_one_get() {
+async fn reading_a_claim_takes_one_get() {
     let reading = reading().await;
     let claim = reading.read("one").await.unwrap();
     assert_eq!((claim.metadata.to_string(), claim.status.allocation), ("ns/one".to_owned(), None));
@@ -76,7 +76,7 @@ async fn passing_errors_are_tried_again_twice() {
 }
 
 #[tokio::test]
-async fn refusal_and_lies_are_told_at_once() {
+async fn refusals_and_invalid_answers_are_not_retried() {
     let reading = reading().await;
     for (answer, word) in [
         (Answer::Refusal(403, "no right to get claims", None), "no right"),
@@ -92,7 +92,7 @@ async fn refusal_and_lies_are_told_at_once() {
 }
 
 #[tokio::test]
-async fn unknown_path_is_no_missing_claim() {
+async fn other_404_answer_is_not_a_missing_claim() {
     let reading = reading().await;
     let of = |kind: &str, name: &str| {
         let details = json!({"group": "resource.k8s.io", "kind": kind, "name": name});

@@ -131,7 +131,7 @@ async fn release_is_read_again_with_the_slices() {
 }
 
 #[tokio::test]
-async fn release_that_cannot_be_read_yet_holds_the_report() {
+async fn unreadable_release_delays_the_report() {
     let cluster = Cluster::of_node().await;
     cluster.server.fail(Fault::of("GET", "/version", 2, Answer::Refusal(503, "starting", None)));
     let mut writing = write(&cluster, PACE);

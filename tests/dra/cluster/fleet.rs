@@ -38,7 +38,7 @@ async fn group_is_chosen_by_all_slices_of_the_cluster() {
 }
 
 #[tokio::test]
-async fn refusal_of_the_server_is_told() {
+async fn refusal_of_the_server_is_printed() {
     let cluster = Cluster::start().await;
     cluster.server.fail(Fault::of("GET", "resourceslices", 1, Answer::Refusal(403, "no rights", None)));
     let output = claim(&cluster).await;

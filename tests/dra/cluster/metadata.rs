@@ -40,7 +40,7 @@ fn device(node: &Node, name: &str) -> Value {
 }
 
 #[tokio::test]
-async fn container_reads_its_devices_until_the_claim_is_gone() {
+async fn container_reads_its_devices_until_its_claim_ends() {
     let node = Node::start().await;
     let mut first = node.run();
     node.serves(8).await;

@@ -96,7 +96,7 @@ async fn mig_device_is_made_for_a_claim_and_destroyed() {
 }
 
 #[tokio::test]
-async fn order_that_hangs_costs_the_agent_and_leaves_nothing() {
+async fn hung_mig_order_restarts_agent_and_leaves_nothing() {
     let (node, control) = node().await;
     let mut command = program(&node);
     command.args(["--nvml-call-ms=1000", "--nvml-pause-ms=10"]);
@@ -142,7 +142,7 @@ async fn order_waits_for_the_agent_that_replaces_another() {
 }
 
 #[tokio::test]
-async fn killed_in_the_order_is_undone_by_the_next_process() {
+async fn order_cut_by_a_kill_is_undone_by_the_next_process() {
     let (node, control) = node().await;
     let mut process = run(&node, 1).await;
     control.send("hang 0 nvmlGpuInstanceCreateComputeInstance").unwrap();
@@ -167,7 +167,7 @@ async fn killed_in_the_order_is_undone_by_the_next_process() {
 
 /// The pod of before made a MIG device; this one has MIG mixed, and none of the rights to destroy it.
 #[tokio::test]
-async fn mig_device_of_a_claim_is_the_plugins_after_dra() {
+async fn mig_device_goes_to_device_plugin_once_dra_is_off() {
     let (node, control) = node().await;
     let mut process = run(&node, 1).await;
     let claim = node.claim("one", &[DEVICE]);
@@ -195,7 +195,7 @@ async fn mig_device_of_a_claim_is_the_plugins_after_dra() {
 }
 
 #[tokio::test]
-async fn nothing_is_published_where_counters_are_dropped() {
+async fn dropped_counters_keep_mig_gpu_unpublished() {
     let (node, _control) = node().await;
     node.cluster.server.set_gates(linkwise_api_server_box::Gates::OFF);
     let _process = program(&node).spawn().unwrap();

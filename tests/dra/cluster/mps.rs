@@ -161,7 +161,7 @@ async fn claim_has_its_own_control_daemon_until_its_end() {
 
 #[tokio::test]
 #[cfg_attr(not(may_mount), ignore = "no right to mount here (root, CAP_SYS_ADMIN)")]
-async fn next_claim_of_the_same_gpu_finds_nothing_in_shared_memory() {
+async fn next_claim_of_a_gpu_finds_shared_memory_empty() {
     let node = node().await;
     let _processes = (run(&node), daemons(&node));
     node.serves(8).await;

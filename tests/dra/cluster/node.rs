@@ -208,7 +208,7 @@ async fn node_that_the_kubelet_refuses_publishes_nothing() {
 }
 
 #[tokio::test]
-async fn prepared_claims_outlive_api_server_kubelet_and_agent() {
+async fn prepared_claim_survives_restarts_and_server_outage() {
     let (node, mut first) = Node::serving().await;
     let claim = node.claim("one", &["gpu-5"]);
     let cdi = node.start_pod("p", &claim).await;

@@ -155,7 +155,7 @@ async fn nothing_is_written_without_a_pool_or_a_change() {
 }
 
 #[tokio::test]
-async fn wiped_slices_are_back() {
+async fn wiped_slices_are_written_again() {
     let (cluster, mut writing) = writing(PACE).await;
     writing.store(&cluster, pool(devices(130))).await;
     // As a kubelet does when no driver of the name was connected for 30 s.
@@ -206,7 +206,7 @@ async fn slices_of_other_nodes_are_left_alone() {
 }
 
 #[tokio::test]
-async fn kubelet_restarts_are_no_fight() {
+async fn kubelet_restarts_do_not_pause_repairs() {
     let (cluster, mut writing) = writing(PATIENT).await;
     for (count, stored) in [(2, 1), (130, 3)] {
         writing.store(&cluster, pool(devices(count))).await;
@@ -369,7 +369,7 @@ async fn taint_that_one_slice_drops_is_reported() {
 }
 
 #[tokio::test]
-async fn storm_of_changes_is_one_write_a_second_at_most() {
+async fn many_changes_make_at_most_one_write_a_second() {
     let (cluster, mut writing) = writing(Pace { write: Duration::from_secs(1), ..PACE }).await;
     writing.store(&cluster, round(2, -1)).await;
     let (began, before) = (Instant::now(), writes(&cluster));
@@ -385,7 +385,7 @@ async fn storm_of_changes_is_one_write_a_second_at_most() {
 }
 
 #[tokio::test]
-async fn node_that_may_not_be_read_costs_only_the_owner() {
+async fn unreadable_node_leaves_slices_without_owner() {
     let cluster = Cluster::of_node().await;
     cluster.server.fail(Fault::of("GET", "nodes/n", usize::MAX, Answer::Refusal(403, "nodes is forbidden", None)));
     let mut writing = write(&cluster, PACE);
@@ -394,7 +394,7 @@ async fn node_that_may_not_be_read_costs_only_the_owner() {
 }
 
 #[tokio::test]
-async fn slices_of_a_plugin_that_is_not_registered_stay_deleted() {
+async fn unregistered_plugin_writes_no_slices() {
     let (cluster, mut writing) = writing(PACE).await;
     writing.registered.send_replace(false);
     writing.want(pool(devices(2)));
@@ -419,7 +419,7 @@ async fn slices_of_a_plugin_that_is_not_registered_stay_deleted() {
 }
 
 #[tokio::test]
-async fn release_that_drops_taints_is_known_before_the_first_write() {
+async fn release_that_drops_taints_is_known_before_writes() {
     for (release, drops) in [("v1.34.9", true), ("v1.35.6", true), ("v1.36.0", false), ("", false)] {
         let cluster = Cluster::of_node().await;
         cluster.server.set_version(release);

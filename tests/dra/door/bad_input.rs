@@ -10,7 +10,7 @@ use super::node::{
 };
 
 #[tokio::test]
-async fn claim_that_cannot_be_prepared_is_named_and_leaves_nothing() {
+async fn failed_prepare_names_its_cause_and_leaves_nothing() {
     let mut node = Node::new();
     node.settings.claim_timeout = Duration::from_millis(50);
     let kubelet = node.serve().await;
@@ -40,7 +40,7 @@ async fn claim_that_cannot_be_prepared_is_named_and_leaves_nothing() {
 }
 
 #[tokio::test]
-async fn gpu_of_a_claim_without_allocation_is_taken_from_it() {
+async fn gpu_of_a_moved_claim_goes_to_the_next() {
     let (node, kubelet) = Node::serving().await;
     let [_, second] = node.rivals(&kubelet).await;
     // Allocated anew, elsewhere; but a container here still has the GPU.
@@ -56,7 +56,7 @@ async fn gpu_of_a_claim_without_allocation_is_taken_from_it() {
 }
 
 #[tokio::test]
-async fn bad_checkpoints_stay_and_hinder_nothing() {
+async fn unreadable_checkpoints_stay_and_block_no_claim() {
     let (mut node, kubelet) = Node::serving().await;
     let good = node.claim("good", &[("gpus", "gpu-0")]);
     let first = start(&kubelet, &good).await.unwrap();
@@ -101,7 +101,7 @@ async fn bad_checkpoints_stay_and_hinder_nothing() {
 }
 
 #[tokio::test]
-async fn checkpoints_that_cannot_be_written_are_the_claims_error() {
+async fn unwritable_checkpoint_folder_fails_the_claim() {
     let (node, kubelet) = Node::serving().await;
     // As a full disk: no file can be made in the folder.
     let folder = node.settings.checkpoints.clone();
@@ -118,7 +118,7 @@ async fn checkpoints_that_cannot_be_written_are_the_claims_error() {
 }
 
 #[tokio::test]
-async fn broken_cdi_folder_holds_up_no_unprepare() {
+async fn broken_cdi_folder_does_not_fail_unprepare() {
     let (node, kubelet) = Node::serving().await;
     let claim = node.given(&kubelet, "a", &[("gpus", "gpu-0")]).await;
     fs::remove_dir_all(&node.settings.cdi_folder).unwrap();
@@ -128,7 +128,7 @@ async fn broken_cdi_folder_holds_up_no_unprepare() {
 }
 
 #[tokio::test]
-async fn cdi_folder_that_cannot_be_written_is_the_claims_error() {
+async fn unwritable_cdi_folder_fails_the_claim() {
     let mut node = Node::new().with_nics();
     let kubelet = node.serve().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
@@ -145,7 +145,7 @@ async fn cdi_folder_that_cannot_be_written_is_the_claims_error() {
 }
 
 #[tokio::test]
-async fn devices_that_no_scan_finds_are_waited_for_and_then_named() {
+async fn device_missing_from_scans_fails_the_claim_by_name() {
     let mut node = Node::new();
     node.settings.specs_timeout = Duration::from_millis(50);
     let kubelet = node.serve().await;
@@ -187,7 +187,7 @@ async fn claim_waits_for_the_scan_that_has_its_device() {
 }
 
 #[tokio::test]
-async fn preparation_that_takes_too_long_ends_before_the_kubelet_does() {
+async fn slow_prepare_ends_before_the_kubelets_deadline() {
     let mut node = Node::new();
     (node.settings.claim_timeout, node.settings.prepare_timeout) = (LIMIT, Duration::from_millis(50));
     let kubelet = node.serve().await;

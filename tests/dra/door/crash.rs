@@ -58,7 +58,7 @@ async fn killed(left: Left) -> (Node, Vec<String>) {
 }
 
 #[tokio::test]
-async fn killed_prepare_is_finished_by_the_next() {
+async fn killed_prepare_is_finished_by_the_next_plugin() {
     for left in STATES {
         let (mut node, devices) = killed(left).await;
         let kubelet = node.serve().await;
@@ -146,7 +146,7 @@ async fn spec_without_checkpoint_stays_while_listed() {
 }
 
 #[tokio::test]
-async fn list_of_before_a_claim_takes_no_gpu_from_it() {
+async fn list_older_than_a_claim_frees_no_gpu() {
     let mut node = Node::new();
     node.settings.listed_within = LIMIT;
     let kubelet = node.serve().await;
@@ -158,7 +158,7 @@ async fn list_of_before_a_claim_takes_no_gpu_from_it() {
 }
 
 #[tokio::test]
-async fn first_list_of_a_new_kubelet_takes_no_gpu_from_a_claim() {
+async fn first_list_of_a_new_kubelet_frees_no_gpu() {
     let (node, kubelet) = Node::serving().await;
     let [_, second] = node.rivals(&kubelet).await;
     node.delete("a");
@@ -206,7 +206,7 @@ async fn claims_of_another_boot_exchange_their_gpus() {
 }
 
 #[tokio::test]
-async fn plugin_killed_while_the_claim_is_read_leaves_nothing() {
+async fn plugin_killed_while_reading_a_claim_leaves_nothing() {
     let mut node = Node::new();
     node.settings.claim_timeout = LIMIT;
     let kubelet = node.serve().await;

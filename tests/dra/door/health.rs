@@ -35,7 +35,7 @@ async fn health_of_every_device_follows_its_gpu() {
 
 /// The kubelet knows the devices of a claim by their first CDI names, and takes equal ones for one device.
 #[tokio::test]
-async fn sick_gpu_of_a_claim_is_told_in_the_pods_status() {
+async fn sick_gpu_of_a_claim_shows_in_the_pods_status() {
     let (node, kubelet) = Node::serving().await;
     let gpus = ["gpu-0", "gpu-1", "gpu-2", "gpu-3"];
     node.given(&kubelet, "a", &gpus.map(|gpu| ("gpus", gpu))).await;

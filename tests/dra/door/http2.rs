@@ -70,7 +70,7 @@ async fn get_info(socket: &Path, authority: &str) -> (u8, u32) {
 }
 
 #[tokio::test]
-async fn authority_of_grpc_go_needs_the_at_sign_of_our_name() {
+async fn authority_of_grpc_go_needs_an_at_sign() {
     let mut node = Node::new();
     node.start();
     node.was(Phase::Offered).await;

@@ -18,7 +18,7 @@ fn registrations(state: &DraState) -> u64 {
 }
 
 #[tokio::test]
-async fn plugin_registers_once_gpus_and_a_scan_are_there() {
+async fn plugin_registers_after_gpus_and_a_scan() {
     let mut node = Node::new();
     let state = node.state.send_replace(Arc::new(NodeState::new(NumaHints::default())));
     node.cdi.send_replace(None);
@@ -57,7 +57,7 @@ async fn kubelet_that_restarts_registers_the_plugin_again() {
 }
 
 #[tokio::test]
-async fn deleted_sockets_are_made_anew() {
+async fn deleted_sockets_are_bound_again() {
     let (node, kubelet) = Node::serving().await;
     for (number, folder) in [&node.settings.registry, &node.settings.plugins.join(DRIVER)].into_iter().enumerate() {
         let [name] = names(folder).try_into().unwrap();
@@ -70,7 +70,7 @@ async fn deleted_sockets_are_made_anew() {
 }
 
 #[tokio::test]
-async fn silent_registration_socket_is_no_answer() {
+async fn plugin_with_a_silent_socket_does_not_answer() {
     let mut node = Node::new();
     // The plugin itself does not notice another socket in the place of its own.
     (node.settings.inotify, node.settings.poll) = (false, LIMIT);
@@ -84,7 +84,7 @@ async fn silent_registration_socket_is_no_answer() {
 }
 
 #[tokio::test]
-async fn folder_that_comes_later_is_found() {
+async fn registry_folder_created_later_is_found() {
     let mut node = Node::new();
     fs::remove_dir(&node.settings.registry).unwrap();
     node.settings.poll = std::time::Duration::from_millis(5);
@@ -94,7 +94,7 @@ async fn folder_that_comes_later_is_found() {
 }
 
 #[tokio::test]
-async fn refused_registration_is_told_and_tried_again() {
+async fn refused_registration_is_logged_and_retried() {
     let mut node = Node::new();
     let kubelet = DraKubelet::start(node.kubelet_options()).unwrap();
     kubelet.refuse(Some("no\nplugins today"));
@@ -154,7 +154,7 @@ async fn kubelet_deletes_slices_of_a_driver_that_stays_away() {
 }
 
 #[tokio::test]
-async fn new_sockets_come_where_the_kubelet_stays_away() {
+async fn sockets_are_bound_again_if_no_kubelet_registers() {
     let mut node = Node::new();
     // Long enough for a kubelet on a busy machine.
     node.settings.offer_timeout = std::time::Duration::from_millis(500);

@@ -276,7 +276,7 @@ async fn mig_device_is_made_and_destroyed() {
 }
 
 #[tokio::test]
-async fn refused_placement_is_the_claims_error() {
+async fn refused_placement_fails_the_claim() {
     let (mut node, driver) = node();
     set(&driver, Mood::Refuses);
     let kubelet = node.serve().await;
@@ -291,7 +291,7 @@ async fn refused_placement_is_the_claims_error() {
 }
 
 #[tokio::test]
-async fn first_of_two_goes_when_the_second_is_refused() {
+async fn first_device_is_destroyed_if_the_second_is_refused() {
     let (mut node, driver) = node();
     // An instance that no scan has found yet is in the way of the second.
     let hidden = instance("MIG-hidden", APART);
@@ -320,7 +320,7 @@ async fn device_in_use_stays_until_unprepare_succeeds() {
 }
 
 #[tokio::test]
-async fn killed_while_it_is_made_is_made_once() {
+async fn plugin_killed_while_making_makes_one_device() {
     for mood in [Mood::HangsBefore, Mood::HangsAfter, Mood::HangsSeen] {
         let (mut node, driver) = node();
         killed_in(&mut node, &driver, mood).await;
@@ -350,7 +350,7 @@ async fn half_made_device_is_destroyed_at_the_next_start() {
 
 /// Its pod may run: then it was prepared before a reboot.
 #[tokio::test]
-async fn claim_whose_preparation_began_is_prepared_when_dra_is_off() {
+async fn begun_claim_is_prepared_after_dra_is_off() {
     let (mut node, driver) = node();
     killed_in(&mut node, &driver, Mood::HangsAfter).await;
     node.settings.serves = false;
@@ -362,7 +362,7 @@ async fn claim_whose_preparation_began_is_prepared_when_dra_is_off() {
 }
 
 #[tokio::test]
-async fn killed_while_it_is_destroyed_is_destroyed() {
+async fn device_is_destroyed_after_a_kill_in_unprepare() {
     for mood in [Mood::HangsBefore, Mood::HangsAfter, Mood::HangsSeen] {
         let Prepared { mut node, driver, kubelet, claim } = prepared().await;
         set(&driver, mood);
@@ -384,7 +384,7 @@ async fn killed_while_it_is_destroyed_is_destroyed() {
 }
 
 #[tokio::test]
-async fn agent_that_dies_in_the_order_leaves_nothing() {
+async fn agent_death_during_an_order_leaves_nothing() {
     let (mut node, driver) = node();
     let kubelet = node.serve().await;
     let claim = node.claim("a", &[("gpus", DEVICE)]);
@@ -398,7 +398,7 @@ async fn agent_that_dies_in_the_order_leaves_nothing() {
 }
 
 #[tokio::test]
-async fn device_is_made_anew_after_a_reboot() {
+async fn device_is_made_again_after_a_reboot() {
     let Prepared { mut node, driver, kubelet, claim } = prepared().await;
     node.crash(&kubelet).await;
     // Instances do not outlive it.
@@ -411,7 +411,7 @@ async fn device_is_made_anew_after_a_reboot() {
 }
 
 #[tokio::test]
-async fn refused_after_a_reboot_leaves_nothing_begun() {
+async fn refusal_after_a_reboot_leaves_no_begun_claim() {
     let Prepared { mut node, driver, kubelet, claim } = prepared().await;
     node.crash(&kubelet).await;
     finds(&driver, Vec::new());
@@ -470,7 +470,7 @@ async fn device_of_an_administrator_is_left_alone() {
 }
 
 #[tokio::test]
-async fn device_made_anew_gives_its_claim_nothing_of_the_old() {
+async fn remade_device_gives_its_claim_no_old_nodes() {
     let (mut node, driver) = node();
     let make = |uuid: &str, node: &Node| {
         finds(&driver, vec![instance(uuid, SLOT)]);
@@ -519,7 +519,7 @@ async fn device_made_after_the_last_scan_keeps_its_spec() {
 
 /// In its place, and in a part of it.
 #[tokio::test]
-async fn device_destroyed_after_the_last_scan_hinders_no_claim() {
+async fn device_destroyed_after_last_scan_blocks_no_claim() {
     for there in [SLOT, MigSlot { profile_id: 19, placement: MigPlacement { start: 2, size: 1 } }] {
         let (mut node, driver) = node();
         // The process before destroyed it, and the last scan is older than that.
@@ -533,7 +533,7 @@ async fn device_destroyed_after_the_last_scan_hinders_no_claim() {
 }
 
 #[tokio::test]
-async fn device_of_an_unreadable_checkpoint_stays_until_unprepare() {
+async fn unreadable_checkpoint_keeps_device_until_unprepare() {
     let Prepared { mut node, driver, kubelet, claim } = prepared().await;
     node.halt(&kubelet).await;
     node.rewrite("a", |text| text.replace("\"version\": 1", "\"version\": 7"));
@@ -561,7 +561,7 @@ async fn claim_over_another_claims_device_is_refused() {
 }
 
 #[tokio::test]
-async fn setting_off_destroys_what_was_made() {
+async fn disabled_setting_still_destroys_made_devices() {
     let Prepared { mut node, driver, kubelet, claim } = prepared().await;
     node.halt(&kubelet).await;
     node.settings.makes_mig = false;
@@ -586,7 +586,7 @@ async fn nothing_is_made_without_setting_or_boot_name() {
 
 /// In a pod without the rights for MIG the driver refuses every order.
 #[tokio::test]
-async fn device_of_a_claim_that_cannot_be_destroyed_is_left_behind_when_dra_is_off() {
+async fn undestroyable_device_is_left_once_dra_is_off() {
     let Prepared { mut node, driver, kubelet, .. } = prepared().await;
     node.halt(&kubelet).await;
     node.apply(Event::Planned(Box::default()));

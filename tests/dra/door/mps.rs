@@ -104,7 +104,7 @@ fn by_mps(node: &Node, uid: &str, devices: &[(&str, &str)]) -> ClaimName {
 }
 
 #[tokio::test]
-async fn daemon_is_ordered_with_a_claim_and_withdrawn_with_it() {
+async fn daemon_order_comes_and_goes_with_its_claim() {
     let (mut node, daemons) = node();
     let kubelet = node.serve().await;
     daemons.wait(BTreeMap::is_empty).await;
@@ -129,7 +129,7 @@ async fn daemon_is_ordered_with_a_claim_and_withdrawn_with_it() {
 }
 
 #[tokio::test]
-async fn claim_without_a_daemon_is_refused_until_there_is_one() {
+async fn claim_is_refused_until_its_daemon_serves() {
     let (mut node, daemons) = node();
     let kubelet = node.serve().await;
     let asks = by_mps(&node, "a", &[("gpus", "gpu-0")]);
@@ -264,7 +264,7 @@ async fn orders_of_an_unreadable_checkpoint_stay() {
 }
 
 #[tokio::test]
-async fn orders_of_a_claim_that_is_gone_are_withdrawn() {
+async fn orders_of_a_deleted_claim_are_withdrawn() {
     for left in STATES {
         let (mut node, daemons) = killed(left).await;
         node.delete("a");

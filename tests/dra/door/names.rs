@@ -44,7 +44,7 @@ fn write_gpu_spec(node: &Node) {
 }
 
 #[tokio::test]
-async fn reboot_that_moves_minors_gives_the_claim_no_second_gpu() {
+async fn moved_minor_numbers_give_a_claim_no_second_gpu() {
     let (mut node, kubelet) = Node::serving().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let before = node.gpu(0);
@@ -58,7 +58,7 @@ async fn reboot_that_moves_minors_gives_the_claim_no_second_gpu() {
 }
 
 #[tokio::test]
-async fn options_and_drivers_that_change_reach_prepared_claims() {
+async fn changed_options_and_driver_reach_prepared_claims() {
     let mut node = Node::new().with_nics();
     let kubelet = node.serve().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
@@ -107,7 +107,7 @@ async fn upgraded() -> (Node, DraKubelet) {
 }
 
 #[tokio::test]
-async fn claim_of_the_version_before_goes_on() {
+async fn claim_of_the_previous_version_continues() {
     let (mut node, kubelet) = upgraded().await;
     restarted(&kubelet).await;
     let got = start_container(&kubelet, &name("a")).await.unwrap();
@@ -121,7 +121,7 @@ async fn claim_of_the_version_before_goes_on() {
 }
 
 #[tokio::test]
-async fn name_of_the_version_before_gives_no_second_gpu() {
+async fn name_of_the_previous_version_gives_no_second_gpu() {
     let (mut node, kubelet) = upgraded().await;
     for boot in ["the next boot", "the one after"] {
         reboot(&mut node, &kubelet, with_moved_minors(), boot).await;
@@ -136,7 +136,7 @@ async fn name_of_the_version_before_gives_no_second_gpu() {
 
 /// The version before refuses any other field, and writes a spec of its own over the claim's where there are edits.
 #[tokio::test]
-async fn version_before_reads_checkpoints_of_this_one() {
+async fn previous_version_reads_checkpoints_of_this_one() {
     let mut node = Node::new().with_nics();
     let kubelet = node.serve().await;
     node.given(&kubelet, "a", &[("gpus", "gpu-0")]).await;

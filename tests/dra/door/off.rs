@@ -46,7 +46,7 @@ async fn unlisted_claim_stays_while_the_api_server_has_it() {
 }
 
 #[tokio::test]
-async fn claim_is_over_when_the_kubelet_lists_it_no_more() {
+async fn claim_ends_when_the_kubelet_stops_listing_it() {
     let mut node = off().await;
     let reads = node.reads("a");
     node.start();

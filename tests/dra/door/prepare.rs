@@ -77,7 +77,7 @@ async fn two_claims_that_race_for_a_set_do_not_share_it() {
 }
 
 #[tokio::test]
-async fn one_error_in_a_batch_leaves_the_other_claims() {
+async fn one_error_in_a_batch_spares_the_other_claims() {
     let (node, kubelet) = Node::serving().await;
     let claims = [node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-99")])];
     let pod = of_claims(&claims);
@@ -114,7 +114,7 @@ async fn repeated_prepare_needs_no_api_server() {
 
 /// A kubelet that lost its state has unprepared nothing, and the cluster gave the claim another GPU meanwhile.
 #[tokio::test]
-async fn claim_that_got_another_gpu_is_prepared_anew() {
+async fn claim_moved_to_another_gpu_is_prepared_again() {
     let (node, kubelet) = Node::serving().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(0)]);
@@ -179,7 +179,7 @@ async fn nearest_nics_are_in_the_claims_spec() {
 }
 
 #[tokio::test]
-async fn one_claim_asked_for_twice_at_once_is_prepared_once() {
+async fn concurrent_prepares_of_a_claim_prepare_it_once() {
     let (node, one) = Node::serving().await;
     let other = node.kubelet().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
@@ -189,7 +189,7 @@ async fn one_claim_asked_for_twice_at_once_is_prepared_once() {
 }
 
 #[tokio::test]
-async fn same_name_with_another_uid_waits_for_the_old() {
+async fn recreated_claim_waits_for_the_old_one_to_end() {
     let (node, kubelet) = Node::serving().await;
     let old = node.given(&kubelet, "a", &[("gpus", "gpu-0")]).await;
     // Deleted and made again under its name, with the same GPU.
@@ -205,7 +205,7 @@ async fn same_name_with_another_uid_waits_for_the_old() {
 }
 
 #[tokio::test]
-async fn unprepare_asks_nobody_and_knows_no_unknown_claim() {
+async fn unprepare_reads_no_claim_and_accepts_unknown_ones() {
     let (node, kubelet) = Node::serving().await;
     let claim = node.given(&kubelet, "a", &[("gpus", "gpu-0")]).await;
     node.delete("a");
@@ -236,7 +236,7 @@ async fn claim_shared_by_pods_is_unprepared_with_the_last() {
 }
 
 #[tokio::test]
-async fn silent_api_server_holds_up_its_claim_alone() {
+async fn unanswered_read_delays_only_its_claim() {
     let mut node = Node::new();
     node.settings.claim_timeout = LIMIT;
     let kubelet = node.serve().await;
@@ -250,7 +250,7 @@ async fn silent_api_server_holds_up_its_claim_alone() {
 }
 
 #[tokio::test]
-async fn entry_of_a_prepare_that_was_given_up_is_in_no_claims_way() {
+async fn abandoned_prepare_does_not_block_the_next_claim() {
     let mut node = Node::new();
     node.settings.prepare_timeout = Duration::from_secs(3);
     let kubelet = node.serve().await;
@@ -264,7 +264,7 @@ async fn entry_of_a_prepare_that_was_given_up_is_in_no_claims_way() {
 }
 
 #[tokio::test]
-async fn sweep_takes_a_given_up_prepare_out_of_the_ledger() {
+async fn sweep_removes_an_abandoned_prepare_from_the_ledger() {
     let mut node = Node::new();
     node.settings.prepare_timeout = Duration::from_secs(3);
     node.settings.sweep = Duration::from_millis(50);

@@ -68,7 +68,7 @@ async fn killed_prepare_keeps_its_share() {
 }
 
 #[tokio::test]
-async fn shares_of_claims_that_are_gone_are_free() {
+async fn shares_of_deleted_claims_are_free() {
     let (node, kubelet) = shared().await;
     let [a, b, c] = ["a", "b", "c"].map(|uid| share(&node, uid, "1"));
     for claim in [&a, &b] {

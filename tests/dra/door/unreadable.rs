@@ -58,7 +58,7 @@ async fn checkpoint_of_a_later_version_holds_its_gpus() {
 }
 
 #[tokio::test]
-async fn unreadable_checkpoint_of_a_claim_that_is_gone_is_swept() {
+async fn unreadable_checkpoint_of_a_deleted_claim_is_swept() {
     let (mut node, _kubelet) = stopped().await;
     edit(&node, |it| it["version"] = json!(7));
     node.delete("a");
@@ -73,7 +73,7 @@ async fn unreadable_checkpoint_of_a_claim_that_is_gone_is_swept() {
 }
 
 #[tokio::test]
-async fn disk_that_fails_for_a_moment_costs_no_claim() {
+async fn brief_disk_failure_loses_no_claim() {
     let (mut node, kubelet) = stopped().await;
     // A folder in the file's place cannot be read either.
     let (path, aside) = (node.checkpoint("a"), node.settings.plugins.join("aside"));
@@ -98,7 +98,7 @@ async fn disk_that_fails_for_a_moment_costs_no_claim() {
 }
 
 #[tokio::test]
-async fn torn_checkpoint_goes_when_the_kubelet_lists_no_claim() {
+async fn torn_checkpoint_is_swept_once_no_claim_is_listed() {
     let (mut node, _kubelet) = stopped().await;
     fs::write(node.checkpoint("a"), "{\"version\": 1, ").unwrap();
     node.listed(&["a"]);
@@ -131,7 +131,7 @@ async fn fields_of_a_later_version_survive() {
 }
 
 #[tokio::test]
-async fn checkpoint_that_a_version_before_set_aside_is_read() {
+async fn checkpoint_set_aside_by_an_older_version_is_read() {
     let (mut node, kubelet) = stopped().await;
     fs::rename(node.checkpoint("a"), node.settings.checkpoints.join("a.json.ignored")).unwrap();
     node.set("a", Answer::Failed);

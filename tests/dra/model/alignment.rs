@@ -109,7 +109,7 @@ fn nvlink_domains(node: &Node) -> Vec<Set> {
 }
 
 #[test]
-fn gpus_of_one_nvlink_domain_are_found_where_they_are_free() {
+fn free_gpus_of_one_nvlink_domain_are_found() {
     let (mut found, mut refused) = (0, 0);
     for node in nodes() {
         let (domains, cluster) = (nvlink_domains(&node), node.cluster(&[]));

@@ -126,7 +126,7 @@ fn single() -> BTreeMap<u32, Value> {
 }
 
 #[test]
-fn equal_nodes_give_what_the_best_of_them_could() {
+fn equal_nodes_give_the_best_free_set() {
     let claims = tiered();
     for node in nodes().filter(|node| node.gpus() <= 8) {
         let shares = shares(&[&node, &node, &node], 600, &claims);

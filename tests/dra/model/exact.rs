@@ -44,7 +44,7 @@ fn of_size(set: Set, count: u32) -> impl Iterator<Item = Set> {
 }
 
 #[test]
-fn exact_claim_gets_its_promise_whenever_a_set_is_free() {
+fn exact_claim_gets_its_bandwidth_if_a_set_is_free() {
     for name in MACHINES {
         let (node, mut waiting) = (node(name), 0);
         let (oracle, cluster) = (Oracle::new(&node.topology), node.cluster(&[]));
@@ -89,7 +89,7 @@ fn exact_claim_gets_its_promise_whenever_a_set_is_free() {
 
 /// Claims with alternatives of a gang may take GPUs that another of its pods needed (kubernetes#138765).
 #[test]
-fn exact_claims_of_one_size_take_no_set_from_each_other() {
+fn exact_claims_of_one_size_fill_every_group() {
     for name in ["dgx1-v100", "pcie-8x-pix-pairs"] {
         let node = node(name);
         let cluster = node.cluster(&[]);

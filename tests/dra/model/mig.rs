@@ -93,7 +93,7 @@ fn given(kinds: &[usize], claims: &[Value]) -> Cluster {
 }
 
 #[test]
-fn two_halves_fit_and_nothing_else() {
+fn two_halves_leave_no_room() {
     let claims = claims();
     let cluster = given(&[4, 4], &claims);
     for (claim, kind) in claims.iter().zip(&KINDS) {
@@ -103,7 +103,7 @@ fn two_halves_fit_and_nothing_else() {
 }
 
 #[test]
-fn small_ones_leave_half_the_gpu() {
+fn small_instances_leave_half_the_gpu() {
     given(&[0, 0, 0, 5], &claims());
 }
 

@@ -71,7 +71,7 @@ async fn worst(name: &'static str, server: &ApiServerBox, lists: &[Value], pods:
 }
 
 #[tokio::test]
-async fn policy_bounds_what_several_claims_cost() {
+async fn policy_bounds_the_cost_of_several_claims() {
     let pods: [&[u32]; 8] = [&[2, 2], &[2, 4], &[4, 4], &[2, 2, 2], &[2, 2, 2, 2], &[4, 2, 2], &[2, 2, 4], &[8, 2]];
     let (shared, mut worst_of_all) = (server().await, 0);
     for name in ["dgx1-v100", "aws-p5", "nvlink-bridge-pairs", "pcie-8x-pix-pairs"] {
@@ -84,7 +84,7 @@ async fn policy_bounds_what_several_claims_cost() {
 
 /// Templates of one machine list all its groups, up to eight alternatives.
 #[tokio::test]
-async fn policy_bounds_what_claims_with_many_alternatives_cost() {
+async fn policy_bounds_the_cost_of_many_alternatives() {
     let (server, lists) = (server_of(of_machine("dgx1-v100")).await, of_machine("dgx1-v100"));
     let pods: [&[u32]; 6] = [&[2, 2], &[2, 4], &[4, 4], &[2, 2, 2], &[2, 2, 2, 2], &[2, 2, 4]];
     assert!(worst("dgx1-v100", &server, &lists, &pods).await > 10);

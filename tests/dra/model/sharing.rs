@@ -60,7 +60,7 @@ fn exclusive_claim_never_gets_a_shared_gpu() {
 }
 
 #[test]
-fn half_a_gpu_is_had_by_shares_or_by_memory() {
+fn half_a_gpu_is_allocated_by_shares_or_by_memory() {
     let node = node("devices: 1");
     let by_shares = results(&node, &mut node.cluster(&[]), &part(1, &json!({"shares": "2"})), 9);
     assert_eq!(by_shares.len(), 2, "{by_shares:?}");
@@ -97,7 +97,7 @@ fn odd_capacity_requests_are_rounded_or_refused() {
 }
 
 #[test]
-fn one_slot_for_each_container_is_one_share_for_each_claim() {
+fn one_slot_per_container_is_one_share_per_claim() {
     let row = "{name: nvidia.com/gpu, replicas: 4}";
     let sharing = format!("sharing: {{timeSlicing: {{failRequestsGreaterThanOne: true, resources: [{row}]}}}}");
     let node = configured(&format!("version: v1\n{sharing}\n"));
@@ -118,7 +118,7 @@ fn classes() -> Vec<Value> {
 }
 
 #[test]
-fn classes_of_the_manifests_keep_shares_and_gpus_apart() {
+fn manifest_classes_keep_shares_and_gpus_apart() {
     let node = node("devices: 1");
     let mut cluster = Cluster::new(&node.slices, &classes(), &[]).unwrap();
     assert_eq!(results(&node, &mut cluster, &gpus(1, None), 9).len(), 7);

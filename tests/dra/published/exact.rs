@@ -56,7 +56,7 @@ fn one_gpu_needs_no_group() {
 }
 
 #[test]
-fn group_is_the_one_that_most_nodes_meet_at_their_best() {
+fn exact_claim_names_the_best_group_of_most_nodes() {
     for (kinds, size, group) in [
         (&[("dgx1-v100", 2)][..], "4", "quad1a"),
         // Behind NVSwitches all GPUs are alike, and a larger group is free more often.
@@ -85,7 +85,7 @@ fn nodes_without_the_group_are_named() {
 
 /// A machine that no built-in one is like: the tiers in the names count, and no bandwidth is told.
 #[test]
-fn unknown_machine_is_told_by_its_groups_alone() {
+fn unknown_machine_is_described_by_groups_alone() {
     let mut all = slices("dgx-h100", "n");
     for device in all[0]["spec"]["devices"].as_array_mut().unwrap() {
         device["attributes"]["productName"]["string"] = json!("Other\u{1b}[2J");

@@ -58,7 +58,7 @@ fn fleet_of_unlike_machines_has_one_order() {
 
 /// The slices of a cluster and its machines by name give one claim.
 #[test]
-fn slices_say_the_same_as_machines() {
+fn slices_and_machine_names_give_one_claim() {
     let machines = ["dgx1-v100", "pcie-8x-pix-pairs", "dgx-a100"];
     let all: Vec<Value> = machines.iter().flat_map(|machine| slices(machine, machine)).collect();
     let file = file(&all, false);
@@ -75,7 +75,7 @@ fn slices_say_the_same_as_machines() {
 
 /// A machine that no known one is like comes last, and a file of it says what its groups carry.
 #[test]
-fn unknown_machine_comes_last_until_its_file_is_there() {
+fn unknown_machine_comes_last_until_its_file_is_given() {
     // Its model's name is made to break out of a string of CEL, and a terminal.
     let model = r#"Other "]\ || true"#;
     let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/host/src/machines/dgx-a100.yaml");
@@ -141,7 +141,7 @@ fn rare_machine_has_its_alternative() {
 }
 
 #[test]
-fn nodes_that_do_not_count_are_told() {
+fn ignored_nodes_are_counted_on_stderr() {
     let mut mixed = slices("dgx-h100", "mixed");
     mixed[0]["spec"]["devices"][0]["attributes"]["productName"]["string"] = json!("Other");
     let mut all = nodes(&[("dgx1-v100", 1), ("dgx-a100", 1), ("gb200-nvl72-node", 2)]);

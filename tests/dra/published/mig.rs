@@ -138,7 +138,7 @@ fn sick_gpu_taints_its_mig_devices() {
 }
 
 #[test]
-fn names_are_those_of_the_devices_when_they_are_made() {
+fn device_name_is_the_same_before_and_after_making() {
     let (topology, _) = NodeTopology::assemble(&with_device());
     assert_eq!(hardware_of(&topology, DEVICE), Some((0, Some(0))));
     let (devices, _) = published(&observed(), |_| {});
@@ -146,7 +146,7 @@ fn names_are_those_of_the_devices_when_they_are_made() {
 }
 
 #[test]
-fn nonsense_of_the_driver_makes_no_device() {
+fn invalid_mig_placements_make_no_device() {
     let mut observed = observed();
     let profiles = &mut observed.gpus[0].mig.as_mut().unwrap().profiles;
     profiles.truncate(1);

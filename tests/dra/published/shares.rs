@@ -44,7 +44,7 @@ fn shared_gpus_keep_to_the_limits_on_every_machine() {
 }
 
 #[test]
-fn memory_is_divided_by_shares_and_left_out_where_it_cannot_be() {
+fn memory_is_divided_by_shares_if_it_can_be() {
     let mut observed = machines::load("workstation-a6000").unwrap().observed;
     let mut policy = |memory: Option<u64>, shares: u32| -> Option<Capacity> {
         observed.gpus[0].memory_mib = memory;

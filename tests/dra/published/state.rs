@@ -165,7 +165,7 @@ fn fault_of_an_instance_taints_its_mig_device_alone() {
 }
 
 #[test]
-fn gpu_that_a_filter_leaves_out_is_tainted_while_a_claim_has_it() {
+fn filtered_gpu_is_tainted_while_a_claim_holds_it() {
     let mut node = Node::new(dgx());
     node.claims("gpu-0");
     let filter = Filter { exclude: [0, 1].map(GpuSelector::Index).into(), ..Filter::default() };

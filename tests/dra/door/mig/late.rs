@@ -10,7 +10,7 @@ use super::super::node::{KIND, connected, end, start, turns, until};
 use super::{DEVICE, Mood, Prepared, SLOT, instance, prepared, set};
 
 #[tokio::test]
-async fn scan_from_before_an_order_says_nothing_of_it() {
+async fn scan_older_than_an_order_does_not_end_the_wait() {
     let Prepared { mut node, driver, kubelet, claim } = prepared().await;
     node.stop().await;
     // The next process has seen the GPU before the device was made.
@@ -48,7 +48,7 @@ async fn scan_from_before_an_order_says_nothing_of_it() {
 }
 
 #[tokio::test]
-async fn claim_that_is_being_undone_is_waited_for() {
+async fn claim_waits_for_another_being_unprepared() {
     let Prepared { node, driver, kubelet, claim: first } = prepared().await;
     let second = node.claim("b", &[("gpus", DEVICE)]);
     set(&driver, Mood::HangsBefore);
