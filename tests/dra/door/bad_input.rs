@@ -1,4 +1,5 @@
-//! What is refused, each by its name, and nothing else disturbed.
+//! Claims that cannot be prepared, and folders and checkpoints that are broken. An error names its cause, and other
+//! claims go on.
 
 use std::fs;
 use std::time::Duration;
@@ -6,7 +7,7 @@ use std::time::Duration;
 use linkwise_kubelet_box::dra::DraError;
 
 use super::node::{
-    Answer, LIMIT, Node, claim, configured, end, is_refused, name, refusal, restarted, start, start_at_last, until,
+    Answer, Node, TEST_TIMEOUT, claim, configured, end, is_refused, name, refusal, restart, start, start_at_last, until,
 };
 
 #[tokio::test]
@@ -14,22 +15,26 @@ async fn failed_prepare_names_its_cause_and_leaves_nothing() {
     let mut node = Node::new();
     node.settings.claim_timeout = Duration::from_millis(50);
     let kubelet = node.serve().await;
-    node.given(&kubelet, "good", &[("gpus", "gpu-7")]).await;
-    let of = |uid: &str| claim(uid, &[("gpus", "gpu-0")]);
-    let mut pending = of("b");
+    node.started_claim(&kubelet, "good", &[("gpus", "gpu-7")]).await;
+    let of_gpu_0 = |uid: &str| claim(uid, &[("gpus", "gpu-0")]);
+    let mut pending = of_gpu_0("b");
     pending.status.allocation = None;
     let mps = r#"{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}"#;
     for (uid, answer, complaint) in [
         ("a", Answer::Claim(claim("a", &[("gpus", "gpu-99")])), "no device 'gpu-99' on this node; there are gpu-0, "),
         ("b", Answer::Claim(pending), "the claim ml/claim-b has no allocation"),
-        ("h", Answer::Claim(configured(of("h"), mps)), "the claim asks for MPS, which this node does not have for"),
+        (
+            "h",
+            Answer::Claim(configured(of_gpu_0("h"), mps)),
+            "the claim asks for MPS, which this node does not have for",
+        ),
         ("i", Answer::Failed, "cannot read the claim ml/claim-i: connection refused"),
         ("j", Answer::Silent, "cannot read the claim ml/claim-j: the API server did not answer within 50ms"),
         ("../x", Answer::Failed, "'../x' is not the UID of a claim"),
     ] {
-        let named = node.set(uid, answer);
-        is_refused(&kubelet, &named, &[complaint]).await;
-        end(&kubelet, &named).await;
+        let bad = node.set_answer(uid, answer);
+        is_refused(&kubelet, &bad, &[complaint]).await;
+        end(&kubelet, &bad).await;
         assert_eq!(
             (node.checkpoints(), node.claim_specs()),
             (vec!["good.json".to_owned()], vec!["linkwise.dev-claim-good.json".to_owned()]),
@@ -43,12 +48,12 @@ async fn failed_prepare_names_its_cause_and_leaves_nothing() {
 async fn gpu_of_a_moved_claim_goes_to_the_next() {
     let (node, kubelet) = Node::serving().await;
     let [_, second] = node.rivals(&kubelet).await;
-    // Allocated anew, elsewhere; but a container here still has the GPU.
+    // The claim is allocated on another node now, but a container here still has the GPU.
     let mut moved = claim("a", &[("gpus", "gpu-0")]);
     moved.status.allocation.as_mut().unwrap().devices.results[0].pool = "other/gpu".to_owned();
-    node.set("a", Answer::Claim(moved));
+    node.set_answer("a", Answer::Claim(moved));
     let free = node.state.borrow().clone();
-    node.listed(&["a"]);
+    node.kubelet_lists(&["a"]);
     is_refused(&kubelet, &second, &["is prepared for the claim ml/claim-a"]).await;
     node.state.send_replace(free);
     assert_eq!(start(&kubelet, &second).await.unwrap(), [node.gpu(0)]);
@@ -61,7 +66,7 @@ async fn unreadable_checkpoints_stay_and_block_no_claim() {
     let good = node.claim("good", &[("gpus", "gpu-0")]);
     let first = start(&kubelet, &good).await.unwrap();
     node.halt(&kubelet).await;
-    let text = node.kept("good");
+    let text = node.checkpoint_text("good");
     fs::write(node.checkpoint("half"), text.as_bytes().split_at(text.len() / 2).0).unwrap();
     fs::write(node.checkpoint("newer"), text.replace("\"version\": 1", "\"version\": 7")).unwrap();
     fs::write(node.checkpoint("long"), " ".repeat((1 << 20) + 1)).unwrap();
@@ -69,19 +74,19 @@ async fn unreadable_checkpoints_stay_and_block_no_claim() {
     fs::write(node.settings.checkpoints.join("notes.txt"), "hello").unwrap();
     fs::create_dir(node.settings.checkpoints.join("folder.json")).unwrap();
     fs::write(node.settings.checkpoints.join(".linkwise-draft"), "{").unwrap();
-    // Later than any list of the kubelet.
-    node.settings.listed_within = LIMIT;
+    // Claims count as newer than every list of the kubelet.
+    node.settings.listed_within = TEST_TIMEOUT;
     node.serve_again(&kubelet).await;
-    node.set("good", Answer::Failed);
+    node.set_answer("good", Answer::Failed);
     assert_eq!(start(&kubelet, &good).await.unwrap(), first);
-    let told = |line: &String| {
+    let parse = |line: &String| {
         let (path, why) =
             line.split_once("checkpoint of a claim unreadable, keeping it path=")?.1.split_once(" why=\"")?;
         Some(format!("{} {}", path.rsplit('/').next()?, why.trim_end().trim_end_matches('"').split(':').next()?))
     };
-    let told: Vec<String> = node.log.lines.borrow().iter().filter_map(told).collect();
+    let logged: Vec<String> = node.log.lines.borrow().iter().filter_map(parse).collect();
     assert_eq!(
-        told,
+        logged,
         [
             "notes.txt its name is not that of a checkpoint",
             "copy.json it belongs to the claim with the UID 'good'",
@@ -92,7 +97,7 @@ async fn unreadable_checkpoints_stay_and_block_no_claim() {
         ]
     );
     assert!(!node.settings.checkpoints.join(".linkwise-draft").exists());
-    // A claim whose checkpoint was half: it is prepared anew, and unprepared whole.
+    // A claim whose checkpoint is incomplete is prepared again, and Unprepare removes all of it.
     let half = node.claim("half", &[("gpus", "gpu-1")]);
     assert_eq!(start(&kubelet, &half).await.unwrap(), [node.gpu(1)]);
     end(&kubelet, &half).await;
@@ -103,7 +108,7 @@ async fn unreadable_checkpoints_stay_and_block_no_claim() {
 #[tokio::test]
 async fn unwritable_checkpoint_folder_fails_the_claim() {
     let (node, kubelet) = Node::serving().await;
-    // As a full disk: no file can be made in the folder.
+    // A file in the folder's place makes each write fail, as a full disk does.
     let folder = node.settings.checkpoints.clone();
     fs::remove_dir_all(&folder).unwrap();
     fs::write(&folder, "").unwrap();
@@ -120,7 +125,7 @@ async fn unwritable_checkpoint_folder_fails_the_claim() {
 #[tokio::test]
 async fn broken_cdi_folder_does_not_fail_unprepare() {
     let (node, kubelet) = Node::serving().await;
-    let claim = node.given(&kubelet, "a", &[("gpus", "gpu-0")]).await;
+    let claim = node.started_claim(&kubelet, "a", &[("gpus", "gpu-0")]).await;
     fs::remove_dir_all(&node.settings.cdi_folder).unwrap();
     fs::write(&node.settings.cdi_folder, "").unwrap();
     end(&kubelet, &claim).await;
@@ -160,25 +165,24 @@ async fn device_missing_from_scans_fails_the_claim_by_name() {
     assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
     node.scan();
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(0)]);
-    // Of a claim that was prepared, too, before its container would fail.
+    // A prepared claim fails here too, because its container would fail later.
     node.scan_nothing();
-    restarted(&kubelet).await;
+    restart(&kubelet).await;
     let error = refusal(&kubelet, &name("a")).await;
     assert!(error.starts_with("cannot write the CDI spec of the claim: no scan of the host has found "), "{error}");
-    assert_eq!(node.checkpoints(), ["a.json"], "its pod may run");
+    assert_eq!(node.checkpoints(), ["a.json"], "its pod may still run");
 }
 
 #[tokio::test]
 async fn claim_waits_for_the_scan_that_has_its_device() {
     let mut node = Node::new();
-    // The kubelet's time, not the scan's, ends a claim that misses it.
-    node.settings.specs_timeout = LIMIT;
+    node.settings.specs_timeout = TEST_TIMEOUT;
     let kubelet = node.serve().await;
     node.scan_nothing();
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let scans = async {
         until(|| node.reads("a") > 0).await;
-        // Not yet with this GPU in it: the claim waits on.
+        // The claim waits on after a scan without its GPU.
         node.scan_nothing();
         node.scan();
     };
@@ -189,12 +193,12 @@ async fn claim_waits_for_the_scan_that_has_its_device() {
 #[tokio::test]
 async fn slow_prepare_ends_before_the_kubelets_deadline() {
     let mut node = Node::new();
-    (node.settings.claim_timeout, node.settings.prepare_timeout) = (LIMIT, Duration::from_millis(50));
+    (node.settings.claim_timeout, node.settings.prepare_timeout) = (TEST_TIMEOUT, Duration::from_millis(50));
     let kubelet = node.serve().await;
-    let claim = node.set("a", Answer::Silent);
+    let claim = node.set_answer("a", Answer::Silent);
     assert_eq!(refusal(&kubelet, &claim).await, "the claim was not prepared within 50ms");
     node.claim("a", &[("gpus", "gpu-0")]);
-    node.settings.prepare_timeout = LIMIT;
+    node.settings.prepare_timeout = TEST_TIMEOUT;
     node.kill_and_start().await;
     start_at_last(&kubelet, &claim).await;
 }
@@ -203,7 +207,7 @@ async fn slow_prepare_ends_before_the_kubelets_deadline() {
 async fn claim_that_cannot_be_unprepared_keeps_its_gpu() {
     let (node, kubelet) = Node::serving().await;
     let [claim, other] = node.rivals(&kubelet).await;
-    // As a disk that has become read-only: the file cannot be removed.
+    // A folder in the file's place cannot be removed, as on a disk that became read-only.
     let path = node.checkpoint("a");
     fs::remove_file(&path).unwrap();
     fs::create_dir(&path).unwrap();

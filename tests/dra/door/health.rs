@@ -1,4 +1,4 @@
-//! What the kubelet hears of the health of devices.
+//! The health of devices, as the plugin streams it to the kubelet.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,8 +11,8 @@ use super::node::{DRIVER, Node, POOL, connected, observed_state};
 const HEALTHY: i32 = 1;
 const UNHEALTHY: i32 = 2;
 
-/// The health of a device, and why.
-fn of<'a>(state: &'a DraState, device: &str) -> Option<(i32, &'a str)> {
+/// The health of a device, and the plugin's message about it.
+fn health_of<'a>(state: &'a DraState, device: &str) -> Option<(i32, &'a str)> {
     let health = state.drivers.get(DRIVER)?.health.get(&(POOL.to_owned(), device.to_owned()))?;
     Some((health.health, health.message.as_str()))
 }
@@ -20,38 +20,38 @@ fn of<'a>(state: &'a DraState, device: &str) -> Option<(i32, &'a str)> {
 #[tokio::test]
 async fn health_of_every_device_follows_its_gpu() {
     let (node, kubelet) = Node::serving().await;
-    kubelet.wait(|state| of(state, "gpu-7") == Some((HEALTHY, ""))).await.unwrap();
+    kubelet.wait(|state| health_of(state, "gpu-7") == Some((HEALTHY, ""))).await.unwrap();
     assert_eq!(kubelet.state().drivers[DRIVER].health.len(), 8);
-    node.counts("dra_health_streams", 1).await;
+    node.metric_becomes("dra_health_streams", 1).await;
     let current = node.state.borrow().clone();
     node.apply(Event::Xid { gpu: node.uuid(3), code: 79, instance: None });
-    kubelet.wait(|state| of(state, "gpu-3") == Some((UNHEALTHY, "XID 79"))).await.unwrap();
-    assert_eq!(of(&kubelet.state(), "gpu-2"), Some((HEALTHY, "")));
+    kubelet.wait(|state| health_of(state, "gpu-3") == Some((UNHEALTHY, "XID 79"))).await.unwrap();
+    assert_eq!(health_of(&kubelet.state(), "gpu-2"), Some((HEALTHY, "")));
     node.state.send_replace(current);
-    kubelet.wait(|state| of(state, "gpu-3") == Some((HEALTHY, ""))).await.unwrap();
+    kubelet.wait(|state| health_of(state, "gpu-3") == Some((HEALTHY, ""))).await.unwrap();
     kubelet.stop().await;
-    node.counts("dra_health_streams", 0).await;
+    node.metric_becomes("dra_health_streams", 0).await;
 }
 
-/// The kubelet knows the devices of a claim by their first CDI names, and takes equal ones for one device.
+/// The kubelet tells a claim's devices apart by their first CDI names, so these must differ.
 #[tokio::test]
 async fn sick_gpu_of_a_claim_shows_in_the_pods_status() {
     let (node, kubelet) = Node::serving().await;
     let gpus = ["gpu-0", "gpu-1", "gpu-2", "gpu-3"];
-    node.given(&kubelet, "a", &gpus.map(|gpu| ("gpus", gpu))).await;
+    node.started_claim(&kubelet, "a", &gpus.map(|gpu| ("gpus", gpu))).await;
     node.apply(Event::Xid { gpu: node.uuid(2), code: 79, instance: None });
-    kubelet.wait(|state| of(state, "gpu-2") == Some((UNHEALTHY, "XID 79"))).await.unwrap();
+    kubelet.wait(|state| health_of(state, "gpu-2") == Some((UNHEALTHY, "XID 79"))).await.unwrap();
     let state = kubelet.state();
-    let told =
-        state.claims["a"].resource_ids.iter().map(|(id, (_, device))| (id.as_str(), of(&state, device).unwrap()));
-    let well = (HEALTHY, "");
+    let ids = state.claims["a"].resource_ids.iter();
+    let statuses = ids.map(|(id, (_, device))| (id.as_str(), health_of(&state, device).unwrap()));
+    let healthy = (HEALTHY, "");
     assert_eq!(
-        told.collect::<Vec<_>>(),
+        statuses.collect::<Vec<_>>(),
         [
-            ("linkwise.dev/device=a-gpus-gpu-0", well),
-            ("linkwise.dev/device=a-gpus-gpu-1", well),
+            ("linkwise.dev/device=a-gpus-gpu-0", healthy),
+            ("linkwise.dev/device=a-gpus-gpu-1", healthy),
             ("linkwise.dev/device=a-gpus-gpu-2", (UNHEALTHY, "XID 79")),
-            ("linkwise.dev/device=a-gpus-gpu-3", well),
+            ("linkwise.dev/device=a-gpus-gpu-3", healthy),
         ]
     );
 }
@@ -64,7 +64,7 @@ async fn kubelet_that_reads_v1_gets_the_same_health() {
     options.advertised_health = true;
     let kubelet = DraKubelet::start(options).unwrap();
     connected(&kubelet).await;
-    kubelet.wait(|state| of(state, "gpu-0") == Some((HEALTHY, ""))).await.unwrap();
+    kubelet.wait(|state| health_of(state, "gpu-0") == Some((HEALTHY, ""))).await.unwrap();
 }
 
 #[tokio::test]
@@ -84,13 +84,13 @@ async fn filtered_gpus_are_not_listed_and_gone_ones_are() {
     let kubelet = node.serve().await;
     kubelet.wait(|state| state.drivers[DRIVER].health.len() == 2).await.unwrap();
     let state = node.state.borrow().clone();
-    let device = state.topology().gpus().iter().find(|gpu| gpu.index == 0).unwrap().facts.minor.unwrap();
-    let device = format!("gpu-{device}");
-    node.given(&kubelet, "a", &[("gpus", &device)]).await;
-    // Its GPU falls off the bus.
+    let minor = state.topology().gpus().iter().find(|gpu| gpu.index == 0).unwrap().facts.minor.unwrap();
+    let device = format!("gpu-{minor}");
+    node.started_claim(&kubelet, "a", &[("gpus", &device)]).await;
+    // The claim's GPU falls off the bus.
     let mut observed = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
     observed.gpus.retain(|gpu| gpu.index != 0);
     node.apply(Event::Observed(Box::new(observed)));
-    let told = Some((UNHEALTHY, "the device is gone from the node"));
-    kubelet.wait(|state| of(state, &device) == told).await.unwrap();
+    let gone = Some((UNHEALTHY, "the device is gone from the node"));
+    kubelet.wait(|state| health_of(state, &device) == gone).await.unwrap();
 }

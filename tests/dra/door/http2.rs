@@ -1,5 +1,5 @@
-//! The `:authority` of the kubelet's registration calls, as bytes on the socket: a name with an `@` passes, one without
-//! does not. What fails here without a change of ours is a newer h2 or http.
+//! The `:authority` of the kubelet's registration calls, as bytes on the socket: h2 accepts a socket's name with an `@`
+//! and resets calls for one without. If this test fails without a change of ours, h2 or http has changed.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-use super::node::{LIMIT, Node, names};
+use super::node::{Node, TEST_TIMEOUT, file_names};
 
 const HEADERS: u8 = 1;
 const RST_STREAM: u8 = 3;
@@ -23,8 +23,8 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
 }
 
-/// A literal header field without indexing (RFC 7541, section 6.2.2), both strings as they are. Names and values below
-/// 127 bytes have their length in one byte; longer ones in two.
+/// A literal header field without indexing (RFC 7541, section 6.2.2), both strings without Huffman coding. A length
+/// below 127 takes one byte, a longer one two.
 fn field(name: &str, value: &str) -> Vec<u8> {
     let string = |text: &str| {
         let mut bytes = match u8::try_from(text.len()).unwrap() {
@@ -37,7 +37,7 @@ fn field(name: &str, value: &str) -> Vec<u8> {
     [vec![0], string(name), string(value)].concat()
 }
 
-/// Calls GetInfo as grpc-go does; the type of the frame that answers on the call's stream, and its first four bytes.
+/// Calls GetInfo as grpc-go does. Returns the type of the frame that answers, and the first four bytes of its payload.
 async fn get_info(socket: &Path, authority: &str) -> (u8, u32) {
     let mut stream = UnixStream::connect(socket).await.unwrap();
     let fields = [
@@ -52,7 +52,7 @@ async fn get_info(socket: &Path, authority: &str) -> (u8, u32) {
     let request = [
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec(),
         frame(SETTINGS, 0, 0, &[]),
-        // END_HEADERS; then an empty message, END_STREAM.
+        // Flag 4 is END_HEADERS. The DATA frame has an empty message and flag 1, END_STREAM.
         frame(HEADERS, 4, 1, &headers),
         frame(0, 1, 1, &[0; 5]),
     ];
@@ -73,17 +73,16 @@ async fn get_info(socket: &Path, authority: &str) -> (u8, u32) {
 async fn authority_of_grpc_go_needs_an_at_sign() {
     let mut node = Node::new();
     node.start();
-    node.was(Phase::Offered).await;
-    let [name] = names(&node.settings.registry).try_into().unwrap();
+    node.reaches(Phase::Offered).await;
+    let [name] = file_names(&node.settings.registry).try_into().unwrap();
     let socket = node.settings.registry.join(&name);
     let encoded = authority(socket.to_str().unwrap());
     assert!(encoded.starts_with("%2F") && encoded.ends_with("@gpu.nvidia.com-reg.sock"), "{encoded}");
-    // The kubelet's own folder.
-    let kubelets = authority(&format!("/var/lib/kubelet/plugins_registry/{name}"));
-    for good in [&encoded, &kubelets] {
-        assert_eq!(timeout(LIMIT, get_info(&socket, good)).await.unwrap().0, HEADERS, "{good}");
+    let in_kubelets_folder = authority(&format!("/var/lib/kubelet/plugins_registry/{name}"));
+    for good in [&encoded, &in_kubelets_folder] {
+        assert_eq!(timeout(TEST_TIMEOUT, get_info(&socket, good)).await.unwrap().0, HEADERS, "{good}");
     }
-    let without = kubelets.replace('@', "-");
-    let answer = timeout(LIMIT, get_info(&socket, &without)).await.unwrap();
+    let without = in_kubelets_folder.replace('@', "-");
+    let answer = timeout(TEST_TIMEOUT, get_info(&socket, &without)).await.unwrap();
     assert_eq!(answer, (RST_STREAM, PROTOCOL_ERROR), "{without}");
 }

@@ -1,4 +1,4 @@
-//! The plugin's life with the kubelet: registration, restarts, sockets.
+//! Registration with the kubelet, restarts of either side, and sockets.
 
 use std::fs;
 use std::os::unix::net::UnixListener;
@@ -11,7 +11,7 @@ use linkwise_kubelet_box::dra::{DraKubelet, DraState};
 use linkwise_system::uds::Callers;
 use tokio::time::timeout;
 
-use super::node::{DRIVER, LIMIT, Node, connected, end, names, start, turns};
+use super::node::{DRIVER, Node, TEST_TIMEOUT, connected, end, file_names, start, yield_times};
 
 fn registrations(state: &DraState) -> u64 {
     state.drivers.get(DRIVER).map_or(0, |driver| driver.registrations)
@@ -24,34 +24,33 @@ async fn plugin_registers_after_gpus_and_a_scan() {
     node.cdi.send_replace(None);
     node.start();
     let kubelet = DraKubelet::start(node.kubelet_options()).unwrap();
-    node.was(Phase::WaitingForGpus).await;
-    assert_eq!(names(&node.settings.registry), [""; 0]);
+    node.reaches(Phase::WaitingForGpus).await;
+    assert_eq!(file_names(&node.settings.registry), [""; 0]);
     node.state.send_replace(state);
-    // The plugin's task has its turns; without a scan it has nothing to do.
-    turns(1000).await;
-    assert_eq!(names(&node.settings.registry), [""; 0]);
+    // Without a scan the plugin does not bind, even after its task has run.
+    yield_times(1000).await;
+    assert_eq!(file_names(&node.settings.registry), [""; 0]);
     node.scan();
     connected(&kubelet).await;
-    node.was(Phase::Registered).await;
+    node.reaches(Phase::Registered).await;
     node.stop().await;
-    let left: Vec<_> =
-        [&node.settings.registry, &node.settings.plugins.join(DRIVER)].into_iter().flat_map(|f| names(f)).collect();
-    assert_eq!(left, [""; 0], "no socket is left");
+    let left = [&node.settings.registry, &node.settings.plugins.join(DRIVER)].map(|folder| file_names(folder)).concat();
+    assert_eq!(left, [""; 0], "a socket is left");
     kubelet.wait(|state| state.drivers[DRIVER].endpoints.is_empty()).await.unwrap();
 }
 
 #[tokio::test]
 async fn kubelet_that_restarts_registers_the_plugin_again() {
     let (node, kubelet) = Node::serving().await;
-    let sockets = names(&node.settings.registry);
+    let sockets = file_names(&node.settings.registry);
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let devices = start(&kubelet, &claim).await.unwrap();
     kubelet.stop().await;
-    node.was(Phase::Disconnected).await;
+    node.reaches(Phase::Disconnected).await;
     kubelet.start_again().unwrap();
     assert!(!kubelet.state().claims["a"].prepared);
     connected(&kubelet).await;
-    assert_eq!((registrations(&kubelet.state()), names(&node.settings.registry)), (2, sockets));
+    assert_eq!((registrations(&kubelet.state()), file_names(&node.settings.registry)), (2, sockets));
     assert_eq!(start(&kubelet, &claim).await.unwrap(), devices);
     end(&kubelet, &claim).await;
 }
@@ -60,27 +59,27 @@ async fn kubelet_that_restarts_registers_the_plugin_again() {
 async fn deleted_sockets_are_bound_again() {
     let (node, kubelet) = Node::serving().await;
     for (number, folder) in [&node.settings.registry, &node.settings.plugins.join(DRIVER)].into_iter().enumerate() {
-        let [name] = names(folder).try_into().unwrap();
+        let [name] = file_names(folder).try_into().unwrap();
         fs::remove_file(folder.join(name)).unwrap();
-        let wanted = u64::try_from(number).unwrap() + 2;
-        let again = |state: &DraState| registrations(state) == wanted && state.drivers[DRIVER].connected == 1;
+        let expected = u64::try_from(number).unwrap() + 2;
+        let again = |state: &DraState| registrations(state) == expected && state.drivers[DRIVER].connected == 1;
         kubelet.wait(again).await.unwrap();
     }
-    node.given(&kubelet, "a", &[("gpus", "gpu-0")]).await;
+    node.started_claim(&kubelet, "a", &[("gpus", "gpu-0")]).await;
 }
 
 #[tokio::test]
 async fn plugin_with_a_silent_socket_does_not_answer() {
     let mut node = Node::new();
-    // The plugin itself does not notice another socket in the place of its own.
-    (node.settings.inotify, node.settings.poll) = (false, LIMIT);
+    // With these settings the plugin does not notice that another socket replaces its own.
+    (node.settings.inotify, node.settings.poll) = (false, TEST_TIMEOUT);
     let plugin = node.start();
     let _kubelet = node.kubelet().await;
     assert!(plugin.answers().await);
-    let socket = node.settings.registry.join(names(&node.settings.registry).remove(0));
+    let socket = node.settings.registry.join(file_names(&node.settings.registry).remove(0));
     fs::remove_file(&socket).unwrap();
     let _silent = UnixListener::bind(socket).unwrap();
-    assert!(!timeout(LIMIT, plugin.answers()).await.unwrap());
+    assert!(!timeout(TEST_TIMEOUT, plugin.answers()).await.unwrap());
 }
 
 #[tokio::test]
@@ -102,7 +101,7 @@ async fn refused_registration_is_logged_and_retried() {
     node.log.has(&["cannot register with the kubelet", "error=\"no plugins today\""]).await;
     kubelet.refuse(None);
     connected(&kubelet).await;
-    node.was(Phase::Registered).await;
+    node.reaches(Phase::Registered).await;
 }
 
 #[tokio::test]
@@ -116,16 +115,16 @@ async fn only_sockets_of_dead_predecessors_are_removed() {
     let _alive = UnixListener::bind(at("linkwise-00000002@gpu.nvidia.com-reg.sock")).unwrap();
     drop(UnixListener::bind(at("gpu.nvidia.com-reg.sock")).unwrap());
     node.start();
-    node.was(Phase::Offered).await;
+    node.reaches(Phase::Offered).await;
     assert!(dead.iter().all(|path| !path.exists()));
-    let kept = names(&node.settings.registry);
+    let kept = file_names(&node.settings.registry);
     assert_eq!(kept.len(), 3, "{kept:?}");
-    assert!(kept.contains(&"gpu.nvidia.com-reg.sock".to_owned()), "{kept:?}: another driver's");
-    assert!(kept.contains(&"linkwise-00000002@gpu.nvidia.com-reg.sock".to_owned()), "{kept:?}: it is alive");
+    assert!(kept.contains(&"gpu.nvidia.com-reg.sock".to_owned()), "{kept:?}: another driver's socket is gone");
+    assert!(kept.contains(&"linkwise-00000002@gpu.nvidia.com-reg.sock".to_owned()), "{kept:?}: a live socket is gone");
 }
 
 #[tokio::test]
-async fn callers_that_may_not_call_are_refused() {
+async fn callers_of_another_user_are_refused() {
     let mut node = Node::new();
     node.settings.callers = Callers::only(u32::MAX);
     node.start();
@@ -143,7 +142,7 @@ async fn kubelet_deletes_slices_of_a_driver_that_stays_away() {
     let (wiped, mut wipes) = tokio::sync::mpsc::channel(64);
     options.wipe = Some(Arc::new(move |driver| drop(wiped.try_send(driver.map(str::to_owned)))));
     let kubelet = DraKubelet::start(options).unwrap();
-    assert_eq!(wipes.recv().await, Some(None), "all of them, at its start");
+    assert_eq!(wipes.recv().await, Some(None), "a kubelet that starts deletes the slices of all drivers");
     connected(&kubelet).await;
     let before = kubelet.state().drivers[DRIVER].wiped;
     node.stop().await;
@@ -156,11 +155,11 @@ async fn kubelet_deletes_slices_of_a_driver_that_stays_away() {
 #[tokio::test]
 async fn sockets_are_bound_again_if_no_kubelet_registers() {
     let mut node = Node::new();
-    // Long enough for a kubelet on a busy machine.
+    // This is long enough for a kubelet on a busy machine.
     node.settings.offer_timeout = std::time::Duration::from_millis(500);
     node.start();
     node.log.has(&["waiting for the kubelet", "has not registered the plugin"]).await;
-    node.was(Phase::Ending).await;
-    // However often: a kubelet that comes gets the plugin that is there.
+    node.reaches(Phase::Ending).await;
+    // After any number of new sockets, a kubelet that starts registers the plugin.
     node.kubelet().await;
 }

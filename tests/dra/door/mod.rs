@@ -1,5 +1,5 @@
-//! The DRA plugin against the kubelet in the box and a cluster that is a table of claims, over real sockets. Every wait
-//! is for a state; deadlines are run out only where a test wants that.
+//! The DRA plugin with the kubelet in the box and a table of claims for a cluster, over real sockets. Tests wait for
+//! states. A deadline passes only where a test is about it.
 
 mod bad_input;
 mod crash;

@@ -1,4 +1,4 @@
-//! Claims that ask for MPS, and a process of daemons that is a table.
+//! Claims that ask for MPS. A task of the tests stands for the process that runs the MPS daemons.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -13,23 +13,23 @@ use tokio::sync::watch;
 
 use super::crash::{Left, STATES, WHOLE, leave};
 use super::node::{
-    Answer, LIMIT, Node, claim, configured, end, hardware, is_refused, killed_once, name, restarted, start,
+    Answer, Node, TEST_TIMEOUT, claim, configured, end, hardware, is_refused, kill_during_start, name, restart, start,
     start_at_last, start_container, until,
 };
 
-/// How the process of daemons behaves.
+/// The behaviour of the process that runs the daemons.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Mood {
+enum Behaviour {
     Serves,
-    /// As one of an older release, with one shared memory for all.
+    /// Serves as an older release does, with one shared memory for all daemons.
     IsOld,
-    /// There is none.
+    /// Does not run.
     Away,
-    /// Orders cannot be written.
+    /// Cannot be given orders.
     Unreachable,
 }
 
-impl Mood {
+impl Behaviour {
     fn shm(&self) -> Option<MpsShm> {
         match self {
             Self::Serves => Some(MpsShm::Own),
@@ -39,41 +39,42 @@ impl Mood {
     }
 }
 
-/// What the process of daemons does.
+/// The process that runs the daemons, as the tests control it.
 #[derive(Clone)]
 struct Daemons {
     orders: watch::Receiver<Option<MpsOrders>>,
-    mood: watch::Sender<Mood>,
-    /// GPUs that it has exclusive beside those of its daemons.
+    behaviour: watch::Sender<Behaviour>,
+    /// GPUs in the compute mode EXCLUSIVE_PROCESS that belong to no daemon of a claim.
     left: Arc<Mutex<Vec<GpuUuid>>>,
 }
 
-/// A node with a process of daemons, its plugin not started.
+/// A node with a process of daemons, before its plugin is started.
 fn node() -> (Node, Daemons) {
     let mut node = Node::new();
     let ((orders, ordered), (served, serving)) = (watch::channel(None), watch::channel(None));
     node.settings.mps = Some(MpsLink { orders, served: serving });
     node.settings.mps_timeout = Duration::from_millis(50);
-    let daemons = Daemons { orders: ordered.clone(), mood: watch::Sender::new(Mood::Serves), left: Arc::default() };
-    let (mut mood, left, mut orders) = (daemons.mood.subscribe(), Arc::clone(&daemons.left), ordered);
+    let daemons =
+        Daemons { orders: ordered.clone(), behaviour: watch::Sender::new(Behaviour::Serves), left: Arc::default() };
+    let (mut behaviour, left, mut orders) = (daemons.behaviour.subscribe(), Arc::clone(&daemons.left), ordered);
     tokio::spawn(async move {
         loop {
-            let (wanted, how): (Option<MpsOrders>, Mood) =
-                (orders.borrow_and_update().clone(), mood.borrow_and_update().clone());
-            if let Some(MpsOrders { revision, daemons, .. }) = wanted {
-                let is_exclusive = |order: &&MpsOrder| order.exclusive && how.shm().is_some();
+            let ordered: Option<MpsOrders> = orders.borrow_and_update().clone();
+            let now: Behaviour = behaviour.borrow_and_update().clone();
+            if let Some(MpsOrders { revision, daemons, .. }) = ordered {
+                let is_exclusive = |order: &&MpsOrder| order.exclusive && now.shm().is_some();
                 let gpus = daemons.values().filter(is_exclusive).flat_map(|order| &order.gpus);
                 let exclusive = gpus.map(|gpu| gpu.gpu.clone()).chain(left.lock().unwrap().clone()).collect();
                 let away = || "the MPS daemon does not serve".to_owned();
                 let states = daemons.into_keys();
-                let states = states.map(|name| (name, how.shm().ok_or_else(away))).collect();
-                let trouble = (how == Mood::Unreachable).then(|| "cannot write orders".to_owned());
+                let states = states.map(|name| (name, now.shm().ok_or_else(away))).collect();
+                let trouble = (now == Behaviour::Unreachable).then(|| "cannot write orders".to_owned());
                 served.send_replace(Some(MpsServed { revision, trouble, daemons: states, exclusive }));
             }
             let changed = async {
                 tokio::select! {
                     changed = orders.changed() => changed.is_ok(),
-                    changed = mood.changed() => changed.is_ok(),
+                    changed = behaviour.changed() => changed.is_ok(),
                 }
             };
             if !changed.await {
@@ -89,18 +90,18 @@ impl Daemons {
         self.orders.borrow().clone().unwrap_or_default().daemons
     }
 
-    async fn wait(&self, wanted: impl Fn(&BTreeMap<ResourceName, MpsOrder>) -> bool) {
+    async fn wait(&self, condition: impl Fn(&BTreeMap<ResourceName, MpsOrder>) -> bool) {
         let mut orders = self.orders.clone();
-        let holds = orders.wait_for(|orders| orders.as_ref().is_some_and(|orders| wanted(&orders.daemons)));
-        drop(tokio::time::timeout(LIMIT, holds).await.expect("it is not ordered").unwrap());
+        let met = orders.wait_for(|orders| orders.as_ref().is_some_and(|orders| condition(&orders.daemons)));
+        drop(tokio::time::timeout(TEST_TIMEOUT, met).await.expect("the orders do not become as expected").unwrap());
     }
 }
 
 const MPS: &str = r#"{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}"#;
 
-/// A claim of the cluster that asks for MPS.
-fn by_mps(node: &Node, uid: &str, devices: &[(&str, &str)]) -> ClaimName {
-    node.set(uid, Answer::Claim(configured(claim(uid, devices), MPS)))
+/// Creates a claim that asks for MPS.
+fn mps_claim(node: &Node, uid: &str, devices: &[(&str, &str)]) -> ClaimName {
+    node.set_answer(uid, Answer::Claim(configured(claim(uid, devices), MPS)))
 }
 
 #[tokio::test]
@@ -108,7 +109,7 @@ async fn daemon_order_comes_and_goes_with_its_claim() {
     let (mut node, daemons) = node();
     let kubelet = node.serve().await;
     daemons.wait(BTreeMap::is_empty).await;
-    let asks = by_mps(&node, "a", &[("gpus", "gpu-0"), ("gpus", "gpu-5")]);
+    let asks = mps_claim(&node, "a", &[("gpus", "gpu-0"), ("gpus", "gpu-5")]);
     let got = start_container(&kubelet, &asks).await.unwrap();
     assert_eq!(hardware(&got), [node.gpu(0), node.gpu(5)]);
     assert!(got.env.contains_key("CUDA_MPS_PIPE_DIRECTORY"), "{got:?}");
@@ -118,7 +119,7 @@ async fn daemon_order_comes_and_goes_with_its_claim() {
     let gpus: Vec<&GpuUuid> = order.gpus.iter().map(|gpu| &gpu.gpu).collect();
     assert_eq!((gpus, order.exclusive), (vec![&node.uuid(0), &node.uuid(5)], true));
     // A claim without MPS orders nothing.
-    node.given(&kubelet, "b", &[("gpus", "gpu-1")]).await;
+    node.started_claim(&kubelet, "b", &[("gpus", "gpu-1")]).await;
     assert_eq!(daemons.wanted(), wanted);
     end(&kubelet, &asks).await;
     assert!(daemons.wanted().is_empty());
@@ -132,28 +133,28 @@ async fn daemon_order_comes_and_goes_with_its_claim() {
 async fn claim_is_refused_until_its_daemon_serves() {
     let (mut node, daemons) = node();
     let kubelet = node.serve().await;
-    let asks = by_mps(&node, "a", &[("gpus", "gpu-0")]);
-    for (mood, words) in [
-        (Mood::Away, "is not ready: the MPS daemon does not serve; run `linkwise mps-control-daemon`"),
+    let asks = mps_claim(&node, "a", &[("gpus", "gpu-0")]);
+    for (behaviour, words) in [
+        (Behaviour::Away, "is not ready: the MPS daemon does not serve; run `linkwise mps-control-daemon`"),
         (
-            Mood::Unreachable,
+            Behaviour::Unreachable,
             "does not have for claims: cannot write orders; install the overlay dra-mps, or set the chart's dra.mps",
         ),
     ] {
-        daemons.mood.send_replace(mood);
+        daemons.behaviour.send_replace(behaviour);
         is_refused(&kubelet, &asks, &[words]).await;
         assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
-        assert!(daemons.wanted().is_empty(), "nothing is left of it");
+        assert!(daemons.wanted().is_empty(), "an order is left");
     }
-    // Others do not wait for it.
-    node.given(&kubelet, "b", &[("gpus", "gpu-1")]).await;
-    daemons.mood.send_replace(Mood::Serves);
+    // Claims without MPS do not wait for daemons.
+    node.started_claim(&kubelet, "b", &[("gpus", "gpu-1")]).await;
+    daemons.behaviour.send_replace(Behaviour::Serves);
     assert_eq!(start(&kubelet, &asks).await.unwrap(), [node.gpu(0)]);
-    // One that was prepared, and whose daemon has died since, is not answered from the checkpoint.
-    daemons.mood.send_replace(Mood::Away);
-    restarted(&kubelet).await;
+    // A prepared claim whose daemon died since is not answered from its checkpoint.
+    daemons.behaviour.send_replace(Behaviour::Away);
+    restart(&kubelet).await;
     is_refused(&kubelet, &asks, &["is not ready"]).await;
-    assert_eq!(node.checkpoints(), ["a.json", "b.json"], "its containers may run");
+    assert_eq!(node.checkpoints(), ["a.json", "b.json"], "its containers may still run");
     assert_eq!(daemons.wanted().len(), 1);
 }
 
@@ -161,22 +162,22 @@ async fn claim_is_refused_until_its_daemon_serves() {
 async fn containers_have_the_shared_memory_of_their_daemon() {
     let (mut node, daemons) = node();
     let kubelet = node.serve().await;
-    daemons.mood.send_replace(Mood::IsOld);
-    let asks = by_mps(&node, "a", &[("gpus", "gpu-0")]);
+    daemons.behaviour.send_replace(Behaviour::IsOld);
+    let asks = mps_claim(&node, "a", &[("gpus", "gpu-0")]);
     let shm = async || start_container(&kubelet, &asks).await.unwrap().mounts["/dev/shm"].clone();
     let own = format!("/dra.linkwise.dev/{}/shm", node.uuid(0));
-    assert!(!shm().await.ends_with(&own), "the daemon of an older release has that of all");
+    assert!(!shm().await.ends_with(&own), "an older release has one shared memory for all daemons");
     let renewed = async |is_own: bool| {
         while shm().await.ends_with(&own) != is_own {
             tokio::task::yield_now().await;
         }
     };
-    daemons.mood.send_replace(Mood::Serves);
-    tokio::time::timeout(LIMIT, renewed(true)).await.unwrap();
-    // A daemon that serves no more had its own.
-    daemons.mood.send_replace(Mood::Away);
-    daemons.mood.send_replace(Mood::IsOld);
-    tokio::time::timeout(LIMIT, renewed(false)).await.unwrap();
+    daemons.behaviour.send_replace(Behaviour::Serves);
+    tokio::time::timeout(TEST_TIMEOUT, renewed(true)).await.unwrap();
+    // The daemon that stops had its own shared memory; the next one is of an older release.
+    daemons.behaviour.send_replace(Behaviour::Away);
+    daemons.behaviour.send_replace(Behaviour::IsOld);
+    tokio::time::timeout(TEST_TIMEOUT, renewed(false)).await.unwrap();
 }
 
 #[tokio::test]
@@ -184,11 +185,11 @@ async fn gpu_that_is_exclusive_for_others_is_not_given_out() {
     let (mut node, daemons) = node();
     let kubelet = node.serve().await;
     daemons.left.lock().unwrap().push(node.uuid(0));
-    // Look again.
-    daemons.mood.send_replace(Mood::Serves);
+    // The process reports again when its behaviour is set.
+    daemons.behaviour.send_replace(Behaviour::Serves);
     let plain = node.claim("a", &[("gpus", "gpu-0")]);
     let words = format!("device gpu-0 ({}) is in the compute mode EXCLUSIVE_PROCESS", node.uuid(0));
-    // The first look may come after the claim.
+    // Before the report comes, the claim is prepared.
     let refused = async {
         loop {
             match start(&kubelet, &plain).await {
@@ -200,20 +201,20 @@ async fn gpu_that_is_exclusive_for_others_is_not_given_out() {
             }
         }
     };
-    let why = tokio::time::timeout(LIMIT, refused).await.unwrap();
+    let why = tokio::time::timeout(TEST_TIMEOUT, refused).await.unwrap();
     assert!(why.contains(&words), "{why}");
-    let asks = by_mps(&node, "b", &[("gpus", "gpu-1")]);
+    let asks = mps_claim(&node, "b", &[("gpus", "gpu-1")]);
     start(&kubelet, &asks).await.unwrap();
     daemons.left.lock().unwrap().clear();
-    daemons.mood.send_replace(Mood::Serves);
+    daemons.behaviour.send_replace(Behaviour::Serves);
     start_at_last(&kubelet, &plain).await;
 }
 
-/// A node whose plugin was killed so. What it had ordered is the last that its neighbour saw.
+/// A node whose plugin was killed and left these files. Its last orders stay in force.
 async fn killed(left: Left) -> (Node, Daemons) {
     let (mut node, daemons) = node();
     let kubelet = node.serve().await;
-    start(&kubelet, &by_mps(&node, "a", &[("gpus", "gpu-0")])).await.unwrap();
+    start(&kubelet, &mps_claim(&node, "a", &[("gpus", "gpu-0")])).await.unwrap();
     node.crash(&kubelet).await;
     leave(&node, left);
     (node, daemons)
@@ -224,7 +225,7 @@ async fn orders_of_a_new_process_follow_its_checkpoints() {
     for left in STATES {
         let (mut node, daemons) = killed(left).await;
         node.start();
-        // No container of another boot runs.
+        // No container of another boot runs, so it needs no daemon.
         let count = usize::from(left.checkpoint.is_some() && left.boot == "this boot");
         daemons.wait(|wanted| wanted.len() == count).await;
         let kubelet = node.kubelet().await;
@@ -237,21 +238,23 @@ async fn orders_of_a_new_process_follow_its_checkpoints() {
 
 #[tokio::test]
 async fn orders_of_an_unreadable_checkpoint_stay() {
-    for (from, to, is_seen) in [("\"version\": 1", "\"version\": 7", true), ("\"version\": 1", "", false)] {
+    for (from, to, is_known) in [("\"version\": 1", "\"version\": 7", true), ("\"version\": 1", "", false)] {
         let (mut node, daemons) = killed(WHOLE).await;
-        node.rewrite("a", |text| text.replace(from, to));
-        node.settings.listed_within = LIMIT;
+        node.edit_checkpoint("a", |text| text.replace(from, to));
+        node.settings.listed_within = TEST_TIMEOUT;
         node.start();
         node.log.has(&["checkpoint of a claim unreadable, keeping it"]).await;
         let mut orders = daemons.orders.clone();
-        // Where it cannot be seen what it had, all that was ordered before stays.
+        // If the checkpoint does not show its daemon, all orders of the last process stay.
         let keeps = orders.wait_for(|orders| {
-            orders.as_ref().is_some_and(|now| (now.daemons.len(), now.keeps_others) == (usize::from(is_seen), !is_seen))
+            orders
+                .as_ref()
+                .is_some_and(|now| (now.daemons.len(), now.keeps_others) == (usize::from(is_known), !is_known))
         });
-        drop(tokio::time::timeout(LIMIT, keeps).await.unwrap().unwrap());
+        drop(tokio::time::timeout(TEST_TIMEOUT, keeps).await.unwrap().unwrap());
         let kubelet = node.kubelet().await;
-        if !is_seen {
-            // Torn: the kubelet's word is enough.
+        if !is_known {
+            // A torn checkpoint does not keep its claim from being prepared again.
             assert_eq!(start(&kubelet, &name("a")).await.unwrap(), [node.gpu(0)]);
             let now = daemons.orders.borrow().clone().unwrap();
             assert_eq!((now.daemons.len(), now.keeps_others), (1, false));
@@ -271,7 +274,7 @@ async fn orders_of_a_deleted_claim_are_withdrawn() {
         node.settings.sweep = Duration::from_millis(1);
         node.start();
         daemons.wait(BTreeMap::is_empty).await;
-        until(|| node.left() == (0, 0)).await;
+        until(|| node.file_counts() == (0, 0)).await;
         assert!(daemons.wanted().is_empty(), "{left:?}");
     }
 }
@@ -279,14 +282,14 @@ async fn orders_of_a_deleted_claim_are_withdrawn() {
 #[tokio::test]
 async fn plugin_killed_while_it_waits_keeps_the_order() {
     let (mut node, daemons) = node();
-    daemons.mood.send_replace(Mood::Away);
-    (node.settings.mps_timeout, node.settings.prepare_timeout) = (LIMIT, LIMIT);
+    daemons.behaviour.send_replace(Behaviour::Away);
+    (node.settings.mps_timeout, node.settings.prepare_timeout) = (TEST_TIMEOUT, TEST_TIMEOUT);
     let kubelet = node.serve().await;
-    let asks = by_mps(&node, "a", &[("gpus", "gpu-0")]);
-    killed_once(&node, &kubelet, &asks, || !node.checkpoints().is_empty()).await;
+    let asks = mps_claim(&node, "a", &[("gpus", "gpu-0")]);
+    kill_during_start(&node, &kubelet, &asks, || !node.checkpoints().is_empty()).await;
     node.kill_and_start().await;
     daemons.wait(|wanted| wanted.len() == 1).await;
-    daemons.mood.send_replace(Mood::Serves);
+    daemons.behaviour.send_replace(Behaviour::Serves);
     start_at_last(&kubelet, &asks).await;
     end(&kubelet, &asks).await;
     assert!(daemons.wanted().is_empty() && node.checkpoints().is_empty());

@@ -1,5 +1,5 @@
-//! CDI names of claims over restarts, reboots and upgrades. The kubelet keeps every name that it was given for a claim,
-//! and hands on old and new ones together: no container may have more than its claim by them.
+//! CDI names of claims over restarts, reboots and upgrades. The kubelet keeps every name that a plugin returned for a
+//! claim and gives the runtime old and new names together. They must not add hardware to the claim's containers.
 
 use std::fs;
 use std::sync::Arc;
@@ -9,20 +9,20 @@ use linkwise_core::state::{NodeState, ResourcePlan};
 use linkwise_kubelet_box::dra::DraKubelet;
 use serde_json::{Value, json};
 
-use super::node::{KIND, Node, end, is_refused, name, observed_state, restarted, start, start_container, state, until};
+use super::node::{KIND, Node, end, is_refused, name, observed_state, restart, start, start_container, state, until};
 
 /// The machine after a reboot: GPUs 0 and 1 have exchanged their minor numbers.
 fn with_moved_minors() -> NodeState {
     observed_state("dgx1-v100", ResourcePlan::default(), |observed| {
-        let [first, second, ..] = &mut observed.gpus[..] else { panic!("it has eight") };
+        let [first, second, ..] = &mut observed.gpus[..] else { panic!("a DGX-1 has eight GPUs") };
         std::mem::swap(&mut first.minor, &mut second.minor);
     })
 }
 
-/// The node reboots: its memory, with the CDI specs, is gone, and the kubelet has its checkpoint.
+/// Reboots the node: the CDI specs, which are in memory, are gone, and the kubelet reads its checkpoint.
 async fn reboot(node: &mut Node, kubelet: &DraKubelet, after: NodeState, boot: &str) {
     node.halt(kubelet).await;
-    // A file that the plugin was writing goes with its folder.
+    // The folder is moved, so that a file that the plugin is writing does not reach the new one.
     fs::rename(&node.settings.cdi_folder, node.settings.cdi_folder.with_extension(boot)).unwrap();
     fs::create_dir(&node.settings.cdi_folder).unwrap();
     node.settings.boot = Some(boot.to_owned());
@@ -32,7 +32,7 @@ async fn reboot(node: &mut Node, kubelet: &DraKubelet, after: NodeState, boot: &
     node.serve_again(kubelet).await;
 }
 
-/// The spec of all GPUs, as the agent's other task writes it: names of before an upgrade are in it.
+/// Writes the CDI spec of all GPUs, which has the names that the previous version gave to claims.
 fn write_gpu_spec(node: &Node) {
     let devices = node.cdi.borrow().clone().unwrap();
     let devices = devices.devices.iter().map(|(name, edits)| {
@@ -50,11 +50,11 @@ async fn moved_minor_numbers_give_a_claim_no_second_gpu() {
     let before = node.gpu(0);
     assert_eq!(start(&kubelet, &claim).await.unwrap(), std::slice::from_ref(&before));
     reboot(&mut node, &kubelet, with_moved_minors(), "the next boot").await;
-    // The allocation names the device: another GPU now.
+    // The allocation's device name is that of another GPU now.
     let got = start_container(&kubelet, &claim).await.unwrap();
     assert_ne!(node.gpu(0), before);
     assert_eq!((super::node::hardware(&got), got.gpus()), (vec![node.gpu(0)], vec!["/dev/nvidia0".to_owned()]));
-    assert_eq!(kubelet.state().claims["a"].cdi.len(), 4, "the kubelet has both answers");
+    assert_eq!(kubelet.state().claims["a"].cdi.len(), 4, "the kubelet has the names of both answers");
 }
 
 #[tokio::test]
@@ -69,18 +69,18 @@ async fn changed_options_and_driver_reach_prepared_claims() {
     devices.common = json!({"env": ["DRIVER=next"]}).to_string();
     node.cdi.send_replace(Some(Arc::new(devices)));
     node.start();
-    // Without a Prepare: its container may restart.
+    // The changes apply without a Prepare, because the container may restart.
     let names = kubelet.state().claims["a"].cdi.clone();
     let got = || super::node::resolve(&kubelet, &names).unwrap();
     until(|| got().env.get("DRIVER").is_some_and(|version| version == "next")).await;
     let got = got();
-    assert_eq!((got.env.len(), super::node::hardware(&got)), (2, vec![node.gpu(0)]), "the driver's and the device's");
-    // And with one: nothing of before is left.
-    restarted(&kubelet).await;
+    assert_eq!((got.env.len(), super::node::hardware(&got)), (2, vec![node.gpu(0)]), "DRIVER and the device's own");
+    // After a Prepare too, nothing of the old options is left.
+    restart(&kubelet).await;
     assert_eq!(start_container(&kubelet, &claim).await.unwrap(), got);
 }
 
-/// A checkpoint of the claim `a` with GPU 0, which has these CDI names: what the version before reads.
+/// A checkpoint of the claim `a`, which has GPU 0 by these CDI names, as the previous version reads it.
 fn checkpoint(node: &Node, cdi: &[&str]) -> Value {
     let device = json!({"request": "gpus", "pool": "node/gpu", "device": "gpu-0", "admin": false,
         "gpu": node.uuid(0), "cdi": cdi});
@@ -88,7 +88,7 @@ fn checkpoint(node: &Node, cdi: &[&str]) -> Value {
         "claim": {"namespace": "ml", "name": "claim-a", "uid": "a"}, "prepared": {"devices": [device]}})
 }
 
-/// A node whose claim `a` was prepared by the version before, with GPU 0.
+/// A node whose claim `a` was prepared by the previous version, with GPU 0.
 async fn upgraded() -> (Node, DraKubelet) {
     let mut node = Node::new();
     write_gpu_spec(&node);
@@ -102,19 +102,18 @@ async fn upgraded() -> (Node, DraKubelet) {
     node.claim("a", &[("gpus", "gpu-0")]);
     let kubelet = node.serve().await;
     assert_eq!(start(&kubelet, &name("a")).await.unwrap(), [node.gpu(0)]);
-    assert!(kubelet.state().claims["a"].cdi.contains(&node.gpu(0)), "as the version before answered");
+    assert!(kubelet.state().claims["a"].cdi.contains(&node.gpu(0)), "the previous version's name is gone");
     (node, kubelet)
 }
 
 #[tokio::test]
 async fn claim_of_the_previous_version_continues() {
     let (mut node, kubelet) = upgraded().await;
-    restarted(&kubelet).await;
+    restart(&kubelet).await;
     let got = start_container(&kubelet, &name("a")).await.unwrap();
-    assert_eq!((got.gpus(), got.env.get("LINKWISE_NICS")), (vec!["/dev/nvidia0".to_owned()], None), "options of now");
-    // The GPU has its minor number after the reboot too.
-    let same = state("dgx1-v100");
-    reboot(&mut node, &kubelet, same, "the next boot").await;
+    assert_eq!((got.gpus(), got.env.get("LINKWISE_NICS")), (vec!["/dev/nvidia0".to_owned()], None));
+    // The GPU keeps its minor number in this reboot.
+    reboot(&mut node, &kubelet, state("dgx1-v100"), "the next boot").await;
     assert_eq!(start_container(&kubelet, &name("a")).await.unwrap().gpus(), ["/dev/nvidia0"]);
     end(&kubelet, &name("a")).await;
     assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
@@ -134,12 +133,12 @@ async fn name_of_the_previous_version_gives_no_second_gpu() {
     assert_eq!(node.checkpoints(), [""; 0]);
 }
 
-/// The version before refuses any other field, and writes a spec of its own over the claim's where there are edits.
+/// The previous version refuses unknown fields, and overwrites the claim's spec if the checkpoint has edits.
 #[tokio::test]
 async fn previous_version_reads_checkpoints_of_this_one() {
     let mut node = Node::new().with_nics();
     let kubelet = node.serve().await;
-    node.given(&kubelet, "a", &[("gpus", "gpu-0")]).await;
-    let kept: Value = serde_json::from_str(&node.kept("a")).unwrap();
-    assert_eq!(kept, checkpoint(&node, &["linkwise.dev/device=a-gpus-gpu-0", "linkwise.dev/claim=a-gpus"]));
+    node.started_claim(&kubelet, "a", &[("gpus", "gpu-0")]).await;
+    let written: Value = serde_json::from_str(&node.checkpoint_text("a")).unwrap();
+    assert_eq!(written, checkpoint(&node, &["linkwise.dev/device=a-gpus-gpu-0", "linkwise.dev/claim=a-gpus"]));
 }

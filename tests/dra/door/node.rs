@@ -1,4 +1,4 @@
-//! What the tests stand on: a machine, its plugin, a kubelet, and the claims of a cluster. Knows no test.
+//! The fixture of the plugin's tests: a machine, its plugin, a kubelet, and the claims of a cluster.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -35,20 +35,20 @@ pub const DRIVER: &str = "gpu.nvidia.com";
 pub const POOL: &str = "node/gpu";
 pub const KIND: &str = "k8s.device-plugin.nvidia.com/gpu";
 
-/// After this long, what should have happened will not.
-pub const LIMIT: Duration = Duration::from_secs(60);
+/// The longest wait for a state. As a setting it is a deadline that no test reaches.
+pub const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How the cluster answers for a claim.
+/// The API server's answer when the plugin reads a claim.
 #[derive(Clone)]
 pub enum Answer {
     Claim(Claim),
     /// The API server cannot be reached.
     Failed,
-    /// It does not answer.
+    /// The API server takes the call and never answers.
     Silent,
 }
 
-/// The claims of the cluster by namespace and name, and how often each was read.
+/// The answers for claims by namespace and name, and the number of reads by the claim's name.
 #[derive(Default)]
 pub struct Cluster {
     pub claims: BTreeMap<(String, String), Answer>,
@@ -59,7 +59,7 @@ pub struct Cluster {
 pub struct Node {
     _folder: TempDir,
     pub settings: Settings,
-    pub state: States,
+    pub state: StateCell,
     pub host: watch::Sender<Arc<HostDevices>>,
     /// The node's CDI devices.
     pub cdi: watch::Sender<Option<Arc<CdiDevices>>>,
@@ -70,23 +70,27 @@ pub struct Node {
     pub running: Option<(JoinHandle<()>, CancellationToken)>,
 }
 
-/// The node's state. Its one writer enters claims; the tests change the rest.
+/// The node's state: [`Self::enter_claims`] enters claims, and the tests change the rest. While somebody has the lock,
+/// no claim is entered.
 #[derive(Clone)]
-pub struct States(watch::Sender<Arc<NodeState>>, Arc<tokio::sync::Mutex<()>>);
+pub struct StateCell {
+    state: watch::Sender<Arc<NodeState>>,
+    lock: Arc<tokio::sync::Mutex<()>>,
+}
 
-impl Deref for States {
+impl Deref for StateCell {
     type Target = watch::Sender<Arc<NodeState>>;
 
     fn deref(&self) -> &Self::Target {
-        &self.0
+        &self.state
     }
 }
 
-impl States {
-    /// Another state, with the claims of the last one, which is returned.
+impl StateCell {
+    /// Replaces the state, keeps the claims of the last one in it, and returns the last one.
     pub fn send_replace(&self, state: Arc<NodeState>) -> Arc<NodeState> {
         let mut last = state;
-        self.0.send_modify(|now| {
+        self.state.send_modify(|now| {
             let claims = Event::Prepared(now.ledger().claims_with("", None));
             let next = NodeState::clone(&last).apply(claims, Duration::ZERO).0;
             last = std::mem::replace(now, Arc::new(next));
@@ -94,18 +98,18 @@ impl States {
         last
     }
 
-    /// Keeps the node's loop from entering claims, until it is dropped.
-    pub async fn busy(&self) -> OwnedMutexGuard<()> {
-        Arc::clone(&self.1).lock_owned().await
+    /// Keeps claims from being entered until the guard is dropped.
+    pub async fn pause_entries(&self) -> OwnedMutexGuard<()> {
+        Arc::clone(&self.lock).lock_owned().await
     }
 
-    /// The node's loop, as far as claims need it.
-    async fn write(self, mut entries: mpsc::Receiver<LedgerEntry>) {
+    /// Enters claims in the ledger, as the loop of `linkwise run` does.
+    async fn enter_claims(self, mut entries: mpsc::Receiver<LedgerEntry>) {
         while let Some(LedgerEntry { plan, answer, .. }) = entries.recv().await {
-            let _idle = self.busy().await;
+            let _guard = self.pause_entries().await;
             let planned = plan(&self.borrow());
             let planned = planned.map(|(event, prepared)| {
-                self.0.send_modify(|now| *now = Arc::new(NodeState::clone(now).apply(event, Duration::ZERO).0));
+                self.state.send_modify(|now| *now = Arc::new(NodeState::clone(now).apply(event, Duration::ZERO).0));
                 prepared
             });
             let _ = answer.send(planned);
@@ -113,17 +117,17 @@ impl States {
     }
 }
 
-/// A state of a built-in machine whose GPUs go through DRA.
+/// The state of a built-in machine whose GPUs go through DRA.
 pub fn state(machine: &str) -> NodeState {
     observed_state(machine, ResourcePlan::default(), |_| {})
 }
 
-/// The same, with other parts of the plan, and a change to what is observed.
+/// The state of such a machine after a change to what the agent observed, with the other parts of a plan.
 pub fn observed_state(machine: &str, plan: ResourcePlan, change: impl FnOnce(&mut NodeObservation)) -> NodeState {
     let mut observed = linkwise_host::machines::load(machine).unwrap().observed;
     change(&mut observed);
     let plan = ResourcePlan { door: Door::Dra, ..plan };
-    // No pod holds any GPU: then they go to DRA.
+    // GPUs go to DRA once the kubelet's lists show that no pod holds them.
     let unheld = || Event::Holders(Some(Holdings::default()));
     let events = [Event::Planned(Box::new(plan)), Event::Observed(Box::new(observed)), unheld(), unheld()];
     events.into_iter().fold(NodeState::new(NumaHints::default()), |state, event| state.apply(event, Duration::ZERO).0)
@@ -150,7 +154,7 @@ impl Node {
         let cluster = Arc::default();
         settings.read_claim = Some(read_claim(&cluster));
         settings.longest_pause = Duration::from_millis(64);
-        let state = States(watch::Sender::new(Arc::new(state("dgx1-v100"))), Arc::default());
+        let state = StateCell { state: watch::Sender::new(Arc::new(state("dgx1-v100"))), lock: Arc::default() };
         let mut registry = Registry::default();
         let node = Self {
             _folder: folder,
@@ -168,26 +172,26 @@ impl Node {
         node
     }
 
-    /// The same, with its plugin running, and a kubelet.
+    /// A DGX-1 with its plugin running, and a kubelet that has registered the plugin.
     pub async fn serving() -> (Self, DraKubelet) {
         let mut node = Self::new();
         let kubelet = node.serve().await;
         (node, kubelet)
     }
 
-    /// Every claim has an edit of its own: the variable of `--expose-nics`.
+    /// Gives every claim a CDI edit of its own: the variable that `--expose-nics` sets.
     pub fn with_nics(self) -> Self {
         self.host.send_replace(Arc::new(HostDevices { rdma: Some(RdmaNodes::default()), ..HostDevices::default() }));
         self
     }
 
-    /// Starts the plugin, and returns it.
+    /// Starts the plugin.
     pub fn start(&mut self) -> Plugin {
         let readiness = Readiness::new(Idle::Waiting(String::new()));
         let plugin = Plugin::new(Arc::new(self.settings.clone()), self.metrics.clone(), readiness);
         let end = CancellationToken::new();
         let (ledger, entries) = LedgerLink::new();
-        tokio::spawn(self.state.clone().write(entries));
+        tokio::spawn(self.state.clone().enter_claims(entries));
         let task = tokio::spawn(plugin.clone().run(self.state.subscribe(), ledger, Handover::alone(), end.clone()));
         self.running = Some((task, end));
         plugin
@@ -197,29 +201,29 @@ impl Node {
     pub async fn stop(&mut self) {
         let (task, end) = self.running.take().unwrap();
         end.cancel();
-        timeout(LIMIT, task).await.unwrap().unwrap();
+        timeout(TEST_TIMEOUT, task).await.unwrap().unwrap();
     }
 
-    /// Ends the plugin wherever it is.
+    /// Ends the plugin at whatever step it is, as SIGKILL does.
     pub async fn kill(&mut self) {
         let (task, _) = self.running.take().unwrap();
         task.abort();
-        assert!(timeout(LIMIT, task).await.unwrap().unwrap_err().is_cancelled());
+        assert!(timeout(TEST_TIMEOUT, task).await.unwrap().unwrap_err().is_cancelled());
     }
 
-    /// [`Self::kill`], and another plugin.
+    /// Kills the plugin and starts another.
     pub async fn kill_and_start(&mut self) {
         self.kill().await;
         self.start();
     }
 
-    /// Ends a kubelet, and then the plugin as SIGTERM does.
+    /// Stops the kubelet, and then the plugin as SIGTERM does.
     pub async fn halt(&mut self, kubelet: &DraKubelet) {
         kubelet.stop().await;
         self.stop().await;
     }
 
-    /// Ends a kubelet, and then the plugin wherever it is.
+    /// Stops the kubelet, and then kills the plugin.
     pub async fn crash(&mut self, kubelet: &DraKubelet) {
         kubelet.stop().await;
         self.kill().await;
@@ -238,7 +242,7 @@ impl Node {
         connected(kubelet).await;
     }
 
-    /// A kubelet, with the plugin registered.
+    /// Starts a kubelet, and waits until it has registered the plugin.
     pub async fn kubelet(&self) -> DraKubelet {
         let kubelet = DraKubelet::start(self.kubelet_options()).unwrap();
         connected(&kubelet).await;
@@ -249,72 +253,72 @@ impl Node {
         DraOptions { back_off: Duration::from_millis(10), ..DraOptions::new(&self.settings.registry) }
     }
 
-    /// Waits until the plugin was in a phase.
-    pub async fn was(&self, phase: Phase) {
+    /// Waits until the log says that the plugin reached this phase.
+    pub async fn reaches(&self, phase: Phase) {
         self.log.has(&[&format!("phase={:?}", phase.words())]).await;
     }
 
     /// Returns true if a metric of the plugin has this value.
-    pub fn shows(&self, metric: &str, value: u64) -> bool {
+    pub fn has_metric(&self, metric: &str, value: u64) -> bool {
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &self.registry).unwrap();
         text.contains(&format!("{metric} {value}\n"))
     }
 
     /// Waits until a metric of the plugin has this value.
-    pub async fn counts(&self, metric: &str, value: u64) {
-        until(|| self.shows(metric, value)).await;
+    pub async fn metric_becomes(&self, metric: &str, value: u64) {
+        until(|| self.has_metric(metric, value)).await;
     }
 
-    /// Waits until so many claims are prepared, or are being prepared.
-    pub async fn holds(&self, claims: u64) {
-        self.counts("dra_prepared_claims", claims).await;
+    /// Waits until this many claims are prepared or being prepared.
+    pub async fn prepared_claims_become(&self, claims: u64) {
+        self.metric_becomes("dra_prepared_claims", claims).await;
     }
 
-    /// A claim of the cluster, allocated on this node: a request and a device each.
+    /// Creates a claim with these requests and the devices that are allocated to them.
     pub fn claim(&self, uid: &str, devices: &[(&str, &str)]) -> ClaimName {
-        self.set(uid, Answer::Claim(claim(uid, devices)))
+        self.set_answer(uid, Answer::Claim(claim(uid, devices)))
     }
 
-    /// The same, with its pod started.
-    pub async fn given(&self, kubelet: &DraKubelet, uid: &str, devices: &[(&str, &str)]) -> ClaimName {
+    /// Creates such a claim and starts its pod.
+    pub async fn started_claim(&self, kubelet: &DraKubelet, uid: &str, devices: &[(&str, &str)]) -> ClaimName {
         let claim = self.claim(uid, devices);
         start(kubelet, &claim).await.unwrap();
         claim
     }
 
-    /// Two claims of GPU 0, `a` and `b`; the first has it.
+    /// Creates two claims to GPU 0 and starts the pod of the first.
     pub async fn rivals(&self, kubelet: &DraKubelet) -> [ClaimName; 2] {
-        let first = self.given(kubelet, "a", &[("gpus", "gpu-0")]).await;
+        let first = self.started_claim(kubelet, "a", &[("gpus", "gpu-0")]).await;
         [first, self.claim("b", &[("gpus", "gpu-0")])]
     }
 
-    /// How the cluster answers for a claim.
-    pub fn set(&self, uid: &str, answer: Answer) -> ClaimName {
+    /// Sets the API server's answer for a claim.
+    pub fn set_answer(&self, uid: &str, answer: Answer) -> ClaimName {
         let name = name(uid);
         self.cluster.lock().unwrap().claims.insert((name.namespace.clone(), name.name.clone()), answer);
         name
     }
 
-    /// The claim is deleted.
+    /// Deletes a claim from the cluster.
     pub fn delete(&self, uid: &str) {
         let name = name(uid);
         self.cluster.lock().unwrap().claims.remove(&(name.namespace, name.name));
     }
 
-    /// How often the claim was read.
+    /// The number of times that the plugin read a claim.
     pub fn reads(&self, uid: &str) -> u64 {
         self.cluster.lock().unwrap().reads.get(&name(uid).name).copied().unwrap_or_default()
     }
 
-    /// Tells the node's state what happens.
+    /// Applies an event to the node's state.
     pub fn apply(&self, event: Event) {
         let before = NodeState::clone(&self.state.borrow());
         self.state.send_replace(Arc::new(before.apply(event, Duration::from_secs(1)).0));
     }
 
-    /// The kubelet lists these claims, each with GPU 0 and the CDI name of its request `gpus`.
-    pub fn listed(&self, claims: &[&str]) {
+    /// Lets PodResources list these claims, each with GPU 0 and the CDI name of its request `gpus`.
+    pub fn kubelet_lists(&self, claims: &[&str]) {
         let claimed = |uid: &&str| ClaimedDevice {
             claim: format!("ml/claim-{uid}"),
             driver: DRIVER.to_owned(),
@@ -326,39 +330,39 @@ impl Node {
         self.apply(Event::Holders(Some(holdings)));
     }
 
-    /// The kubelet lists no claim, twice: the first list may be older than a claim.
-    pub fn nothing_listed(&self) {
-        (0..2).for_each(|_| self.listed(&[]));
+    /// Lets PodResources list no claim twice, because the first list may be older than a claim.
+    pub fn kubelet_lists_nothing(&self) {
+        (0..2).for_each(|_| self.kubelet_lists(&[]));
     }
 
-    /// The kubelet cannot be asked.
-    pub fn unlisted(&self) {
+    /// Lets PodResources fail, so that nobody knows the holders.
+    pub fn kubelet_list_fails(&self) {
         self.apply(Event::Holders(None));
     }
 
-    /// Scans the host, as the agent's other task does after each snapshot.
+    /// Gives the plugin the CDI devices of the current state, as a scan of the host does.
     pub fn scan(&self) {
         let devices = cdi_devices(&self.state.borrow());
         self.cdi.send_replace(Some(Arc::new(devices)));
     }
 
-    /// The scan has found nothing.
+    /// Gives the plugin the CDI devices of a scan that found no device.
     pub fn scan_nothing(&self) {
         self.cdi.send_replace(Some(Arc::default()));
     }
 
-    /// The claims' specs.
+    /// The file names of the claims' CDI specs.
     pub fn claim_specs(&self) -> Vec<String> {
         let own = |name: &String| name.starts_with("linkwise.dev-claim-");
-        names(&self.settings.cdi_folder).into_iter().filter(own).collect()
+        file_names(&self.settings.cdi_folder).into_iter().filter(own).collect()
     }
 
     pub fn checkpoints(&self) -> Vec<String> {
-        names(&self.settings.checkpoints)
+        file_names(&self.settings.checkpoints)
     }
 
-    /// The numbers of checkpoints and of claims' specs.
-    pub fn left(&self) -> (usize, usize) {
+    /// The number of checkpoints, and that of claims' CDI specs.
+    pub fn file_counts(&self) -> (usize, usize) {
         (self.checkpoints().len(), self.claim_specs().len())
     }
 
@@ -367,33 +371,33 @@ impl Node {
     }
 
     /// The text of a claim's checkpoint.
-    pub fn kept(&self, uid: &str) -> String {
+    pub fn checkpoint_text(&self, uid: &str) -> String {
         fs::read_to_string(self.checkpoint(uid)).unwrap()
     }
 
-    /// Writes another text into a claim's checkpoint.
-    pub fn rewrite(&self, uid: &str, change: impl FnOnce(String) -> String) {
-        fs::write(self.checkpoint(uid), change(self.kept(uid))).unwrap();
+    /// Replaces the text of a claim's checkpoint by what `change` makes of it.
+    pub fn edit_checkpoint(&self, uid: &str, change: impl FnOnce(String) -> String) {
+        fs::write(self.checkpoint(uid), change(self.checkpoint_text(uid))).unwrap();
     }
 
-    /// Takes the CDI spec of the claim `a` away.
+    /// Removes the CDI spec of the claim `a`.
     pub fn remove_spec(&self) {
         fs::remove_file(self.settings.cdi_folder.join("linkwise.dev-claim-a.json")).unwrap();
     }
 
-    /// A GPU, by its minor number.
+    /// The UUID of the GPU with this minor number.
     pub fn uuid(&self, minor: u32) -> GpuUuid {
         let state = self.state.borrow().clone();
         state.topology().gpus().iter().find(|gpu| gpu.facts.minor == Some(minor)).unwrap().uuid.clone()
     }
 
-    /// What a container has of a GPU, by its minor number: its CDI name.
+    /// The CDI name of the GPU with this minor number, by which tests find the GPU in a container.
     pub fn gpu(&self, minor: u32) -> String {
         format!("{KIND}={}", self.uuid(minor))
     }
 }
 
-/// Waits until the kubelet has the plugin and a connection to it.
+/// Waits until the kubelet has registered the plugin and is connected to it.
 pub async fn connected(kubelet: &DraKubelet) {
     let connected = |state: &linkwise_kubelet_box::dra::DraState| {
         state.drivers.get(DRIVER).is_some_and(|driver| driver.connected > 0)
@@ -401,13 +405,13 @@ pub async fn connected(kubelet: &DraKubelet) {
     kubelet.wait(connected).await.unwrap();
 }
 
-/// Restarts the kubelet, and waits until it has the plugin again.
-pub async fn restarted(kubelet: &DraKubelet) {
+/// Restarts the kubelet, and waits until it has registered the plugin again.
+pub async fn restart(kubelet: &DraKubelet) {
     kubelet.restart().await.unwrap();
     connected(kubelet).await;
 }
 
-/// Starts the pod of a claim as often as it takes: the connection may still be that of a plugin that was killed.
+/// Retries to start the pod of a claim, because the kubelet may still be connected to a plugin that was killed.
 pub async fn start_at_last(kubelet: &DraKubelet, claim: &ClaimName) -> Vec<String> {
     let starting = async {
         loop {
@@ -417,38 +421,38 @@ pub async fn start_at_last(kubelet: &DraKubelet, claim: &ClaimName) -> Vec<Strin
             tokio::task::yield_now().await;
         }
     };
-    timeout(LIMIT, starting).await.unwrap()
+    timeout(TEST_TIMEOUT, starting).await.unwrap()
 }
 
-/// Starts the pod of a claim, which does not end well: the plugin is killed once something holds.
-pub async fn killed_once(node: &Node, kubelet: &DraKubelet, claim: &ClaimName, holds: impl Fn() -> bool) {
+/// Starts the pod of a claim and kills the plugin once the condition is met, so that the start fails.
+pub async fn kill_during_start(node: &Node, kubelet: &DraKubelet, claim: &ClaimName, condition: impl Fn() -> bool) {
     let killed = async {
-        until(holds).await;
+        until(condition).await;
         node.running.as_ref().unwrap().0.abort();
     };
-    let (started, ()) = tokio::join!(timeout(LIMIT, start(kubelet, claim)), killed);
+    let (started, ()) = tokio::join!(timeout(TEST_TIMEOUT, start(kubelet, claim)), killed);
     assert!(started.unwrap().is_err());
 }
 
-/// Lets the plugin's task have so many turns.
-pub async fn turns(count: usize) {
+/// Yields this many times, so that the plugin's task runs.
+pub async fn yield_times(count: usize) {
     for _ in 0..count {
         tokio::task::yield_now().await;
     }
 }
 
-/// Waits until something holds; nothing here is waited for but the plugin's own work.
-pub async fn until(wanted: impl Fn() -> bool) {
+/// Waits until the condition is met.
+pub async fn until(condition: impl Fn() -> bool) {
     let waiting = async {
-        while !wanted() {
+        while !condition() {
             tokio::task::yield_now().await;
         }
     };
-    timeout(LIMIT, waiting).await.unwrap();
+    timeout(TEST_TIMEOUT, waiting).await.unwrap();
 }
 
-/// The names in a folder, sorted; drafts that are being written are left out.
-pub fn names(folder: &Path) -> Vec<String> {
+/// The names in a folder, sorted, without the drafts that the plugin is writing.
+pub fn file_names(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).into_iter().flatten();
     let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.retain(|name| !name.starts_with(".linkwise-"));
@@ -456,6 +460,7 @@ pub fn names(folder: &Path) -> Vec<String> {
     names
 }
 
+/// The name of the claim that the tests know by this UID.
 pub fn name(uid: &str) -> ClaimName {
     ClaimName { namespace: "ml".to_owned(), name: format!("claim-{uid}"), uid: uid.to_owned() }
 }
@@ -473,7 +478,7 @@ pub fn claim(uid: &str, devices: &[(&str, &str)]) -> Claim {
     Claim { metadata: name(uid), pod_claim_name: None, status: ClaimStatus { allocation: Some(allocation) } }
 }
 
-/// The claim, with opaque parameters.
+/// Adds opaque parameters for the driver to a claim.
 pub fn configured(mut claim: Claim, parameters: &str) -> Claim {
     let opaque = Some(OpaqueConfig { driver: DRIVER.to_owned(), parameters: parameters.to_owned() });
     let config = AllocatedConfig { source: "FromClaim".to_owned(), requests: Vec::new(), opaque };
@@ -490,29 +495,30 @@ pub fn pod(claim: &ClaimName) -> PodClaims {
     PodClaims::single(&format!("pod-{}", claim.uid), reference(claim), DRIVER)
 }
 
-/// Starts the pod of a claim; the hardware of its container, by the CDI names of [`Node::gpu`].
+/// Starts the pod of a claim, and returns the hardware of its container by the CDI names of [`Node::gpu`].
 pub async fn start(kubelet: &DraKubelet, claim: &ClaimName) -> Result<Vec<String>, DraError> {
     Ok(hardware(&start_container(kubelet, claim).await?))
 }
 
-/// Starts the pod of a claim; all that its container gets.
+/// Starts the pod of a claim, and returns all CDI edits of its container.
 pub async fn start_container(kubelet: &DraKubelet, claim: &ClaimName) -> Result<ContainerEdits, DraError> {
     let names = kubelet.start_pod(&pod(claim)).await?.remove("main").unwrap();
     resolve(kubelet, &names)
 }
 
-/// What a runtime gives a container for these names.
+/// The edits that a container runtime makes for these CDI names.
 pub fn resolve(kubelet: &DraKubelet, names: &[String]) -> Result<ContainerEdits, DraError> {
     let folder = kubelet.options().registry.with_file_name("cdi");
     runtime::container(&folder, names).map_err(DraError::Other)
 }
 
-/// The hardware of a container.
+/// The CDI names among a container's device nodes (see [`cdi_devices`]).
 pub fn hardware(edits: &ContainerEdits) -> Vec<String> {
     edits.nodes.iter().filter(|node| node.starts_with(KIND)).cloned().collect()
 }
 
-/// The CDI devices of a node in this state. Each has a node with its own name, by which the tests know it.
+/// The CDI devices of a node in this state. Each has an extra device node that is called like its CDI name, so that
+/// tests find the device in a container.
 pub fn cdi_devices(state: &NodeState) -> CdiDevices {
     let topology = state.topology();
     let gpus = topology.gpus().iter().map(|gpu| ChosenDevice { gpu, mig: None });
@@ -530,7 +536,7 @@ pub fn cdi_devices(state: &NodeState) -> CdiDevices {
     CdiDevices { common: common.to_string(), devices: gpus.chain(mig).filter_map(device).collect() }
 }
 
-/// Why the pod of a claim does not start: the plugin's own text.
+/// Starts the pod of a claim, and returns the plugin's error.
 pub async fn refusal(kubelet: &DraKubelet, claim: &ClaimName) -> String {
     match start(kubelet, claim).await {
         Err(DraError::Claim { error, .. }) => error,
@@ -538,7 +544,7 @@ pub async fn refusal(kubelet: &DraKubelet, claim: &ClaimName) -> String {
     }
 }
 
-/// Checks that the pod of a claim does not start, and that the plugin's text has each of these parts.
+/// Checks that the pod of a claim does not start, and that the plugin's error contains each of these parts.
 pub async fn is_refused(kubelet: &DraKubelet, claim: &ClaimName, parts: &[&str]) {
     let error = refusal(kubelet, claim).await;
     assert!(parts.iter().all(|part| error.contains(part)), "{parts:?} in {error}");
@@ -549,6 +555,7 @@ pub async fn end(kubelet: &DraKubelet, claim: &ClaimName) {
     kubelet.stop_pod(&pod(claim).pod).await.unwrap();
 }
 
+/// The plugin's reader of claims, which answers from a table.
 pub fn read_claim(cluster: &Arc<Mutex<Cluster>>) -> ReadClaim {
     let cluster = Arc::clone(cluster);
     Arc::new(move |claim: ClaimName| {

@@ -1,11 +1,12 @@
-//! Claims that are left when the node's door is the device plugin: the kubelet's list alone says when a claim is over.
+//! Claims that remain after the node's GPUs changed from DRA to the device plugin. Without rights to read claims, only
+//! the kubelet's list shows that a claim has ended.
 
 use linkwise_core::state::{Door, Event, ResourcePlan};
 use linkwise_kubelet::dra::Phase;
 
 use super::node::{Node, end, is_refused, name, read_claim, start, until};
 
-/// The next plugin is that of a process with this door.
+/// Sets the door of the process whose plugin starts next.
 fn change_door(node: &mut Node, door: Door) {
     node.settings.serves = door == Door::Dra;
     node.apply(Event::Planned(Box::new(ResourcePlan { door, ..ResourcePlan::default() })));
@@ -13,18 +14,18 @@ fn change_door(node: &mut Node, door: Door) {
 
 const SWEPT: &str = "claim unprepared: it no longer exists";
 
-/// A node whose claim `a` is prepared, and which was switched off while no plugin ran.
+/// A node whose claim `a` was prepared before DRA was switched off, without an API server.
 async fn off() -> Node {
     off_with(false).await
 }
 
-/// The same; with an API server, or without one that could be asked then.
+/// Such a node, with an API server or without.
 async fn off_with(api_server: bool) -> Node {
     let mut node = Node::new().with_nics();
     let kubelet = node.serve().await;
-    node.given(&kubelet, "a", &[("gpus", "gpu-0")]).await;
-    assert_eq!(node.left(), (1, 1));
-    node.listed(&["a"]);
+    node.started_claim(&kubelet, "a", &[("gpus", "gpu-0")]).await;
+    assert_eq!(node.file_counts(), (1, 1));
+    node.kubelet_lists(&["a"]);
     node.stop().await;
     if !api_server {
         node.settings.read_claim = None;
@@ -38,11 +39,12 @@ async fn unlisted_claim_stays_while_the_api_server_has_it() {
     let mut node = off_with(true).await;
     let reads = node.reads("a");
     node.start();
-    node.holds(1).await;
-    node.nothing_listed();
-    // A kubelet that starts lists nothing, and never an init container that has ended: the cluster has the last word.
+    node.prepared_claims_become(1).await;
+    node.kubelet_lists_nothing();
+    // The kubelet's list can lack a running claim: it is empty when the kubelet starts, and never has init containers
+    // that have ended. So the API server decides.
     until(|| node.reads("a") > reads + 2).await;
-    assert_eq!(node.left(), (1, 1));
+    assert_eq!(node.file_counts(), (1, 1));
 }
 
 #[tokio::test]
@@ -50,14 +52,14 @@ async fn claim_ends_when_the_kubelet_stops_listing_it() {
     let mut node = off().await;
     let reads = node.reads("a");
     node.start();
-    node.holds(1).await;
-    // One list without it may be older than the claim.
-    node.listed(&[]);
+    node.prepared_claims_become(1).await;
+    // One list without the claim may be older than the claim.
+    node.kubelet_lists(&[]);
     assert_eq!(node.checkpoints().len(), 1);
-    node.listed(&[]);
+    node.kubelet_lists(&[]);
     node.log.has(&[SWEPT]).await;
-    assert_eq!(node.left(), (0, 0));
-    assert_eq!(node.reads("a"), reads, "nobody asks the API server, which still has the claim");
+    assert_eq!(node.file_counts(), (0, 0));
+    assert_eq!(node.reads("a"), reads, "the plugin read the claim from the API server");
 }
 
 #[tokio::test]
@@ -66,7 +68,7 @@ async fn kubelet_unprepares_claims_that_are_left() {
     let kubelet = node.serve().await;
     let claim = name("a");
     start(&kubelet, &claim).await.unwrap();
-    // One that was allocated and not prepared when the door changed.
+    // This claim was allocated, but not prepared, when the door changed.
     let reads = node.reads("late");
     is_refused(
         &kubelet,
@@ -82,13 +84,13 @@ async fn kubelet_unprepares_claims_that_are_left() {
 #[tokio::test]
 async fn kubelet_finds_the_plugin_while_it_lists_a_claim() {
     let mut node = off().await;
-    // The answer that the claim is unprepared did not reach the kubelet.
+    // The claim was unprepared, but the answer did not reach the kubelet.
     std::fs::remove_file(node.checkpoint("a")).unwrap();
     let kubelet = node.serve().await;
     end(&kubelet, &name("a")).await;
     node.halt(&kubelet).await;
     assert!(node.settings.checkpoints.is_dir());
-    node.nothing_listed();
+    node.kubelet_lists_nothing();
     node.start();
     until(|| !node.settings.checkpoints.exists()).await;
 }
@@ -97,18 +99,18 @@ async fn kubelet_finds_the_plugin_while_it_lists_a_claim() {
 async fn kubelet_finds_no_plugin_without_claims() {
     let mut node = Node::new();
     change_door(&mut node, Door::Plugin);
-    // Of another driver with our name.
-    node.listed(&["a"]);
+    // The listed claim is that of another driver with our name.
+    node.kubelet_lists(&["a"]);
     node.start();
-    node.was(Phase::WaitingForGpus).await;
-    // The plugin's task has its turns, on the disk too.
+    node.reaches(Phase::WaitingForGpus).await;
+    // The plugin's task and its disk operations can run meanwhile.
     for _ in 0..200 {
         tokio::task::spawn_blocking(|| ()).await.unwrap();
     }
     let binds = |line: &String| line.contains(Phase::Binding.words());
     assert!(!node.log.lines.borrow().iter().any(binds));
     assert_eq!(std::fs::read_dir(&node.settings.registry).unwrap().count(), 0);
-    assert!(!node.settings.checkpoints.exists(), "no folder is made");
+    assert!(!node.settings.checkpoints.exists(), "the folder of checkpoints was created");
 }
 
 #[tokio::test]
@@ -118,16 +120,16 @@ async fn spec_that_cannot_be_removed_is_left_behind() {
     std::fs::remove_file(&spec).unwrap();
     std::fs::create_dir(&spec).unwrap();
     node.start();
-    node.nothing_listed();
+    node.kubelet_lists_nothing();
     node.log.has(&["cleanup of a finished claim is incomplete", "CDI spec"]).await;
     node.log.has(&[SWEPT]).await;
-    node.holds(0).await;
-    assert!(node.checkpoints().is_empty(), "it holds its GPU no more");
-    // DRA on again: nothing of it stands in the way of another claim.
+    node.prepared_claims_become(0).await;
+    assert!(node.checkpoints().is_empty(), "the claim still holds its GPU");
+    // With DRA on again, the left spec does not block another claim.
     node.stop().await;
     change_door(&mut node, Door::Dra);
     node.settings.read_claim = Some(read_claim(&node.cluster));
-    node.nothing_listed();
+    node.kubelet_lists_nothing();
     let kubelet = node.serve().await;
     let claim = node.claim("b", &[("gpus", "gpu-0")]);
     assert_eq!(start(&kubelet, &claim).await.unwrap()[0], node.gpu(0));

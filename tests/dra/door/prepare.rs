@@ -1,4 +1,4 @@
-//! Claims that are prepared and unprepared as they should be.
+//! Prepare and Unprepare: the files they leave, repeated and concurrent calls, and claims that changed in between.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use linkwise_core::publish::injection::HostDevices;
 use linkwise_kubelet_box::dra::{ClaimUse, PodClaim, PodClaims};
 
 use super::node::{
-    Answer, DRIVER, LIMIT, Node, connected, end, hardware, is_refused, name, pod, reference, resolve, restarted, start,
-    start_container, until,
+    Answer, DRIVER, Node, TEST_TIMEOUT, connected, end, hardware, is_refused, name, pod, reference, resolve, restart,
+    start, start_container, until,
 };
 
 #[tokio::test]
@@ -26,16 +26,19 @@ async fn claim_gets_its_gpus_by_its_own_cdi_name() {
     );
     let own = |gpu: &str| [format!("linkwise.dev/device=a-gpus-{gpu}"), "linkwise.dev/claim=a-gpus".to_owned()];
     assert_eq!(kubelet.state().claims["a"].cdi, [own("gpu-3"), own("gpu-0")].concat());
-    assert_eq!(super::node::names(&node.settings.cdi_folder).iter().filter(|name| name.contains("-a.")).count(), 2);
+    assert_eq!(
+        super::node::file_names(&node.settings.cdi_folder).iter().filter(|name| name.contains("-a.")).count(),
+        2
+    );
     let specs = vec!["linkwise.dev-claim-a.json".to_owned()];
     assert_eq!((node.claim_specs(), node.checkpoints()), (specs, vec!["a.json".to_owned()]));
     let mode = std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(node.checkpoint("a")).unwrap().permissions());
     assert_eq!(mode & 0o777, 0o600);
     end(&kubelet, &claim).await;
     assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
-    assert!(!super::node::names(&node.settings.cdi_folder).iter().any(|name| name.contains("-a.")));
-    node.holds(0).await;
-    node.counts("dra_prepared_devices", 0).await;
+    assert!(!super::node::file_names(&node.settings.cdi_folder).iter().any(|name| name.contains("-a.")));
+    node.prepared_claims_become(0).await;
+    node.metric_becomes("dra_prepared_devices", 0).await;
 }
 
 #[tokio::test]
@@ -53,8 +56,8 @@ async fn subrequests_and_requests_go_to_their_containers() {
     assert_eq!(got("side"), [node.gpu(2)]);
 }
 
-/// A pod with these claims, and without containers.
-fn of_claims(claims: &[ClaimName]) -> PodClaims {
+/// A pod with these claims and no containers.
+fn pod_with_claims(claims: &[ClaimName]) -> PodClaims {
     let of_pod = |claim: &ClaimName| {
         let drivers = BTreeSet::from([DRIVER.to_owned()]);
         PodClaim { name: claim.uid.clone(), claim: reference(claim), drivers }
@@ -65,12 +68,12 @@ fn of_claims(claims: &[ClaimName]) -> PodClaims {
 #[tokio::test]
 async fn two_claims_that_race_for_a_set_do_not_share_it() {
     let (node, kubelet) = Node::serving().await;
-    // In one call, so that both are read and planned at once; the sets have one GPU in common.
+    // One call has both claims, so that they are read and planned at once. The sets have one GPU in common.
     let claims = [
         node.claim("a", &[("gpus", "gpu-0"), ("gpus", "gpu-1")]),
         node.claim("b", &[("gpus", "gpu-1"), ("gpus", "gpu-2")]),
     ];
-    let pod = of_claims(&claims);
+    let pod = pod_with_claims(&claims);
     let error = kubelet.start_pod(&pod).await.unwrap_err().to_string();
     assert!(error.contains("device gpu-1") && error.contains("is prepared for the claim ml/claim-"), "{error}");
     assert_eq!(node.checkpoints().len(), 1);
@@ -80,14 +83,14 @@ async fn two_claims_that_race_for_a_set_do_not_share_it() {
 async fn one_error_in_a_batch_spares_the_other_claims() {
     let (node, kubelet) = Node::serving().await;
     let claims = [node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-99")])];
-    let pod = of_claims(&claims);
+    let pod = pod_with_claims(&claims);
     let error = kubelet.start_pod(&pod).await.unwrap_err().to_string();
     assert!(error.contains("claim b: there is no device 'gpu-99' on this node"), "{error}");
     // The first is prepared; the second has no checkpoint. The kubelet asks for both again.
     assert_eq!(node.checkpoints(), ["a.json"]);
     node.claim("b", &[("gpus", "gpu-1")]);
-    // The first is not read again. The first sweep may have read it meanwhile.
-    node.set("a", Answer::Failed);
+    // A second read of the first claim would fail, so success shows that Prepare does not need one.
+    node.set_answer("a", Answer::Failed);
     kubelet.start_pod(&pod).await.unwrap();
     assert_eq!(node.checkpoints().len(), 2);
     kubelet.stop_pod("p").await.unwrap();
@@ -99,9 +102,9 @@ async fn repeated_prepare_needs_no_api_server() {
     let (mut node, kubelet) = Node::serving().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let first = start(&kubelet, &claim).await.unwrap();
-    node.set("a", Answer::Failed);
-    // The kubelet restarts, then the plugin does, then both.
-    restarted(&kubelet).await;
+    node.set_answer("a", Answer::Failed);
+    // The kubelet restarts, then both it and the plugin do.
+    restart(&kubelet).await;
     assert_eq!(start(&kubelet, &claim).await.unwrap(), first);
     node.stop().await;
     kubelet.restart().await.unwrap();
@@ -112,7 +115,7 @@ async fn repeated_prepare_needs_no_api_server() {
     assert_eq!(node.log.lines.borrow().iter().filter(repeated).count(), 2);
 }
 
-/// A kubelet that lost its state has unprepared nothing, and the cluster gave the claim another GPU meanwhile.
+/// A kubelet that lost its state did not unprepare the claim, and the scheduler gave the claim another GPU since.
 #[tokio::test]
 async fn claim_moved_to_another_gpu_is_prepared_again() {
     let (node, kubelet) = Node::serving().await;
@@ -121,9 +124,9 @@ async fn claim_moved_to_another_gpu_is_prepared_again() {
     kubelet.lose_state();
     node.claim("a", &[("gpus", "gpu-5")]);
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(5)]);
-    node.holds(1).await;
-    // Where the API server has no answer, the checkpoint has.
-    node.set("a", Answer::Failed);
+    node.prepared_claims_become(1).await;
+    // While the API server fails, the checkpoint is used.
+    node.set_answer("a", Answer::Failed);
     kubelet.lose_state();
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(5)]);
 }
@@ -136,14 +139,14 @@ async fn reboot_reads_the_claim_again() {
     let first = start(&kubelet, &claim).await.unwrap();
     assert_eq!(first, [node.gpu(0)]);
     node.halt(&kubelet).await;
-    // /var/run/cdi is in memory.
+    // /var/run/cdi is in memory, so a reboot empties it.
     std::fs::remove_dir_all(&node.settings.cdi_folder).unwrap();
     std::fs::create_dir(&node.settings.cdi_folder).unwrap();
     node.settings.boot = Some("the next boot".to_owned());
     node.serve_again(&kubelet).await;
     let reads = node.reads("a");
     assert_eq!(start(&kubelet, &claim).await.unwrap(), first);
-    assert!(node.reads("a") > reads, "whatever the sweep read before");
+    assert!(node.reads("a") > reads, "Prepare did not read the claim after the reboot");
     assert_eq!(node.claim_specs(), ["linkwise.dev-claim-a.json"]);
 }
 
@@ -156,15 +159,15 @@ async fn nearest_nics_are_in_the_claims_spec() {
     };
     node.host.send_replace(Arc::new(HostDevices { rdma: Some(rdma), ..HostDevices::default() }));
     let kubelet = node.serve().await;
-    // Of an alternative its request alone is in the names.
-    node.given(&kubelet, "a", &[("near/one", "gpu-0"), ("far", "gpu-7")]).await;
+    // CDI names contain the request without its alternative.
+    node.started_claim(&kubelet, "a", &[("near/one", "gpu-0"), ("far", "gpu-7")]).await;
     let path = node.settings.cdi_folder.join("linkwise.dev-claim-a.json");
     let spec: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
     assert_eq!(spec["kind"], "linkwise.dev/claim");
     let device = |name: &str| {
         let of_name = spec["devices"].as_array().unwrap().iter().find(|device| device["name"] == name);
         let mut edits = of_name.unwrap()["containerEdits"].clone();
-        // Its metadata.
+        // The only mount is the device metadata.
         assert_eq!(edits.as_object_mut().unwrap().remove("mounts").unwrap().as_array().unwrap().len(), 1);
         edits
     };
@@ -180,23 +183,23 @@ async fn nearest_nics_are_in_the_claims_spec() {
 
 #[tokio::test]
 async fn concurrent_prepares_of_a_claim_prepare_it_once() {
-    let (node, one) = Node::serving().await;
+    let (node, kubelet) = Node::serving().await;
     let other = node.kubelet().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
-    let (first, second) = tokio::join!(start(&one, &claim), start(&other, &claim));
+    let (first, second) = tokio::join!(start(&kubelet, &claim), start(&other, &claim));
     assert_eq!(first.unwrap(), second.unwrap());
-    assert_eq!(node.reads("a"), 2, "the second looks whether it has other devices by now");
+    assert_eq!(node.reads("a"), 2, "the second call checks that the claim still has the same devices");
 }
 
 #[tokio::test]
 async fn recreated_claim_waits_for_the_old_one_to_end() {
     let (node, kubelet) = Node::serving().await;
-    let old = node.given(&kubelet, "a", &[("gpus", "gpu-0")]).await;
-    // Deleted and made again under its name, with the same GPU.
+    let old = node.started_claim(&kubelet, "a", &[("gpus", "gpu-0")]).await;
+    // The claim is deleted and created again under its name, with the same GPU.
     let new = ClaimName { uid: "a2".to_owned(), ..old.clone() };
     let mut claim = super::node::claim("a", &[("gpus", "gpu-0")]);
     claim.metadata.uid = "a2".to_owned();
-    node.set("a", Answer::Claim(claim));
+    node.set_answer("a", Answer::Claim(claim));
     let error = start(&kubelet, &new).await.unwrap_err().to_string();
     assert!(error.starts_with("old ResourceClaim with same name ml/claim-a"), "{error}");
     end(&kubelet, &old).await;
@@ -207,16 +210,15 @@ async fn recreated_claim_waits_for_the_old_one_to_end() {
 #[tokio::test]
 async fn unprepare_reads_no_claim_and_accepts_unknown_ones() {
     let (node, kubelet) = Node::serving().await;
-    let claim = node.given(&kubelet, "a", &[("gpus", "gpu-0")]).await;
+    let claim = node.started_claim(&kubelet, "a", &[("gpus", "gpu-0")]).await;
     node.delete("a");
     let reads = node.reads("a");
     end(&kubelet, &claim).await;
     assert_eq!((node.reads("a"), node.checkpoints()), (reads, vec![]));
-    // One that was never prepared: its pod is ended after a refusal.
+    // The pod of a claim that was never prepared is ended after the refusal.
     let unknown = name("never");
     is_refused(&kubelet, &unknown, &["there is no such claim"]).await;
     end(&kubelet, &unknown).await;
-    // The log tells the two apart.
     node.log.has(&["claim unprepared claim=", "uid=\"a\""]).await;
     node.log.has(&["claim unprepared: it was not prepared here", "uid=\"never\""]).await;
 }
@@ -238,10 +240,10 @@ async fn claim_shared_by_pods_is_unprepared_with_the_last() {
 #[tokio::test]
 async fn unanswered_read_delays_only_its_claim() {
     let mut node = Node::new();
-    node.settings.claim_timeout = LIMIT;
+    node.settings.claim_timeout = TEST_TIMEOUT;
     let kubelet = node.serve().await;
-    let (slow, fast) = (node.set("slow", Answer::Silent), node.claim("fast", &[("gpus", "gpu-1")]));
-    // Two kubelets, as the box starts its pods one after another.
+    let (slow, fast) = (node.set_answer("slow", Answer::Silent), node.claim("fast", &[("gpus", "gpu-1")]));
+    // A second kubelet is needed, because the box starts its pods one after another.
     let other = node.kubelet().await;
     let waits = tokio::spawn(async move { start(&other, &slow).await });
     until(|| node.reads("slow") > 0).await;
@@ -254,10 +256,10 @@ async fn abandoned_prepare_does_not_block_the_next_claim() {
     let mut node = Node::new();
     node.settings.prepare_timeout = Duration::from_secs(3);
     let kubelet = node.serve().await;
-    let [given_up, next] = ["a", "b"].map(|uid| node.claim(uid, &[("gpus", "gpu-0")]));
-    let busy = node.state.busy().await;
-    is_refused(&kubelet, &given_up, &["was not prepared within"]).await;
-    drop(busy);
+    let [abandoned, next] = ["a", "b"].map(|uid| node.claim(uid, &[("gpus", "gpu-0")]));
+    let pause = node.state.pause_entries().await;
+    is_refused(&kubelet, &abandoned, &["was not prepared within"]).await;
+    drop(pause);
     until(|| node.state.borrow().ledger().prepared("a").is_some()).await;
     assert_eq!(start(&kubelet, &next).await.unwrap(), [node.gpu(0)]);
     assert!(node.state.borrow().ledger().prepared("a").is_none());
@@ -269,13 +271,13 @@ async fn sweep_removes_an_abandoned_prepare_from_the_ledger() {
     node.settings.prepare_timeout = Duration::from_secs(3);
     node.settings.sweep = Duration::from_millis(50);
     let kubelet = node.serve().await;
-    let given_up = node.claim("a", &[("gpus", "gpu-0")]);
-    let busy = node.state.busy().await;
-    is_refused(&kubelet, &given_up, &["was not prepared within"]).await;
+    let abandoned = node.claim("a", &[("gpus", "gpu-0")]);
+    let pause = node.state.pause_entries().await;
+    is_refused(&kubelet, &abandoned, &["was not prepared within"]).await;
     let mut state = node.state.subscribe();
-    drop(busy);
+    drop(pause);
     for is_there in [true, false] {
         let wait = state.wait_for(|state| state.ledger().prepared("a").is_some() == is_there);
-        tokio::time::timeout(LIMIT, wait).await.unwrap().unwrap();
+        tokio::time::timeout(TEST_TIMEOUT, wait).await.unwrap().unwrap();
     }
 }

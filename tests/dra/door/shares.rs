@@ -1,4 +1,4 @@
-//! Claims that share a GPU: as many as it has shares, whatever dies in between.
+//! Claims that share a GPU: never more than it has shares, also after kills and deleted claims.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use linkwise_kubelet_box::dra::DraKubelet;
 
 use super::node::{Answer, Node, end, observed_state, refusal, start};
 
-/// A DGX-1 whose GPUs of 16 GiB are in two shares each.
+/// A DGX-1 whose GPUs of 16 GiB have two shares each.
 async fn shared() -> (Node, DraKubelet) {
     let rows = vec![SharedResource::new(ResourceName::gpu(), 2)];
     let sharing = Some(Sharing::new(SharingKind::TimeSlicing, rows));
@@ -19,14 +19,14 @@ async fn shared() -> (Node, DraKubelet) {
     (node, kubelet)
 }
 
-/// A claim of the cluster for a share of the first GPU.
+/// Creates a claim for this many shares of GPU 0.
 fn share(node: &Node, uid: &str, shares: &str) -> ClaimName {
     let mut claim: Claim = super::node::claim(uid, &[("gpus", "gpu-0")]);
     let result = &mut claim.status.allocation.as_mut().unwrap().devices.results[0];
     result.share_id = Some(format!("share-{uid}"));
     let consumed = [("shares", shares), ("memory", "1Gi")];
     result.consumed_capacity = consumed.map(|(name, amount)| (name.to_owned(), amount.to_owned())).into();
-    node.set(uid, Answer::Claim(claim))
+    node.set_answer(uid, Answer::Claim(claim))
 }
 
 #[tokio::test]
@@ -42,7 +42,7 @@ async fn two_claims_share_a_gpu_and_the_third_waits() {
     let whole = node.claim("d", &[("gpus", "gpu-0")]);
     let why = refusal(&kubelet, &whole).await;
     assert!(why.ends_with("is prepared for the claim ml/claim-a (UID a)"), "{why}");
-    // The next process knows it too, and the checkpoints are read as they were written.
+    // The next process reads the shares from the checkpoints.
     kubelet.stop().await;
     node.kill_and_start().await;
     let kubelet = node.kubelet().await;
@@ -59,7 +59,7 @@ async fn killed_prepare_keeps_its_share() {
     let [a, b] = ["a", "b"].map(|uid| share(&node, uid, "2"));
     start(&kubelet, &a).await.unwrap();
     node.crash(&kubelet).await;
-    node.rewrite("a", |text| text.replace("\"Completed\"", "\"Started\""));
+    node.edit_checkpoint("a", |text| text.replace("\"Completed\"", "\"Started\""));
     let kubelet = node.serve().await;
     assert!(refusal(&kubelet, &b).await.ends_with("but 2 are held by the claim ml/claim-a (UID a)"));
     assert_eq!(start(&kubelet, &a).await.unwrap(), [node.gpu(0)]);
@@ -74,7 +74,7 @@ async fn shares_of_deleted_claims_are_free() {
     for claim in [&a, &b] {
         start(&kubelet, claim).await.unwrap();
     }
-    // The kubelet did not unprepare it.
+    // The kubelet did not unprepare the deleted claim.
     node.delete("b");
     assert_eq!(start(&kubelet, &c).await.unwrap(), [node.gpu(0)]);
     node.log.has(&["claim unprepared: it no longer exists", "uid=\"b\""]).await;

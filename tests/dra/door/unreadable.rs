@@ -1,5 +1,5 @@
-//! Checkpoints that cannot be read, or not by this version: they stay, and hold what they have, until the kubelet or the
-//! cluster says that their claim is over.
+//! Checkpoints that this version cannot read. Each stays and holds its GPUs until the kubelet or the cluster shows
+//! that its claim has ended.
 
 use std::fs;
 use std::sync::Arc;
@@ -9,23 +9,26 @@ use linkwise_core::state::{NodeState, NumaHints};
 use linkwise_kubelet_box::dra::DraKubelet;
 use serde_json::{Value, json};
 
-use super::node::{Answer, LIMIT, Node, end, hardware, is_refused, name, pod, resolve, start, state, turns, until};
+use super::node::{
+    Answer, Node, TEST_TIMEOUT, end, hardware, is_refused, name, pod, resolve, start, state, until, yield_times,
+};
 
-/// A node whose claim `a` has GPU 0, and whose plugin has stopped.
+/// A node whose claim `a` has GPU 0. Its kubelet and its plugin have stopped.
 async fn stopped() -> (Node, DraKubelet) {
     let (mut node, kubelet) = Node::serving().await;
-    node.given(&kubelet, "a", &[("gpus", "gpu-0")]).await;
+    node.started_claim(&kubelet, "a", &[("gpus", "gpu-0")]).await;
     node.halt(&kubelet).await;
     (node, kubelet)
 }
 
+/// Changes the checkpoint of the claim `a`, and returns its new text.
 fn edit(node: &Node, change: impl FnOnce(&mut Value)) -> String {
-    node.rewrite("a", |text| {
+    node.edit_checkpoint("a", |text| {
         let mut checkpoint: Value = serde_json::from_str(&text).unwrap();
         change(&mut checkpoint);
         checkpoint.to_string()
     });
-    node.kept("a")
+    node.checkpoint_text("a")
 }
 
 #[tokio::test]
@@ -44,13 +47,13 @@ async fn checkpoint_of_a_later_version_holds_its_gpus() {
         node.log.has(&["checkpoint of a claim unreadable, keeping it", why]).await;
         let reads = node.reads("a");
         until(|| node.reads("a") > reads + 2).await;
-        assert_eq!(node.kept("a"), text, "sweeps leave it");
+        assert_eq!(node.checkpoint_text("a"), text, "a sweep changed the checkpoint");
         assert_eq!(node.claim_specs(), ["linkwise.dev-claim-a.json"]);
         let other = node.claim("b", &[("gpus", "gpu-0")]);
         is_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a"]).await;
         is_refused(&kubelet, &name("a"), &[&format!("cannot read the checkpoint of the claim, keeping it: {why}")])
             .await;
-        assert_eq!(node.kept("a"), text);
+        assert_eq!(node.checkpoint_text("a"), text);
         end(&kubelet, &name("a")).await;
         assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
         start(&kubelet, &other).await.unwrap();
@@ -62,37 +65,37 @@ async fn unreadable_checkpoint_of_a_deleted_claim_is_swept() {
     let (mut node, _kubelet) = stopped().await;
     edit(&node, |it| it["version"] = json!(7));
     node.delete("a");
-    node.unlisted();
+    node.kubelet_list_fails();
     node.settings.sweep = Duration::from_millis(1);
     node.start();
     let reads = node.reads("a");
     until(|| node.reads("a") > reads + 2).await;
-    assert_eq!(node.checkpoints(), ["a.json"], "nobody knows whether its container runs");
-    node.nothing_listed();
+    assert_eq!(node.checkpoints(), ["a.json"], "its container may still run");
+    node.kubelet_lists_nothing();
     until(|| node.checkpoints().is_empty() && node.claim_specs().is_empty()).await;
 }
 
 #[tokio::test]
 async fn brief_disk_failure_loses_no_claim() {
     let (mut node, kubelet) = stopped().await;
-    // A folder in the file's place cannot be read either.
+    // A folder in the file's place makes reading fail, as a broken disk does.
     let (path, aside) = (node.checkpoint("a"), node.settings.plugins.join("aside"));
     fs::rename(&path, &aside).unwrap();
     fs::create_dir(&path).unwrap();
-    node.listed(&["a"]);
+    node.kubelet_lists(&["a"]);
     node.settings.sweep = Duration::from_millis(1);
     node.serve_again(&kubelet).await;
-    // The kubelet's list has the GPU's holder.
+    // The kubelet's list names the GPU's holder.
     let (other, free) = (node.claim("b", &[("gpus", "gpu-0")]), node.claim("c", &[("gpus", "gpu-1")]));
     is_refused(&kubelet, &other, &["the kubelet lists it with the claim ml/claim-a"]).await;
     start(&kubelet, &free).await.unwrap();
     is_refused(&kubelet, &name("a"), &["cannot read the checkpoint of the claim, keeping it: Is a directory"]).await;
-    node.unlisted();
+    node.kubelet_list_fails();
     is_refused(&kubelet, &node.claim("d", &[("gpus", "gpu-2")]), &["the kubelet cannot be asked"]).await;
     assert_eq!(node.claim_specs(), ["linkwise.dev-claim-a.json", "linkwise.dev-claim-c.json"]);
     fs::remove_dir(&path).unwrap();
     fs::rename(&aside, &path).unwrap();
-    node.set("a", Answer::Failed);
+    node.set_answer("a", Answer::Failed);
     assert_eq!(start(&kubelet, &name("a")).await.unwrap(), [node.gpu(0)], "from the checkpoint");
     is_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a"]).await;
 }
@@ -101,13 +104,13 @@ async fn brief_disk_failure_loses_no_claim() {
 async fn torn_checkpoint_is_swept_once_no_claim_is_listed() {
     let (mut node, _kubelet) = stopped().await;
     fs::write(node.checkpoint("a"), "{\"version\": 1, ").unwrap();
-    node.listed(&["a"]);
+    node.kubelet_lists(&["a"]);
     node.settings.sweep = Duration::from_millis(1);
     node.start();
     node.log.has(&["checkpoint of a claim unreadable, keeping it"]).await;
-    turns(1000).await;
-    assert_eq!(node.left(), (1, 1));
-    node.nothing_listed();
+    yield_times(1000).await;
+    assert_eq!(node.file_counts(), (1, 1));
+    node.kubelet_lists_nothing();
     until(|| node.checkpoints().is_empty() && node.claim_specs().is_empty()).await;
 }
 
@@ -120,21 +123,21 @@ async fn fields_of_a_later_version_survive() {
         it["prepared"]["devices"][0]["later"] = json!("x");
         it["prepared"]["edits"] = json!({"gpus": {"env": {"OLD": "1"}}});
     });
-    // Another boot: it is planned anew, and written.
+    // After a reboot the claim is planned and written again.
     node.settings.boot = Some("the next boot".to_owned());
     node.serve_again(&kubelet).await;
     assert_eq!(start(&kubelet, &name("a")).await.unwrap(), [node.gpu(0)]);
-    let now: Value = serde_json::from_str(&node.kept("a")).unwrap();
+    let now: Value = serde_json::from_str(&node.checkpoint_text("a")).unwrap();
     assert_eq!((&now["boot"], &now["later"]), (&json!("the next boot"), &json!({"a": [1, 2]})));
     assert_eq!((&now["prepared"]["later"], &now["prepared"]["devices"][0]["later"]), (&json!(true), &json!("x")));
-    assert_eq!(now["prepared"].get("edits"), None, "the version before would write them over the claim's spec");
+    assert_eq!(now["prepared"].get("edits"), None, "the previous version would write them over the claim's spec");
 }
 
 #[tokio::test]
 async fn checkpoint_set_aside_by_an_older_version_is_read() {
     let (mut node, kubelet) = stopped().await;
     fs::rename(node.checkpoint("a"), node.settings.checkpoints.join("a.json.ignored")).unwrap();
-    node.set("a", Answer::Failed);
+    node.set_answer("a", Answer::Failed);
     node.serve_again(&kubelet).await;
     assert_eq!(start(&kubelet, &name("a")).await.unwrap(), [node.gpu(0)]);
     assert_eq!(node.checkpoints(), ["a.json"]);
@@ -143,7 +146,7 @@ async fn checkpoint_set_aside_by_an_older_version_is_read() {
 #[tokio::test]
 async fn claims_are_unprepared_without_gpus() {
     let (mut node, kubelet) = stopped().await;
-    // A reboot, after which the driver does not come up.
+    // After a reboot the NVIDIA driver does not load.
     node.settings.boot = Some("the next boot".to_owned());
     node.state.send_replace(Arc::new(NodeState::new(NumaHints::default())));
     node.cdi.send_replace(None);
@@ -152,9 +155,9 @@ async fn claims_are_unprepared_without_gpus() {
     is_refused(&kubelet, &claim, &["there is no device 'gpu-1' on this node"]).await;
     end(&kubelet, &name("a")).await;
     assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
-    // The driver comes, and with it the pod that the kubelet has tried to start ever since.
+    // The driver loads, so the pod starts that the kubelet has retried since.
     let waiting = pod(&claim);
-    let (started, ()) = tokio::join!(tokio::time::timeout(LIMIT, kubelet.start_pod_at_last(&waiting)), async {
+    let (started, ()) = tokio::join!(tokio::time::timeout(TEST_TIMEOUT, kubelet.start_pod_at_last(&waiting)), async {
         node.state.send_replace(Arc::new(state("dgx1-v100")));
         node.scan();
     });

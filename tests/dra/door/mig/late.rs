@@ -1,35 +1,35 @@
-//! What claims wait for: a scan that knows of their order, as one that waits for the host's may not; another claim that is
-//! being undone.
+//! The waits of claims for MIG devices: Unprepare waits for a scan that is newer than its order, and Prepare for a claim
+//! that is being unprepared.
 
 use std::mem;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use linkwise_core::claims::{MigOrder, MigTask};
 
-use super::super::node::{KIND, connected, end, start, turns, until};
-use super::{DEVICE, Mood, Prepared, SLOT, instance, prepared, set};
+use super::super::node::{KIND, connected, end, start, until, yield_times};
+use super::{Behaviour, DEVICE, Prepared, SLOT, instance, prepared, set_behaviour};
 
 #[tokio::test]
 async fn scan_older_than_an_order_does_not_end_the_wait() {
     let Prepared { mut node, driver, kubelet, claim } = prepared().await;
     node.stop().await;
-    // The next process has seen the GPU before the device was made.
+    // The next process scanned the GPU before the device was made.
     {
         let mut driver = driver.lock().unwrap();
         driver.done = 0;
-        let there = mem::take(&mut driver.instances);
+        let instances = mem::take(&mut driver.instances);
         driver.scan();
-        driver.instances = there;
+        driver.instances = instances;
     }
-    set(&driver, Mood::Late);
+    set_behaviour(&driver, Behaviour::Late);
     node.start();
     connected(&kubelet).await;
     let is_seen = AtomicBool::new(false);
     let scans = async {
         let is_destroy = |order: &MigOrder| matches!(order.task, MigTask::Destroy(..));
         until(|| driver.lock().unwrap().orders.iter().any(is_destroy)).await;
-        turns(1000).await;
-        // One from before the order, and one from after it.
+        yield_times(1000).await;
+        // The first scan is older than the order, and the second newer.
         for (instances, done) in [(vec![instance("MIG-made-1", SLOT)], 0), (Vec::new(), u64::MAX)] {
             is_seen.store(done > 0, Ordering::Relaxed);
             {
@@ -37,12 +37,12 @@ async fn scan_older_than_an_order_does_not_end_the_wait() {
                 (driver.instances, driver.done) = (instances, done);
                 driver.scan();
             }
-            turns(1000).await;
+            yield_times(1000).await;
         }
     };
     let ending = async {
         end(&kubelet, &claim).await;
-        assert!(is_seen.load(Ordering::Relaxed), "the claim ended before a scan knew of its device's end");
+        assert!(is_seen.load(Ordering::Relaxed), "the claim ended before a scan showed that its device is gone");
     };
     tokio::join!(ending, scans);
 }
@@ -51,14 +51,14 @@ async fn scan_older_than_an_order_does_not_end_the_wait() {
 async fn claim_waits_for_another_being_unprepared() {
     let Prepared { node, driver, kubelet, claim: first } = prepared().await;
     let second = node.claim("b", &[("gpus", DEVICE)]);
-    set(&driver, Mood::HangsBefore);
+    set_behaviour(&driver, Behaviour::HangsBefore);
     let next = async {
         until(|| !driver.lock().unwrap().held.is_empty()).await;
-        set(&driver, Mood::Obeys);
+        set_behaviour(&driver, Behaviour::Obeys);
         let destroyed = async {
             until(|| node.reads("b") > 0).await;
-            // A refusal would be on its way by now.
-            turns(100).await;
+            // These yields would let Prepare refuse, if it did not wait.
+            yield_times(100).await;
             let mut driver = driver.lock().unwrap();
             let request = driver.held.pop().unwrap();
             let _ = request.answer.send(driver.carry_out(&request.order));
