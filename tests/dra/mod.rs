@@ -1,4 +1,4 @@
-//! Dynamic Resource Allocation: what machines publish, what a scheduler makes of it, and how claims are prepared.
+//! Dynamic Resource Allocation: the slices of machines, the scheduler's allocations, and prepared claims.
 
 pub mod cluster;
 mod door;

@@ -1,4 +1,4 @@
-//! The reader of claims: what an answer of the API server becomes, and how long a read may take.
+//! The reader of claims: the API server's answers, retries, and the duration of a read.
 
 use linkwise_api_server_box::{Answer, Fault, ResourceType};
 use linkwise_cluster::ClaimReader;
@@ -12,6 +12,7 @@ struct Reading {
     reader: ClaimReader,
 }
 
+/// A reader, and a cluster with the claim `ns/one`.
 async fn reading() -> Reading {
     let cluster = Cluster::start().await;
     let key = ResourceType::RESOURCE_CLAIMS.key(Some("ns"), "one");
@@ -31,16 +32,16 @@ impl Reading {
         self.cluster.count("GET", "resourceclaims")
     }
 
-    /// The next GETs are answered so.
+    /// Answers the next GETs like this.
     fn fail(&self, times: usize, answer: Answer) {
         self.cluster.server.fail(Fault::of("GET", "resourceclaims", times, answer));
     }
 
-    /// Why the claim cannot be read with this answer, for which the server is asked once.
+    /// Checks that the claim cannot be read with this answer and is not read again. Returns the error.
     async fn refusal(&self, answer: Answer) -> String {
         let before = self.gets();
         self.fail(1, answer);
-        let Err(ReadClaimError::Failed(why)) = self.read("one").await else { panic!("it is read") };
+        let Err(ReadClaimError::Failed(why)) = self.read("one").await else { panic!("the claim is read") };
         assert_eq!(self.gets(), before + 1, "{why}");
         why
     }
@@ -53,7 +54,7 @@ async fn reading_a_claim_takes_one_get() {
     assert_eq!((claim.metadata.to_string(), claim.status.allocation), ("ns/one".to_owned(), None));
     assert_eq!(reading.gets(), 1);
     assert_eq!(reading.read("two").await, Err(ReadClaimError::NotFound));
-    assert_eq!(reading.gets(), 2, "what is not there is not asked for again");
+    assert_eq!(reading.gets(), 2, "a missing claim is read once");
 }
 
 #[tokio::test]
@@ -68,7 +69,7 @@ async fn passing_errors_are_tried_again_twice() {
         assert!(why.contains(&code.to_string()) && why.contains("busy"), "{why}");
         assert_eq!(reading.gets(), 6);
     }
-    // A connection that hangs costs one attempt.
+    // A hung connection costs one attempt.
     let reading = reading().await;
     reading.fail(1, Answer::Silence);
     assert!(reading.read("one").await.is_ok());
@@ -87,14 +88,14 @@ async fn refusals_and_invalid_answers_are_not_retried() {
         let why = reading.refusal(answer).await;
         assert!(why.contains(word), "{why}");
     }
-    let Err(ReadClaimError::Failed(why)) = reading.read("../secrets/x").await else { panic!("a path is no name") };
+    let Err(ReadClaimError::Failed(why)) = reading.read("../secrets/x").await else { panic!("a path is not a name") };
     assert!(why.contains("'../secrets/x' is not a valid object name"), "{why}");
 }
 
 #[tokio::test]
 async fn other_404_answer_is_not_a_missing_claim() {
     let reading = reading().await;
-    let of = |kind: &str, name: &str| {
+    let not_found = |kind: &str, name: &str| {
         let details = json!({"group": "resource.k8s.io", "kind": kind, "name": name});
         let status = json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "code": 404,
             "reason": "NotFound", "message": "not found", "details": details});
@@ -103,14 +104,14 @@ async fn other_404_answer_is_not_a_missing_claim() {
     for (answer, word) in [
         (Answer::Page(404, "404 page not found\n".to_owned()), "404 page not found"),
         (Answer::Refusal(404, "the server could not find the requested resource", None), "could not find"),
-        (of("", ""), "not found"),
-        (of("namespaces", "one"), "not found"),
-        (of("resourceclaims", "another"), "not found"),
+        (not_found("", ""), "not found"),
+        (not_found("namespaces", "one"), "not found"),
+        (not_found("resourceclaims", "another"), "not found"),
     ] {
         let why = reading.refusal(answer).await;
         assert!(why.contains(word) && why.contains("may not serve resource.k8s.io/v1"), "{why}");
     }
-    reading.fail(1, of("resourceclaims", "one"));
+    reading.fail(1, not_found("resourceclaims", "one"));
     assert_eq!(reading.read("one").await, Err(ReadClaimError::NotFound));
 }
 
@@ -122,13 +123,13 @@ async fn slow_claim_holds_up_no_other() {
         biased;
         slow = reading.read("slow") => panic!("{slow:?}"),
         one = async {
-            // Once the slow one has been asked.
+            // The slow read has been sent.
             while reading.gets() == 0 {
                 tokio::task::yield_now().await;
             }
             reading.read("one").await
         } => assert!(one.is_ok()),
     }
-    // The slow one's reader gave up.
+    // The slow read is dropped by now.
     assert!(reading.read("one").await.is_ok());
 }

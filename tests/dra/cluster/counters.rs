@@ -1,4 +1,4 @@
-//! Pools with counters: the slice of counters first, and nothing that would give a GPU out twice.
+//! Pools with counters: slices with counters are written first, and no pool lets the scheduler allocate a GPU twice.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::dra::cluster::slices::{write, writing};
 
 const NO_COUNTERS: Gates = Gates { partitionable_devices: false, ..Gates::OFF };
 
-/// So many devices over one counter, or without.
+/// A pool of this many devices, which consume one counter if `counted`.
 fn pool(count: usize, counted: bool) -> Arc<Pool> {
     let counters = |value: String| [("memory".to_owned(), Counter { value })].into();
     let consumption = CounterConsumption { counter_set: "gpu-0".to_owned(), counters: counters("1".to_owned()) };
@@ -29,14 +29,15 @@ fn pool(count: usize, counted: bool) -> Arc<Pool> {
     Arc::new(Pool { counters: sets.into_iter().collect(), ..Pool::new("n", devices) })
 }
 
-/// Whether the pool is complete as a scheduler sees it: all slices of the newest generation are there.
+/// Returns true if the pool is complete for the scheduler: all slices of the newest generation exist.
 fn is_complete(slices: &[Value]) -> bool {
     let newest = slices.iter().map(|slice| slice["spec"]["pool"]["generation"].as_u64()).max().flatten();
     let of_newest: Vec<_> = slices.iter().filter(|it| it["spec"]["pool"]["generation"].as_u64() == newest).collect();
     of_newest.first().is_some_and(|it| it["spec"]["pool"]["resourceSliceCount"] == of_newest.len())
 }
 
-/// Devices that a scheduler may give out: of complete pools without devices that consume what there is not.
+/// The number of devices that the scheduler may allocate: none if the pool is incomplete or lacks the counters that
+/// devices consume.
 fn offered(slices: &[Value]) -> usize {
     let count = |key: &str| -> usize {
         slices.iter().map(|slice| slice.to_string().matches(&format!("\"{key}\"")).count()).sum()
@@ -47,7 +48,7 @@ fn offered(slices: &[Value]) -> usize {
 }
 
 /// The methods of the writes so far.
-fn order(cluster: &Cluster) -> Vec<String> {
+fn methods(cluster: &Cluster) -> Vec<String> {
     let requests = cluster.server.requests();
     let writes = requests.iter().filter(|it| it.method != "GET" && it.uri.contains("resourceslices"));
     writes.map(|it| it.method.clone()).collect()
@@ -67,11 +68,11 @@ async fn counters_are_written_before_devices() {
         let created = |slice: &Value| slice["metadata"]["resourceVersion"].as_str().unwrap().parse::<u64>().unwrap();
         assert!(written[0]["spec"]["sharedCounters"].is_array() && written[0]["spec"].get("devices").is_none());
         assert!(created(&written[0]) < created(&written[1]) && created(&written[1]) < created(&written[2]));
-        // A kubelet that restarts.
+        // A kubelet that restarts deletes the slices.
         cluster.server.wipe_slices("n", None);
         until(|| cluster.slices().len() == 3).await;
     }
-    assert_eq!(order(&cluster)[..3], ["POST", "POST", "POST"]);
+    assert_eq!(methods(&cluster)[..3], ["POST", "POST", "POST"]);
 }
 
 #[tokio::test]
@@ -82,12 +83,12 @@ async fn dropped_counters_stop_the_pool() {
     writing.want(pool(70, true));
     let report = writing.reports(|stored| stored.drops_counters).await;
     assert!(!report.is_current);
-    assert_eq!((cluster.slices().len(), offered(&cluster.slices())), (1, 0), "the slice of counters, which has none");
-    // Whatever else happens, it is not tried again.
+    assert_eq!((cluster.slices().len(), offered(&cluster.slices())), (1, 0), "only the slice without its counters");
+    // The writer does not try again after another list.
     cluster.server.expire_watches();
     let lists = cluster.count("GET", "resourceslices");
     until(|| cluster.count("GET", "resourceslices") > lists).await;
-    assert_eq!(order(&cluster), ["POST"]);
+    assert_eq!(methods(&cluster), ["POST"]);
     writing.want(pool(70, false));
     writing.reports(|stored| stored.is_current).await;
     assert_eq!(offered(&cluster.slices()), 70);
@@ -95,21 +96,21 @@ async fn dropped_counters_stop_the_pool() {
 
 #[tokio::test]
 async fn counters_dropped_later_offer_nothing_twice() {
-    // The slices are one with counters and three with devices.
+    // The pool has a slice with counters and three with devices.
     for lost in [0, 3] {
         let (cluster, mut writing) = writing(PACE).await;
         writing.want(pool(130, true));
         writing.reports(|stored| stored.is_current).await;
         assert_eq!(offered(&cluster.slices()), 130);
-        // The gate goes with an upgrade; slices keep what they have, and a new one loses it.
+        // An upgrade disables the gate: stored slices keep their counters, and a new one loses them.
         cluster.server.set_gates(NO_COUNTERS);
         let name = cluster.slices()[lost]["metadata"]["name"].as_str().unwrap().to_owned();
         cluster.server.remove(&ResourceType::RESOURCE_SLICES.key(None, &name));
         let report = writing.reports(|stored| stored.drops_counters).await;
         assert!(!report.is_current);
-        assert!(!is_complete(&cluster.slices()), "devices without their counters are in no complete pool: {lost}");
-        let writes = order(&cluster);
-        assert_eq!(writes[4], if lost == 0 { "POST" } else { "PUT" }, "the counters first");
+        assert!(!is_complete(&cluster.slices()), "the pool is complete without counters: {lost}");
+        let writes = methods(&cluster);
+        assert_eq!(writes[4], if lost == 0 { "POST" } else { "PUT" }, "the slice with counters is not written first");
         writing.want(pool(130, false));
         writing.reports(|stored| stored.is_current).await;
         assert_eq!((offered(&cluster.slices()), cluster.slices().len()), (130, 3));

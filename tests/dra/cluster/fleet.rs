@@ -1,4 +1,4 @@
-//! `linkwise claim --exact --cluster`: the groups of a cluster, read from its API server.
+//! `linkwise claim --exact --cluster`, which reads the groups of a cluster from its API server.
 
 use std::process::{Output, Stdio};
 
@@ -17,9 +17,9 @@ async fn claim(cluster: &Cluster) -> Output {
 #[tokio::test]
 async fn group_is_chosen_by_all_slices_of_the_cluster() {
     let cluster = Cluster::start().await;
-    let told = String::from_utf8(claim(&cluster).await.stderr).unwrap();
-    assert!(told.contains("no node publishes whole GPUs"), "{told}");
-    // More slices than one page has.
+    let stderr = String::from_utf8(claim(&cluster).await.stderr).unwrap();
+    assert!(stderr.contains("no node publishes whole GPUs"), "{stderr}");
+    // The cluster has more slices than one page of a list.
     let template = &slices("dgx1-v100", "node")[0];
     for node in 0..501 {
         let mut slice = template.clone();
@@ -31,8 +31,8 @@ async fn group_is_chosen_by_all_slices_of_the_cluster() {
         cluster.server.create("linkwise", &key, slice).unwrap_or_else(|status| panic!("{status}"));
     }
     let output = claim(&cluster).await;
-    let told = String::from_utf8(output.stderr).unwrap();
-    assert!(told.contains("4 GPUs of one group on 501 of 501 nodes") && told.contains("as dgx1-v100"), "{told}");
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(stderr.contains("4 GPUs of one group on 501 of 501 nodes") && stderr.contains("as dgx1-v100"), "{stderr}");
     assert!(String::from_utf8(output.stdout).unwrap().contains("matchAttribute: linkwise.dev/quad1a"));
     assert_eq!(cluster.count("GET", "limit=500"), 3);
 }
@@ -42,7 +42,7 @@ async fn refusal_of_the_server_is_printed() {
     let cluster = Cluster::start().await;
     cluster.server.fail(Fault::of("GET", "resourceslices", 1, Answer::Refusal(403, "no rights", None)));
     let output = claim(&cluster).await;
-    let told = String::from_utf8(output.stderr).unwrap();
-    assert!(!output.status.success() && output.stdout.is_empty(), "{told}");
-    assert!(told.contains("cannot read the ResourceSlices of the cluster: the API server answered 403"), "{told}");
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && output.stdout.is_empty(), "{stderr}");
+    assert!(stderr.contains("cannot read the ResourceSlices of the cluster: the API server answered 403"), "{stderr}");
 }

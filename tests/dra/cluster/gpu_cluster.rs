@@ -1,4 +1,4 @@
-//! linkwise in the place of the GPU part of NVIDIA's DRA driver: under its name, with the variables that the GPU
+//! Linkwise instead of the GPU part of NVIDIA's DRA driver: under the driver's name, with the variables that the GPU
 //! Operator's GPUCluster sets (v26.7.0, `manifests/state-dra-driver/0500_daemonset.yaml`), and with no others.
 
 use std::fs;
@@ -13,11 +13,11 @@ use super::node::Node;
 use crate::cluster::support::{on_dgx1, until, within};
 use crate::run::node::Process;
 
-/// Starts the program of the DaemonSet's container. The token of the API server is there as in any pod.
+/// Starts the program of the DaemonSet's container, with a token of the API server as in any pod.
 fn start(node: &Node) -> Process {
     let program = node.at("gpu-kubelet-plugin");
     let _ = symlink(env!("CARGO_BIN_EXE_linkwise"), &program);
-    // The driver, and where its programs find the machine: these stand for the host.
+    // These variables stand for the host: the NVIDIA driver, and the files of the machine.
     let mut command = on_dgx1(&node.cluster, &program, &node.at("sys"));
     command.args(["-v", "4"]);
     command.env("HTTP_ENDPOINT", ":0").env("METRICS_PATH", "/metrics").env("LOG_VERBOSITY", "4");
@@ -25,7 +25,7 @@ fn start(node: &Node) -> Process {
     command.env("CDI_ROOT", node.at("cdi")).env("HOST_ROOT", "/").env("HEALTHCHECK_PORT", "0");
     command.env("KUBELET_REGISTRAR_DIRECTORY_PATH", node.at("reg"));
     command.env("KUBELET_PLUGINS_DIRECTORY_PATH", node.at("plugins"));
-    // Of the test alone: the log is read, and the machine has one /run.
+    // The test adds these: it reads the log, and parallel tests cannot share the socket in /run.
     command.env("LINKWISE_LOG_FORMAT", "json").env("LINKWISE_ADMIN_SOCKET", node.at("admin.sock"));
     Process::of(command)
 }
@@ -61,16 +61,16 @@ async fn gpu_cluster_runs_linkwise_as_its_dra_driver() {
     let claim = node.claim("c", &["gpu-0", "gpu-3"]);
     let nodes = node.start_pod("p", &claim).await;
     assert_eq!(nodes, ["/dev/nvidia0", "/dev/nvidia3"]);
-    // The kubelet's PodResources were found below the host's root.
+    // Linkwise found the socket of PodResources below the host's root.
     until(|| holders(&node).contains(&"p".to_owned())).await;
 
-    // The container starts again: what it must know is on the node, in the driver's own folder.
+    // The container restarts and reads the claims from the driver's own folder on the node.
     driver.child.kill().await.unwrap();
     let kept = || fs::read_dir(node.at("plugins/linkwise/claims")).unwrap().count();
     assert_eq!(kept(), 1);
     let _driver = start(&node);
     node.is_registered(2).await;
-    // Another claim for one of them is refused, and says which has it.
+    // Another claim to one of the GPUs is refused, and the error names the holder.
     let refused = node.refusal("q", &node.claim("taken", &["gpu-3"])).await;
     assert!(refused.contains("default/c") && refused.contains("gpu-3"), "{refused}");
     within(node.dra.stop_pod("p")).await.unwrap();

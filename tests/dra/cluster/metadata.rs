@@ -1,4 +1,4 @@
-//! What a container reads of its devices (KEP-5304), as `k8s.io/dynamic-resource-allocation/devicemetadata` reads it.
+//! The metadata of a container's devices (KEP-5304), read as `k8s.io/dynamic-resource-allocation/devicemetadata` does.
 
 use std::fs;
 
@@ -10,14 +10,14 @@ use serde_json::{Value, json};
 use super::node::{DRIVER, Node, result};
 use crate::cluster::support::{until, within};
 
-/// What a container of a pod with this claim gets.
+/// Starts a pod with this claim, and returns the CDI edits of its container.
 async fn started(node: &Node, claim: &ClaimRef) -> ContainerEdits {
     let pod = PodClaims::single(&claim.name, claim.clone(), DRIVER);
     let containers = within(node.dra.start_pod(&pod)).await.unwrap();
     runtime::container(&node.at("cdi"), &containers["main"]).unwrap()
 }
 
-/// The metadata below this path: of the first object whose version the reader knows.
+/// The metadata below this path: the first object whose version the reader knows.
 fn read(edits: &ContainerEdits, path: &str) -> Value {
     let folder = format!("/var/run/kubernetes.io/dra-device-attributes/{path}/");
     let files = edits.mounts.iter().filter_map(|(inside, host)| Some((inside.strip_prefix(&folder)?, host)));
@@ -30,7 +30,7 @@ fn read(edits: &ContainerEdits, path: &str) -> Value {
     objects.find(|object| known(object) && object["kind"] == "DeviceMetadata").unwrap()
 }
 
-/// The device as its claim reads it, with the attributes of the slice.
+/// A device's metadata, with its attributes in the slice.
 fn device(node: &Node, name: &str) -> Value {
     let slices = node.cluster.slices();
     let mut devices = slices.iter().flat_map(|slice| slice["spec"]["devices"].as_array().unwrap());
@@ -46,13 +46,13 @@ async fn container_reads_its_devices_until_its_claim_ends() {
     node.serves(8).await;
     let claim = node.claim("two", &["gpu-0", "gpu-5"]);
     let edits = started(&node, &claim).await;
-    let seen = read(&edits, "resourceclaims/two/gpus");
+    let first_read = read(&edits, "resourceclaims/two/gpus");
     let metadata = json!({"name": "two", "namespace": "default", "uid": claim.uid});
-    assert_eq!((&seen["metadata"], &seen["podClaimName"]), (&metadata, &Value::Null));
+    assert_eq!((&first_read["metadata"], &first_read["podClaimName"]), (&metadata, &Value::Null));
     let devices = [device(&node, "gpu-0"), device(&node, "gpu-5")];
-    assert_eq!(seen["requests"], json!([{"name": "gpus", "devices": devices}]));
+    assert_eq!(first_read["requests"], json!([{"name": "gpus", "devices": devices}]));
 
-    // One of a template, with alternatives; and one whose annotation is no name.
+    // The first claim comes from a template and has alternatives. The second has an annotation that is not a name.
     for (name, pod_claim_name, path) in
         [("p-gpus-x7k2p", "gpus", "resourceclaimtemplates/gpus/some"), ("odd", "../../etc", "resourceclaims/odd/some")]
     {
@@ -63,19 +63,19 @@ async fn container_reads_its_devices_until_its_claim_ends() {
         let mut object = node.cluster.server.object(&key).unwrap();
         object["metadata"]["annotations"] = json!({"resource.kubernetes.io/pod-claim-name": pod_claim_name});
         node.cluster.server.put("kube-controller-manager", &key, object);
-        let seen = read(&started(&node, &claim).await, path);
-        assert_eq!(seen["requests"], json!([{"name": "some/one", "devices": [device(&node, "gpu-1")]}]));
+        let read = read(&started(&node, &claim).await, path);
+        assert_eq!(read["requests"], json!([{"name": "some/one", "devices": [device(&node, "gpu-1")]}]));
         let is_name = path.starts_with("resourceclaimtemplates");
-        assert_eq!(seen["podClaimName"].as_str(), is_name.then_some(pod_claim_name));
+        assert_eq!(read["podClaimName"].as_str(), is_name.then_some(pod_claim_name));
         within(node.dra.stop_pod(name)).await.unwrap();
     }
 
-    // The next process has no slices of its own at first: what containers were given stays.
+    // The next process has no slices at first, so it keeps the metadata that containers have.
     node.cluster.server.go_away().await;
     first.kill().await.unwrap();
     let _second = node.run();
     node.is_registered(2).await;
-    assert_eq!(read(&started(&node, &claim).await, "resourceclaims/two/gpus"), seen);
+    assert_eq!(read(&started(&node, &claim).await, "resourceclaims/two/gpus"), first_read);
     node.cluster.server.come_back().await;
     within(node.dra.stop_pod("two")).await.unwrap();
     until(|| node.specs().iter().all(|name| !name.contains(&claim.uid))).await;

@@ -1,4 +1,4 @@
-//! MIG devices made for claims by the whole program: `linkwise run`, its NVML agent, a driver of our own.
+//! MIG devices made for claims by the whole program: `linkwise run`, its NVML agent, and the fake NVML library.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -17,17 +17,17 @@ pub const DEVICE: &str = "gpu-0-mig-2g20gb-14-2";
 /// 2g.20gb from memory slice 4.
 pub const OTHER: &str = "gpu-0-mig-2g20gb-14-4";
 
-/// What GPU 0 could have, and GPU 1.
+/// The number of published devices: the MIG devices that GPU 0 could have, by profile, and GPU 1.
 const DEVICES: usize = 7 + 7 + 4 + 3 + 2 + 1 + 1 + 1;
 
-/// A node with a GPU in MIG mode, and its driver.
+/// A node with a GPU in MIG mode, and the control of its driver.
 async fn node() -> (Node, Control) {
     let node = Node::start().await;
     let control = prepare(&node);
     (node, control)
 }
 
-/// Puts a driver with that GPU on a node.
+/// Puts a driver with such a GPU on a node.
 pub fn prepare(node: &Node) -> Control {
     let mut list = String::new();
     for instance in 1..15 {
@@ -48,7 +48,7 @@ pub fn program(node: &Node) -> Command {
     command
 }
 
-/// Starts a process, which publishes all devices; waits until the kubelet has registered it, as so many before.
+/// Starts a process, and waits until it publishes all devices and the kubelet has registered this many processes.
 async fn run(node: &Node, registrations: u64) -> Child {
     let process = program(node).spawn().unwrap();
     node.publishes(DEVICES).await;
@@ -61,7 +61,7 @@ fn is_over(node: &Node) {
     assert_eq!((instances(node), node.checkpoints().len()), (0, 0));
 }
 
-/// The GPU's instances, as the driver keeps them: the layout that it wrote last.
+/// The number of GPU instances in the layout that the driver wrote last.
 pub fn instances(node: &Node) -> usize {
     let text = fs::read_to_string(node.at("nvml.journal")).unwrap_or_default();
     let last = text.lines().rev().find_map(|line| line.strip_prefix("mig 0 ")).unwrap_or("{}");
@@ -83,7 +83,7 @@ async fn mig_device_is_made_for_a_claim_and_destroyed() {
     let cdi = node.start_pod("p", &claim).await;
     assert!(cdi.len() == 3 && cdi[0] == "/dev/nvidia0", "the GPU, and two capabilities: {cdi:?}");
     assert_eq!(instances(&node), 1);
-    // A kill changes nothing for the claim, and nothing of it is published otherwise than before.
+    // A kill changes neither the claim nor the slices.
     process.kill().await.unwrap();
     let mut process = run(&node, 2).await;
     assert_eq!(node.start_pod("p", &claim).await, cdi);
@@ -102,7 +102,7 @@ async fn hung_mig_order_restarts_agent_and_leaves_nothing() {
     command.args(["--nvml-call-ms=1000", "--nvml-pause-ms=10"]);
     let _process = command.spawn().unwrap();
     node.serves(DEVICES).await;
-    // The GPU instance is made, and the compute instance never.
+    // The GPU instance is made, but not the compute instance.
     control.send("hang 0 nvmlGpuInstanceCreateComputeInstance").unwrap();
     let claim = node.claim("one", &[DEVICE]);
     let refusal = node.refusal("p", &claim).await;
@@ -115,7 +115,7 @@ async fn hung_mig_order_restarts_agent_and_leaves_nothing() {
     is_over(&node);
 }
 
-/// An order that comes between two agents waits for the next one.
+/// An order that comes while no agent runs waits for the next one.
 #[tokio::test]
 async fn order_waits_for_the_agent_that_replaces_another() {
     let (node, control) = node().await;
@@ -155,17 +155,17 @@ async fn order_cut_by_a_kill_is_undone_by_the_next_process() {
     let (started, ()) = tokio::join!(node.dra.start_pod(&pod), killed);
     started.unwrap_err();
     assert_eq!((instances(&node), node.checkpoints()), (1, vec![format!("{}.json", claim.uid)]));
-    // An older release gives the names of the checkpoint to the kubelet and writes no spec of devices.
-    let names = format!("linkwise.dev-device-{}.json", claim.uid);
-    assert!(node.specs().contains(&names), "{:?}", node.specs());
+    // The spec of devices is written before, because an older release gives the checkpoint's names to the kubelet.
+    let device_spec = format!("linkwise.dev-device-{}.json", claim.uid);
+    assert!(node.specs().contains(&device_spec), "{:?}", node.specs());
     control.send("unhang 0 nvmlGpuInstanceCreateComputeInstance").unwrap();
-    // No kubelet asks: it is the start that undoes it.
+    // The start undoes the order, without a call of the kubelet.
     let _process = run(&node, 1).await;
     until(|| instances(&node) + node.checkpoints().len() == 0).await;
-    assert!(!node.specs().contains(&names), "{:?}", node.specs());
+    assert!(!node.specs().contains(&device_spec), "{:?}", node.specs());
 }
 
-/// The pod of before made a MIG device; this one has MIG mixed, and none of the rights to destroy it.
+/// The first process made a MIG device. The second has the MIG strategy `mixed`, and no right to destroy devices.
 #[tokio::test]
 async fn mig_device_goes_to_device_plugin_once_dra_is_off() {
     let (node, control) = node().await;
@@ -186,7 +186,7 @@ async fn mig_device_goes_to_device_plugin_once_dra_is_off() {
     let mut process = command.spawn().unwrap();
     until(|| node.healthy("nvidia.com/gpu").len() == 1).await;
     const MIG: &str = "nvidia.com/mig-2g.20gb";
-    assert!(node.healthy(MIG).is_empty(), "a pod has it");
+    assert!(node.healthy(MIG).is_empty(), "a pod still has the device");
     within(node.dra.stop_pod("p")).await.unwrap_err();
     node.dra.delete_by_force("p");
     until(|| node.healthy(MIG).len() == 1).await;

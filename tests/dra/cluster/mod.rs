@@ -1,4 +1,4 @@
-//! DRA with an API server in a box: the writer of slices, the reader of claims, and whole nodes as processes.
+//! DRA with the API server in the box: the writer of slices, the reader of claims, and whole nodes as processes.
 
 mod claims;
 mod counters;

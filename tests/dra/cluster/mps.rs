@@ -1,5 +1,5 @@
-//! Claims that share GPUs by MPS: `linkwise run` and `mps-control-daemon` as two processes that meet in an MPS
-//! root, with a nvidia-cuda-mps-control of our own as the driver's.
+//! Claims that share GPUs by MPS: `linkwise run` and `linkwise mps-control-daemon` as two processes with one MPS root,
+//! and a nvidia-cuda-mps-control of our own.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -41,16 +41,15 @@ fn run(node: &Node) -> Child {
     node.program().arg("--mps-container-root").arg(node.at("mps")).env("MPS_ROOT", "/host/mps").spawn().unwrap()
 }
 
-/// The privileged process.
+/// Starts the privileged process, with the settings of `linkwise run`.
 pub fn daemons(node: &Node) -> Daemons {
     let path = format!("{}:/usr/bin:/bin", node.at("bin").display());
-    // The same settings; another command.
     let mut daemon = like(&node.program(), env!("CARGO_BIN_EXE_linkwise"));
     daemon.args(["mps-control-daemon", "--mps-container-root"]).arg(node.at("mps")).env("PATH", path);
     Daemons { process: daemon.spawn().unwrap(), root: node.at("mps") }
 }
 
-/// The process, and the control daemons that it leaves when it is killed.
+/// The privileged process. Dropping it also ends the control daemons that survive the process.
 pub struct Daemons {
     pub process: Child,
     root: PathBuf,
@@ -68,7 +67,7 @@ impl Drop for Daemons {
     }
 }
 
-/// A claim that the scheduler has allocated these results to, with NVIDIA's configuration for MPS.
+/// Creates a claim with these results of the allocation, and NVIDIA's configuration for MPS if one is given.
 pub fn claim(node: &Node, name: &str, results: &[Value], mps: Option<Value>) -> ClaimRef {
     let config = mps.map(|mps| {
         let parameters = json!({"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig",
@@ -78,6 +77,7 @@ pub fn claim(node: &Node, name: &str, results: &[Value], mps: Option<Value>) -> 
     node.claim_of(name, results, config.as_slice())
 }
 
+/// The result of an allocation for a share of a device.
 pub fn share(device: &str, id: &str, shares: &str, memory: &str) -> Value {
     let mut result = whole(device);
     result["shareID"] = json!(id);
@@ -85,7 +85,7 @@ pub fn share(device: &str, id: &str, shares: &str, memory: &str) -> Value {
     result
 }
 
-/// The folders under the MPS root of the control daemons for claims, sorted.
+/// The folders of the claims' control daemons under the MPS root, sorted.
 pub fn folders(node: &Node) -> Vec<PathBuf> {
     let entries = fs::read_dir(node.at("mps/dra.linkwise.dev")).into_iter().flatten();
     let mut folders: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
@@ -97,7 +97,7 @@ fn text(path: PathBuf) -> String {
     fs::read_to_string(path).unwrap_or_default().trim().to_owned()
 }
 
-/// How many GPUs the driver was told to set to a compute mode.
+/// The number of nvidia-smi calls that set a GPU to this compute mode.
 fn modes(node: &Node, mode: &str) -> usize {
     text(node.at("bin/modes")).lines().filter(|call| call.ends_with(&format!("-c {mode}"))).count()
 }
@@ -119,10 +119,11 @@ async fn claim_has_its_own_control_daemon_until_its_end() {
     let cdi = node.start_pod("p", &two).await;
     assert_eq!(cdi, ["/dev/nvidia0", "/dev/nvidia3"]);
     let [folder] = &folders(&node)[..] else { panic!("{:?}", folders(&node)) };
-    let kept = |what: &str| text(folder.join("pipe/state").join(what));
-    assert_eq!((kept("threads"), kept("memory-0"), kept("memory-1")), ("30.0".into(), "4096".into(), "4096".into()));
+    let state = |file: &str| text(folder.join("pipe/state").join(file));
+    assert_eq!((state("threads"), state("memory-0"), state("memory-1")), ("30.0".into(), "4096".into(), "4096".into()));
     let name = folder.file_name().unwrap().to_str().unwrap();
-    assert!(kept("environment").contains(&format!("CUDA_VISIBLE_DEVICES={name},GPU-")), "{}", kept("environment"));
+    let environment = state("environment");
+    assert!(environment.contains(&format!("CUDA_VISIBLE_DEVICES={name},GPU-")), "{environment}");
     assert_eq!((modes(&node, "EXCLUSIVE_PROCESS"), modes(&node, "DEFAULT")), (2, 0));
     let pipe = format!("dra.linkwise.dev/{name}/pipe");
     let edits = edits(&node, &two);
@@ -132,14 +133,14 @@ async fn claim_has_its_own_control_daemon_until_its_end() {
     let shm = format!("/host/mps/dra.linkwise.dev/{name}/shm");
     assert_eq!(mounts, [&json!(format!("/host/mps/{pipe}")), &json!(shm)]);
     let pid = text(folder.join("pipe/nvidia-cuda-mps-control.pid"));
-    // The plugin is killed, and its file with it: the next one orders the same, and the daemon serves on.
+    // The plugin is killed, and its file is torn. The next plugin orders the same, and the daemon runs on.
     plugin.kill().await.unwrap();
     fs::write(node.at("mps/.dra/orders.json"), "{").unwrap();
     let _plugin = run(&node);
     node.is_registered(2).await;
     assert_eq!(node.start_pod("p", &two).await, cdi);
     assert_eq!(text(folder.join("pipe/nvidia-cuda-mps-control.pid")), pid);
-    // The daemons' process is killed: a pod that starts then waits for the next one.
+    // The daemons' process is killed. A pod that starts then waits for the next process.
     privileged.process.kill().await.unwrap();
     node.dra.restart().await.unwrap();
     node.is_registered(3).await;
@@ -150,7 +151,7 @@ async fn claim_has_its_own_control_daemon_until_its_end() {
     });
     assert_eq!(node.hardware(&started.unwrap()["main"]), cdi);
     assert_ne!(text(folder.join("pipe/nvidia-cuda-mps-control.pid")), pid);
-    // The end of the claim is the end of the daemon; a GPU is given to the next claim when it is open again.
+    // The daemon ends with the claim. The next claim gets the GPU once its compute mode is DEFAULT again.
     within(node.dra.stop_pod("p")).await.unwrap();
     let plain = claim(&node, "plain", &[whole("gpu-0")], None);
     node.start_pod("q", &plain).await;
@@ -171,10 +172,10 @@ async fn next_claim_of_a_gpu_finds_shared_memory_empty() {
         node.start_pod(pod, &claim).await;
         let [folder] = &folders(&node)[..] else { panic!("{:?}", folders(&node)) };
         let file = folder.join("shm/left");
-        assert!(!file.exists(), "{pod} is given what {left:?} has left");
+        assert!(!file.exists(), "{pod} finds the shared memory of {left:?}");
         fs::write(&file, pod).unwrap();
         left = Some(pod);
-        // The next one comes at once.
+        // The next claim comes at once.
         within(node.dra.stop_pod(pod)).await.unwrap();
     }
 }
@@ -203,8 +204,8 @@ async fn claims_share_a_gpu_through_one_control_daemon() {
     assert_eq!(env(&half), json!([format!("{threads}=50"), format!("{memory}=0=8192M"), pipe]));
     assert_eq!(env(&quarter), json!([format!("{threads}=10"), format!("{memory}=0=1430M"), pipe]));
     let mounts = edits(&node, &without)["mounts"].as_array().unwrap().len();
-    assert_eq!(mounts, 1, "it is no client, and has its metadata alone");
-    // It ends with the last claim that asks for it.
+    assert_eq!(mounts, 1, "a claim without MPS mounts only its metadata");
+    // The daemon ends with the last claim that asks for it.
     let marker = folder.join(".started");
     let pid = text(folder.join("pipe/nvidia-cuda-mps-control.pid"));
     within(node.dra.stop_pod("p")).await.unwrap();

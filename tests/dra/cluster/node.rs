@@ -1,4 +1,4 @@
-//! A node whose GPUs go through DRA: `linkwise run` as a process, beside a kubelet and an API server in a box.
+//! A node whose GPUs go through DRA: `linkwise run` as a process, with the kubelet and the API server in the box.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -18,7 +18,7 @@ pub const DRIVER: &str = "gpu.nvidia.com";
 
 pub struct Node {
     pub cluster: Cluster,
-    /// The MPS root, where the node has one. Unmounted before the folder is removed: fields are dropped in this order.
+    /// The MPS root, if the node has one. It is unmounted before `folder` is removed: fields are dropped in this order.
     pub mps: OnceLock<SharedFolder>,
     folder: tempfile::TempDir,
     /// The kubelet's device manager, with the PodResources API.
@@ -31,7 +31,7 @@ impl Node {
         Self::start_with(|_| (), DraOptions::new("").reconcile).await
     }
 
-    /// The same with another kubelet, whose DRA manager looks for plugins this often.
+    /// Starts a node with other options of the kubelet, whose DRA manager looks for plugins at this interval.
     pub async fn start_with(change: impl FnOnce(&mut Options), reconcile: Duration) -> Self {
         let (cluster, folder) = (Cluster::of_node().await, tempfile::tempdir().unwrap());
         let at = |name: &str| folder.path().join(name);
@@ -67,13 +67,13 @@ impl Node {
         self.program().spawn().unwrap()
     }
 
-    /// Waits until a process has published so many devices, and the kubelet has registered its plugin.
+    /// Waits until a process has published this many devices, and the kubelet has registered its plugin.
     pub async fn serves(&self, devices: usize) {
         self.publishes(devices).await;
         self.is_registered(1).await;
     }
 
-    /// A node, and a process that serves its eight GPUs.
+    /// Starts a node and a process, and waits until the process serves the eight GPUs.
     async fn serving() -> (Self, Child) {
         let node = Self::start().await;
         let process = node.run();
@@ -81,7 +81,7 @@ impl Node {
         (node, process)
     }
 
-    /// GPUs go through DRA from now on, or not: `all` or `none`.
+    /// Sets the GPUs that go through DRA: `all` or `none`.
     pub fn configure(&self, gpus: &str) {
         fs::write(self.at("config.yaml"), format!("version: v1\nlinkwise: {{dra: {{gpus: {gpus}}}}}\n")).unwrap();
     }
@@ -95,7 +95,7 @@ impl Node {
         self.devices_where(|device| device["taints"].as_array().is_none_or(Vec::is_empty))
     }
 
-    /// The ids that the kubelet has as healthy.
+    /// The ids of a resource that are healthy for the kubelet.
     pub fn healthy(&self, resource: &str) -> BTreeSet<String> {
         self.kubelet.state().resources.get(resource).map(|state| state.healthy.clone()).unwrap_or_default()
     }
@@ -114,27 +114,25 @@ impl Node {
     }
 
     pub async fn is_registered(&self, registrations: u64) {
-        let is = |state: &linkwise_kubelet_box::dra::DraState| {
-            state
-                .drivers
-                .get(DRIVER)
-                .is_some_and(|driver| driver.registrations >= registrations && driver.connected == 1)
-        };
-        within(self.dra.wait(is)).await.unwrap();
+        let registered = self.dra.wait(|state| {
+            let driver = state.drivers.get(DRIVER);
+            driver.is_some_and(|driver| driver.registrations >= registrations && driver.connected == 1)
+        });
+        within(registered).await.unwrap();
     }
 
-    /// Creates a claim that the scheduler has allocated these devices to.
+    /// Creates a claim to which these devices are allocated.
     pub fn claim(&self, name: &str, devices: &[&str]) -> ClaimRef {
         self.claim_of(name, &devices.iter().map(|device| result(device)).collect::<Vec<_>>(), &[])
     }
 
-    /// Creates a claim with these results of an allocation, and its configuration.
+    /// Creates a claim with these results of the allocation and this configuration.
     pub fn claim_of(&self, name: &str, results: &[Value], config: &[Value]) -> ClaimRef {
         let uid = self.cluster.server.put_allocated_claim(name, results, config);
         ClaimRef { namespace: "default".into(), name: name.into(), uid }
     }
 
-    /// Starts a pod with a claim, as often as it takes; returns the device nodes of its GPUs, MIG devices included.
+    /// Retries to start a pod with a claim. Returns the device nodes of its GPUs and MIG devices.
     pub async fn start_pod(&self, pod: &str, claim: &ClaimRef) -> Vec<String> {
         let pod = PodClaims::single(pod, claim.clone(), DRIVER);
         within(async {
@@ -148,13 +146,13 @@ impl Node {
         .await
     }
 
-    /// Why a pod with a claim does not start.
+    /// Starts a pod with a claim, and returns the error.
     pub async fn refusal(&self, pod: &str, claim: &ClaimRef) -> String {
         let started = within(self.dra.start_pod(&PodClaims::single(pod, claim.clone(), DRIVER))).await;
         started.unwrap_err().to_string()
     }
 
-    /// The names of files in a folder, sorted. Drafts that a killed process left are none: they go with a later start.
+    /// The names of the files in a folder, sorted, without drafts that a killed process left: a later start removes them.
     fn names(&self, folder: &str) -> Vec<String> {
         let files = fs::read_dir(self.at(folder)).into_iter().flatten();
         let mut names: Vec<String> = files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
@@ -163,27 +161,27 @@ impl Node {
         names
     }
 
-    /// The names of the checkpoints' files.
+    /// The file names of the checkpoints.
     pub fn checkpoints(&self) -> Vec<String> {
         self.names("k/linkwise/claims")
     }
 
-    /// The names of the CDI specs.
+    /// The file names of the CDI specs.
     pub fn specs(&self) -> Vec<String> {
         self.names("cdi")
     }
 
-    /// Those of claims.
+    /// The file names of the claims' CDI specs.
     pub fn claim_specs(&self) -> Vec<String> {
         self.specs().into_iter().filter(|name| name.contains("-claim-")).collect()
     }
 
-    /// The device nodes of GPUs and MIG devices that a runtime gives a container for these CDI devices.
+    /// The device nodes of GPUs and MIG devices that a container gets by these CDI names.
     pub fn hardware(&self, cdi: &[String]) -> Vec<String> {
         self.resolved(cdi).unwrap()
     }
 
-    /// The same, or the text with which the runtime refuses the container.
+    /// The device nodes of [`Self::hardware`], or the error with which the runtime refuses the container.
     pub fn resolved(&self, cdi: &[String]) -> Result<Vec<String>, String> {
         let edits = runtime::container(&self.at("cdi"), cdi)?;
         let mig = edits.nodes.iter().filter(|node| node.starts_with("/dev/nvidia-caps/")).cloned();
@@ -191,7 +189,7 @@ impl Node {
     }
 }
 
-/// A result of an allocation: a device of this node.
+/// The result of an allocation for a device of this node.
 pub fn result(device: &str) -> Value {
     json!({"request": "gpus", "driver": DRIVER, "pool": "n/gpu", "device": device})
 }
@@ -219,7 +217,7 @@ async fn prepared_claim_survives_restarts_and_server_outage() {
     node.is_registered(2).await;
     assert_eq!(node.start_pod("p", &claim).await, cdi, "from the checkpoint");
     node.cluster.server.come_back().await;
-    // As that kubelet's start would: nothing else creates them again.
+    // A kubelet that starts deletes the slices.
     node.cluster.server.wipe_slices("n", None);
     node.publishes(8).await;
     within(node.dra.stop_pod("p")).await.unwrap();
@@ -234,12 +232,12 @@ async fn held_gpus_change_doors_when_their_holders_end() {
     until(|| plugins() == 8).await;
     let pod = |name: &str| Pod::single(name, "nvidia.com/gpu", 1);
     node.kubelet.admit(&pod("q"), None).await.unwrap();
-    // The file changes: the same process goes on, through the other door.
+    // The process stays when the file changes, and the GPUs go through the other door.
     node.configure("all");
     node.publishes(7).await;
     node.is_registered(1).await;
     let held = || node.kubelet.state().resources["nvidia.com/gpu"].unhealthy.clone();
-    assert_eq!((plugins(), held().len()), (0, 1), "the kubelet goes on looking it up");
+    assert_eq!((plugins(), held().len()), (0, 1), "the kubelet must still find the held GPU");
     let gpu = held().first().unwrap().chars().last().unwrap();
     let claim = node.claim("held", &[&format!("gpu-{gpu}")]);
     let refusal = node.refusal("p", &claim).await;
@@ -254,7 +252,7 @@ async fn held_gpus_change_doors_when_their_holders_end() {
     assert!(
         node.untainted().is_empty() && !node.healthy("nvidia.com/gpu").iter().any(|id| id.ends_with(&free.to_string()))
     );
-    // Allocated before, prepared after: it stays pending, and is told why.
+    // A claim that is allocated before the change and prepared after it is refused with the reason.
     let claim = node.claim("late", &["gpu-7"]);
     let refusal = node.refusal("s", &claim).await;
     assert!(refusal.contains("this node's GPUs go through the device plugin"), "{refusal}");
@@ -264,7 +262,7 @@ async fn held_gpus_change_doors_when_their_holders_end() {
     assert_eq!(node.kubelet.violations(), []);
 }
 
-/// The taint by which the cluster evicts a claim's pod comes with the order, outlives a takeover, and goes with the cordon.
+/// The taint by which the cluster evicts a claim's pod survives a takeover.
 #[tokio::test]
 async fn cordon_taints_a_claims_gpu_until_uncordon() {
     let node = Node::start().await;
@@ -278,17 +276,17 @@ async fn cordon_taints_a_claims_gpu_until_uncordon() {
     node.serves(8).await;
     let claim = node.claim("one", &["gpu-3"]);
     let cdi = node.start_pod("p", &claim).await;
-    let order = async |pod: &str, words: &[&str]| {
+    let admin = async |pod: &str, args: &[&str]| {
         let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_linkwise"));
-        command.args(["admin", "--socket"]).arg(node.at(&format!("{pod}.sock"))).args(words);
+        command.args(["admin", "--socket"]).arg(node.at(&format!("{pod}.sock"))).args(args);
         let output = command.output().await.unwrap();
         assert!(output.status.success(), "{output:?}");
         String::from_utf8(output.stdout).unwrap()
     };
-    let state: Value = serde_json::from_str(&order("before", &["state"]).await).unwrap();
+    let state: Value = serde_json::from_str(&admin("before", &["state"]).await).unwrap();
     let gpu = state["gpus"][3]["uuid"].as_str().unwrap().to_owned();
-    let said = order("before", &["cordon", &gpu, "--reason", "a hot cable", "--evict"]).await;
-    assert!(said.ends_with("its taint evicts the pods whose claims have it\n"), "{said}");
+    let answer = admin("before", &["cordon", &gpu, "--reason", "a hot cable", "--evict"]).await;
+    assert!(answer.ends_with("its taint evicts the pods whose claims have it\n"), "{answer}");
     let evicted = || {
         let taint = |device: &Value| {
             let [taint] = device["taints"].as_array()?.as_slice() else { return None };
@@ -297,21 +295,20 @@ async fn cordon_taints_a_claims_gpu_until_uncordon() {
         node.devices_where(|device| taint(device) == Some(("linkwise.dev/cordoned".into(), "NoExecute".into())))
     };
     until(|| evicted() == ["gpu-3"] && node.untainted().len() == 7).await;
-    // The claim's pod may go on where somebody tolerates the taint.
+    // The claim can still be prepared, because its pod may tolerate the taint.
     assert_eq!(node.start_pod("p", &claim).await, cdi);
 
     let _after = start("after");
     node.is_registered(2).await;
     before.kill().await.unwrap();
     until(|| evicted() == ["gpu-3"] && node.untainted().len() == 7).await;
-    order("after", &["uncordon", &gpu]).await;
+    admin("after", &["uncordon", &gpu]).await;
     until(|| node.untainted().len() == 8).await;
     within(node.dra.stop_pod("p")).await.unwrap();
     assert_eq!(node.kubelet.violations(), []);
 }
 
-/// Pods of the device plugin have ended, and the kubelet's checkpoint still names them: the kubelet takes them out when
-/// a plugin sends it a list.
+/// The kubelet's checkpoint names pods of the device plugin that have ended, until a plugin sends the kubelet a list.
 #[tokio::test]
 async fn ended_pods_keep_no_gpu_from_dra_in_a_takeover() {
     let node = Node::start().await;
@@ -332,7 +329,7 @@ async fn ended_pods_keep_no_gpu_from_dra_in_a_takeover() {
     let file = fs::read_to_string(node.at("k/kubelet_internal_checkpoint")).unwrap();
     assert_eq!(file.matches("PodUID").count(), 2, "{file}");
     let _after = start("after", "all");
-    // The process before goes on meanwhile, as a pod does until the next one is ready.
+    // The previous process still runs, as a pod does until the next one is ready.
     node.publishes(8).await;
     until(|| node.untainted().len() == 8).await;
     node.is_registered(1).await;

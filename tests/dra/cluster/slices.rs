@@ -1,4 +1,4 @@
-//! The writer of ResourceSlices: what it writes, how often, and what it survives.
+//! The writer of ResourceSlices: its writes, their rate, faults, and other writers.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use crate::cluster::support::{Cluster, PACE, Running, until};
 
 const DRIVER: &str = "gpu.nvidia.com";
 
-/// A fight with another writer pauses repairs for longer than a test lasts.
+/// A pace at which a fight with another writer pauses repairs for longer than a test lasts.
 const PATIENT: Pace = Pace { repair: Duration::from_secs(3600), longest: Duration::from_secs(3600), ..PACE };
 
 pub struct Writing {
@@ -36,7 +36,7 @@ pub fn write(cluster: &Cluster, pace: Pace) -> Writing {
     Writing { pool, stored, registered, running }
 }
 
-/// A writer on a cluster that has nothing but its node.
+/// A cluster that has only its node, and a writer.
 pub async fn writing(pace: Pace) -> (Cluster, Writing) {
     let cluster = Cluster::of_node().await;
     let writing = write(&cluster, pace);
@@ -63,7 +63,7 @@ fn tainted(count: usize, sick: usize) -> Arc<Pool> {
     pool(devices)
 }
 
-/// The device's attribute `round` tells pools apart.
+/// A pool with a number, the attribute `round` of its first device, by which tests tell pools apart.
 fn round(count: usize, round: i64) -> Arc<Pool> {
     let mut devices = devices(count);
     devices[0].attributes.insert("round".into(), Attribute::Int(round));
@@ -75,10 +75,10 @@ impl Writing {
         self.pool.send_replace(Some(pool));
     }
 
-    /// Waits until the report is so.
-    pub async fn reports(&mut self, is: impl Fn(&StoredPool) -> bool) -> StoredPool {
-        let waits = tokio::time::timeout(Duration::from_secs(60), self.stored.wait_for(is)).await;
-        waits.unwrap_or_else(|_| panic!("it is reported in time")).unwrap().clone()
+    /// Waits until the writer's report meets the condition.
+    pub async fn reports(&mut self, condition: impl Fn(&StoredPool) -> bool) -> StoredPool {
+        let report = tokio::time::timeout(Duration::from_secs(60), self.stored.wait_for(condition)).await;
+        report.unwrap_or_else(|_| panic!("the writer does not report it in time")).unwrap().clone()
     }
 
     /// Wants a pool, and waits until the server has it.
@@ -102,13 +102,13 @@ fn writes(cluster: &Cluster) -> usize {
     ["POST", "PUT", "DELETE", "PATCH"].iter().map(|method| cluster.count(method, "")).sum()
 }
 
-/// Waits until the slices are listed again, more than so many times.
+/// Waits until the writer has listed the slices more than this many times again.
 async fn lists(cluster: &Cluster, times: usize) {
     let before = cluster.count("GET", "resourceslices");
     until(|| cluster.count("GET", "resourceslices") > before + times).await;
 }
 
-/// Checks that what is listed again and again leads to no write.
+/// Checks that the writer lists the slices again and writes nothing.
 async fn writes_nothing(cluster: &Cluster) {
     let before = writes(cluster);
     lists(cluster, 3).await;
@@ -127,42 +127,46 @@ async fn slices_follow_the_pool() {
     let name = stored[0]["metadata"]["name"].as_str().unwrap();
     assert!(name.starts_with("00000-gpu.nvidia.com-n-"), "{name}");
     writing.store(&cluster, pool(devices(1))).await;
-    assert_eq!(cluster.slices()[0]["spec"]["pool"]["generation"], 1, "one slice changed");
+    assert_eq!(cluster.slices()[0]["spec"]["pool"]["generation"], 1, "a change of one slice keeps the generation");
     writing.store(&cluster, pool(devices(130))).await;
     let generations: Vec<Value> = cluster.slices().iter().map(|it| it["spec"]["pool"]["generation"].clone()).collect();
     assert_eq!(generations, [json!(2), json!(2), json!(2)]);
     writing.store(&cluster, pool(Vec::new())).await;
-    assert_eq!(cluster.slices().len(), 1, "a driver without devices shows that it works");
+    assert_eq!(cluster.slices().len(), 1, "a pool without devices has one slice");
     let report = writing.stored.borrow().clone();
     assert_eq!((report.slices, report.generation, report.trouble), (1, 3, None));
     writing.running.end().await;
-    assert_eq!((cluster.slices().len(), cluster.count("GET", "nodes/n")), (1, 2), "they stay at the end");
+    assert_eq!(
+        (cluster.slices().len(), cluster.count("GET", "nodes/n")),
+        (1, 2),
+        "the slice stays when the writer ends"
+    );
 }
 
 #[tokio::test]
 async fn nothing_is_written_without_a_pool_or_a_change() {
     let cluster = Cluster::of_node().await;
     for start in 0..3 {
-        // Watches end at once: the slices are listed again and again.
+        // Watches end at once, so the writer lists the slices again and again.
         let mut writing = write(&cluster, Pace { watch: Duration::ZERO, ..PACE });
         lists(&cluster, 2).await;
-        assert_eq!(writes(&cluster), usize::from(start > 0), "no pool, no write");
+        assert_eq!(writes(&cluster), usize::from(start > 0), "a writer without a pool wrote");
         writing.store(&cluster, tainted(2, 1)).await;
         lists(&cluster, 4).await;
         writing.running.end().await;
     }
-    assert_eq!(writes(&cluster), 1, "what is stored as wanted is left, after restarts too");
+    assert_eq!(writes(&cluster), 1, "a stored pool was written again");
 }
 
 #[tokio::test]
 async fn wiped_slices_are_written_again() {
     let (cluster, mut writing) = writing(PACE).await;
     writing.store(&cluster, pool(devices(130))).await;
-    // As a kubelet does when no driver of the name was connected for 30 s.
+    // A kubelet does this when no driver with the name was connected for 30 s.
     cluster.server.wipe_slices("n", Some(DRIVER));
     until(|| cluster.slices().len() == 3).await;
     writing.reports(|stored| stored.is_current).await;
-    // The Node was deleted and made anew: its slices went with it, and belong to the new one.
+    // The Node is deleted with its slices and created again. The new slices belong to the new Node.
     cluster.server.remove(&ResourceType::NODES.key(None, "n"));
     cluster.label_node("n", json!({}));
     cluster.server.wipe_slices("n", None);
@@ -183,20 +187,20 @@ async fn slices_of_other_nodes_are_left_alone() {
         key
     });
     let mut writing = write(&cluster, PACE);
-    // Listed;
+    // The writer sees the slices of others in its list,
     writing.want(pool(devices(2)));
     assert_eq!(writing.reports(|stored| stored.is_current).await.slices, 1);
     let stored = cluster.slices();
     let mut names = stored.iter().filter_map(|slice| slice["metadata"]["name"].as_str());
     let ours = ResourceType::RESOURCE_SLICES.key(None, names.find(|name| name.starts_with("00000-")).unwrap());
-    // watched, with an event of ours after theirs;
+    // in its watch, before an event of its own slice,
     for key in &others {
         cluster.server.edit("other", key, |slice| slice["spec"]["devices"] = json!([{"name": "gpu-0"}]));
     }
     cluster.server.edit("kubectl", &ours, |slice| slice["spec"]["devices"] = json!([]));
     let has = |count| cluster.server.object(&ours).unwrap()["spec"]["devices"].as_array().unwrap().len() == count;
     until(|| has(2)).await;
-    // listed again after a conflict.
+    // and in the list after a conflict.
     cluster.server.fail(Fault::of("PUT", "resourceslices", 1, Answer::Refusal(409, "conflict", None)));
     writing.want(pool(devices(3)));
     until(|| has(3)).await;
@@ -249,7 +253,7 @@ async fn write_whose_answer_is_lost_leaves_no_trouble() {
     writing.want(round(2, 2));
     writing.reports(|stored| stored.trouble.is_some()).await;
     writing.reports(|stored| stored.is_current && stored.trouble.is_none()).await;
-    assert_eq!(cluster.count("PUT", "resourceslices"), 1, "it is not written again");
+    assert_eq!(cluster.count("PUT", "resourceslices"), 1, "the slice was written again");
 }
 
 #[tokio::test]
@@ -313,7 +317,7 @@ async fn server_that_was_away_gets_the_last_pool() {
     }
     cluster.server.come_back().await;
     writing.store(&cluster, round(2, 3)).await;
-    assert_eq!(cluster.metrics.requests("resourceslices", "update", "ok"), 1, "what was between is never written");
+    assert_eq!(cluster.metrics.requests("resourceslices", "update", "ok"), 1, "an outdated pool was written");
     writing.running.end().await;
 }
 
@@ -328,7 +332,7 @@ async fn dropped_taints_are_reported_and_not_written_again() {
     let report = writing.reports(|stored| stored.drops_taints).await;
     assert!(report.is_current, "{report:?}");
     writes_nothing(&cluster).await;
-    // The next process tries it once.
+    // The next process tries to write the taint once.
     writing.running.end().await;
     let (before, mut writing) = (writes(&cluster), write(&cluster, Pace { watch: Duration::ZERO, ..PACE }));
     writing.want(tainted(2, 1));
@@ -357,7 +361,7 @@ async fn taint_that_one_slice_drops_is_reported() {
     let (cluster, mut writing) = writing(PACE).await;
     let mut wanted = Pool::clone(&tainted(130, 129));
     writing.store(&cluster, Arc::new(wanted.clone())).await;
-    // The last slice keeps the taint that it had before, and the first one loses its own.
+    // The server keeps the stored taint of the last slice, and drops the new one of the first.
     cluster.server.set_gates(Gates::OFF);
     wanted.devices[0].taints = wanted.devices[129].taints.clone();
     wanted.devices[129].attributes.insert("round".into(), Attribute::Int(1));
@@ -379,7 +383,7 @@ async fn many_changes_make_at_most_one_write_a_second() {
     }
     writing.store(&cluster, round(2, 1000)).await;
     let written = writes(&cluster) - before;
-    // Each begins a second after the one before, the first one second after the slice was created.
+    // A write begins a second after the last one, and the first of them a second after the slice was created.
     let most = usize::try_from(began.elapsed().as_secs()).unwrap() + 1;
     assert!((1..=most).contains(&written), "{written} of at most {most}");
 }
@@ -402,12 +406,12 @@ async fn unregistered_plugin_writes_no_slices() {
     assert_eq!(writes(&cluster), 0);
     writing.registered.send_replace(true);
     writing.reports(|stored| stored.is_current).await;
-    // The kubelet is away: what is there stays, also where it differs.
+    // While the kubelet is away, stored slices stay although the wanted pool differs.
     writing.registered.send_replace(false);
     let before = writes(&cluster);
     writing.want(pool(devices(1)));
     writing.reports(|stored| !stored.is_current && stored.slices == 1).await;
-    // The plugin was away for 30 s.
+    // The kubelet deletes slices when the plugin was away for 30 s.
     cluster.server.wipe_slices("n", Some(DRIVER));
     writing.reports(|stored| stored.slices == 0).await;
     writing.registered.send_replace(false);
@@ -426,12 +430,11 @@ async fn release_that_drops_taints_is_known_before_writes() {
         let mut writing = write(&cluster, PACE);
         let report = writing.reports(|stored| stored.is_read).await;
         assert_eq!((report.drops_taints, writes(&cluster)), (drops, 0), "{release}");
-        // The node's part waits for this report before it makes the first pool.
         writing.store(&cluster, pool(devices(1))).await;
     }
 }
 
-/// Puts the overlay's policy in force, and returns a cluster whose token is that of linkwise's pod on the node `n`.
+/// A cluster with the overlay's admission policy, whose token is that of linkwise's pod on the node `n`.
 async fn with_policy() -> Cluster {
     let cluster = Cluster::of_node().await;
     for (resource, file) in [
@@ -465,7 +468,7 @@ async fn policy_lets_linkwise_write_its_own_pool_only() {
         let refused = cluster.server.create_as("first", &key("a"), slice(node, driver, pool)).unwrap_err();
         assert!(refused["message"].as_str().unwrap().contains(why), "{refused}");
     }
-    // NVIDIA's driver had another pool here.
+    // NVIDIA's driver left another pool on this node.
     cluster.server.put("nvidia", &key("nvidias"), slice("n", DRIVER, "n"));
     let mut writing = write(&cluster, PACE);
     for count in [2, 130, 0] {
@@ -476,5 +479,5 @@ async fn policy_lets_linkwise_write_its_own_pool_only() {
     wanted.name = "victim/gpu".to_owned();
     writing.want(Arc::new(wanted));
     let report = writing.reports(|stored| stored.trouble.is_some()).await;
-    assert!(report.trouble.unwrap().contains("may not write slices of the pool"), "over HTTP too");
+    assert!(report.trouble.unwrap().contains("may not write slices of the pool"));
 }

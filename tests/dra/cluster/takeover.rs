@@ -1,5 +1,5 @@
-//! Rollouts under claims: real processes take over from each other, as pods of a DaemonSet with a surge do, while claims
-//! are prepared and unprepared, some with MIG devices that are made for them. No call of the kubelet fails.
+//! Takeovers while claims are prepared and unprepared, some with MIG devices that are made for them: the processes act
+//! as pods of a DaemonSet with a surge, and no call of the kubelet fails.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -20,26 +20,26 @@ use super::node::{DRIVER, Node};
 use crate::run::node::{DGX1_V100, KUBELETS, Process, get, put_on_bus, until};
 use crate::upgrade::fleet::stage;
 
-/// Takeovers where every run has them, and in the long test.
+/// The takeovers of a usual run, and of the long test.
 const FEW: usize = 3;
 const MANY: usize = 100;
 
-/// A kubelet's pace.
-const RECONCILE: Duration = Duration::from_secs(1);
+/// The interval at which the kubelet's DRA manager looks for plugins.
+const RECONCILE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// A node under claims.
+/// A node on which claims come and go.
 pub struct World {
     pub node: Arc<Node>,
     pub command: fn(&Node) -> Command,
-    /// The devices of which each claim has one set.
+    /// Sets of devices. Each claim has one of them.
     pub sets: Vec<Vec<&'static str>>,
-    /// Whether a call that fails is made again: processes are killed.
+    /// True if failed calls are retried, because processes are killed.
     pub is_patient: bool,
-    /// The claims that came and went.
+    /// The number of claims that came and went.
     pub claims: Arc<AtomicUsize>,
 }
 
-/// The claims that were prepared and unprepared, and the longest that a call took.
+/// The number of claims that came and went, and the duration of the longest call.
 #[derive(Debug, Default)]
 pub struct Tally {
     claims: usize,
@@ -47,7 +47,7 @@ pub struct Tally {
 }
 
 impl World {
-    /// Whole GPUs.
+    /// A node whose claims have whole GPUs.
     pub async fn of_gpus(connections: Connections, reconcile: Duration) -> Self {
         let sets = vec![vec!["gpu-4"], vec!["gpu-5", "gpu-6"], vec!["gpu-7"]];
         Self::of(connections, reconcile, Node::program, sets).await
@@ -63,7 +63,7 @@ impl World {
         Self { node: Arc::new(node), command, sets, is_patient: false, claims: Arc::default() }
     }
 
-    /// A GPU, and one on which MIG devices are made.
+    /// A node whose claims have a whole GPU, or MIG devices that are made on another.
     pub async fn of_mig(connections: Connections, reconcile: Duration) -> Self {
         let sets = vec![vec!["gpu-1"], vec![mig::DEVICE], vec![mig::OTHER]];
         let world = Self::of(connections, reconcile, mig::program, sets).await;
@@ -80,7 +80,7 @@ impl World {
         (process, address)
     }
 
-    /// The first process, which serves.
+    /// Starts the first process, and waits until it serves.
     pub async fn first(&self) -> Process {
         let (process, address) = self.start("pod-0").await;
         ready(address).await;
@@ -88,7 +88,7 @@ impl World {
         process
     }
 
-    /// Waits until claims of each set came and went from now on.
+    /// Waits until at least one more claim of each set came and went.
     pub async fn goes_on(&self, when: &str) {
         let before = self.done();
         until(async || match self.done() {
@@ -113,7 +113,7 @@ impl World {
         self.claims.load(Ordering::Relaxed)
     }
 
-    /// Claims of each set of devices come and go until the end.
+    /// Lets claims of each set of devices come and go until the end.
     pub fn load(&self, end: &CancellationToken) -> JoinSet<Tally> {
         let mut load = JoinSet::new();
         for (place, devices) in self.sets.iter().cloned().enumerate() {
@@ -134,6 +134,7 @@ impl World {
     }
 }
 
+/// Waits until the process with these metrics is ready.
 pub async fn ready(address: SocketAddr) {
     until(async || match get(address, "/readyz").await {
         answer if answer.status == 200 => Ok(()),
@@ -142,22 +143,22 @@ pub async fn ready(address: SocketAddr) {
     .await;
 }
 
-/// A claim from its pod's start to its end; the longer of the two calls.
+/// Lets a claim come and go with its pod, and returns the duration of the longer of the two calls.
 async fn one_claim(node: &Node, pod: &str, devices: &[&str], is_patient: bool) -> Duration {
     let claim = node.claim(pod, devices);
     let began = Instant::now();
-    let given = match is_patient {
+    let hardware = match is_patient {
         true => node.start_pod(pod, &claim).await,
         false => {
             let started = node.dra.start_pod(&PodClaims::single(pod, claim, DRIVER)).await;
-            let given =
+            let containers =
                 started.unwrap_or_else(|error| panic!("{pod} ({devices:?}) after {:?}: {error}", began.elapsed()));
-            node.hardware(&given["main"])
+            node.hardware(&containers["main"])
         }
     };
     let prepared = began.elapsed();
-    let gpus = given.iter().filter(|node| !node.contains("caps")).count();
-    assert_eq!(gpus, devices.len(), "{pod}: {given:?}");
+    let gpus = hardware.iter().filter(|node| !node.contains("caps")).count();
+    assert_eq!(gpus, devices.len(), "{pod}: {hardware:?}");
     tokio::time::sleep(Duration::from_millis(10)).await;
     node.cluster.server.remove(&ResourceType::RESOURCE_CLAIMS.key(Some("default"), pod));
     let began = Instant::now();
@@ -171,7 +172,7 @@ async fn one_claim(node: &Node, pod: &str, devices: &[&str], is_patient: bool) -
     prepared.max(began.elapsed())
 }
 
-/// Takeovers in a row; `left` counts what claims leave behind.
+/// Makes takeovers in a row. `left` counts MIG devices that remain at the end.
 async fn rollouts(world: World, times: usize, left: fn(&Node) -> usize) {
     let mut running = world.first().await;
     let (end, specs) = (CancellationToken::new(), world.node.specs());
@@ -199,16 +200,16 @@ async fn rollouts(world: World, times: usize, left: fn(&Node) -> usize) {
 #[tokio::test]
 async fn takeovers_under_claims_fail_no_call() {
     for connections in KUBELETS {
-        rollouts(World::of_gpus(connections, RECONCILE).await, FEW, |_| 0).await;
+        rollouts(World::of_gpus(connections, RECONCILE_INTERVAL).await, FEW, |_| 0).await;
     }
 }
 
 #[tokio::test]
 async fn takeovers_under_claims_for_mig_leave_no_instance() {
-    rollouts(World::of_mig(KUBELETS[0], RECONCILE).await, FEW, mig::instances).await;
+    rollouts(World::of_mig(KUBELETS[0], RECONCILE_INTERVAL).await, FEW, mig::instances).await;
 }
 
-/// Linkwise that soon counts NVML as away, on a node whose driver can fail.
+/// Linkwise that soon reports NVML as unavailable, on a node whose driver can fail.
 fn quick(node: &Node) -> Command {
     let mut command = node.program();
     command.env("FAKE_NVML_CONTROL", node.at("control"));
@@ -216,11 +217,11 @@ fn quick(node: &Node) -> Command {
     command
 }
 
-/// The new process prepares claims of GPUs that only the old one has seen.
+/// The new process prepares claims to GPUs that only the old one has seen.
 #[tokio::test]
 async fn takeover_without_a_driver_fails_no_claim() {
-    let world = World { command: quick, ..World::of_gpus(KUBELETS[0], RECONCILE).await };
-    // A process that cannot ask the driver knows that there are some.
+    let world = World { command: quick, ..World::of_gpus(KUBELETS[0], RECONCILE_INTERVAL).await };
+    // A process that cannot ask the driver finds the GPUs on the PCI bus.
     DGX1_V100.iter().for_each(|pci| put_on_bus(&world.node.at("sys/bus"), pci));
     let mut old = world.first().await;
     let end = CancellationToken::new();
@@ -243,7 +244,7 @@ async fn takeover_without_a_driver_fails_no_claim() {
     assert_eq!(world.node.checkpoints(), Vec::<String>::new());
 }
 
-/// Kills either side at a step of a takeover, again and again on one node; the one that is left has all claims.
+/// Kills the owner or the standby at each step of a takeover, on one node. The other one prepares all claims.
 #[tokio::test]
 #[ignore = "a quarter of a minute: make test-long"]
 async fn kill_at_any_step_leaves_one_that_prepares_claims() {
@@ -252,30 +253,23 @@ async fn kill_at_any_step_leaves_one_that_prepares_claims() {
     let mut running = world.first().await;
     let (end, specs) = (CancellationToken::new(), world.node.specs());
     let mut load = world.load(&end);
-    let steps = [
-        (true, "Draining"),
-        (true, "Yielding"),
-        (true, "Ending"),
-        (false, "Joining"),
-        (false, "Receiving"),
-        (false, "Starting"),
-        (false, "Waiting"),
-    ];
+    let of_owner = ["Draining", "Yielding", "Ending"].map(|step| (true, step));
+    let of_standby = ["Joining", "Receiving", "Starting", "Waiting"].map(|step| (false, step));
     let mut late = 0;
-    let cases = steps.into_iter().flat_map(|step| [(step, true), (step, false)]);
-    for (number, ((of_owner, step), owner_dies)) in cases.enumerate() {
+    let cases = of_owner.into_iter().chain(of_standby).flat_map(|step| [(step, true), (step, false)]);
+    for (number, ((is_owners, step), owner_dies)) in cases.enumerate() {
         let (standby, _) = world.start(&format!("pod-{}", number + 1)).await;
-        stage(if of_owner { &running } else { &standby }, step).await;
-        let (mut victim, left) = if owner_dies { (running, standby) } else { (standby, running) };
+        stage(if is_owners { &running } else { &standby }, step).await;
+        let (mut victim, survivor) = if owner_dies { (running, standby) } else { (standby, running) };
         victim.signal("KILL");
         victim.ended().await;
-        // Under load the kill may come when the takeover is over.
-        let end = left.logged(|line| line["stage"] == "Owning" || line["stage"] == "Retired").await;
-        if end["stage"] == "Retired" || left.lines().iter().any(|line| line.contains("\"Retired\"")) {
+        // Under load the kill may come after the takeover.
+        let end = survivor.logged(|line| line["stage"] == "Owning" || line["stage"] == "Retired").await;
+        if end["stage"] == "Retired" || survivor.lines().iter().any(|line| line.contains("\"Retired\"")) {
             late += 1;
             running = world.start(&format!("pod-{number}-again")).await.0;
         } else {
-            running = left;
+            running = survivor;
         }
         world.goes_on(step).await;
         assert!(load.try_join_next().is_none(), "{step} {owner_dies}");
@@ -291,7 +285,7 @@ async fn kill_at_any_step_leaves_one_that_prepares_claims() {
 #[ignore = "minutes: make test-long"]
 async fn hundred_takeovers_under_claims_fail_no_call() {
     for connections in KUBELETS {
-        rollouts(World::of_gpus(connections, RECONCILE).await, MANY, |_| 0).await;
-        rollouts(World::of_mig(connections, RECONCILE).await, MANY, mig::instances).await;
+        rollouts(World::of_gpus(connections, RECONCILE_INTERVAL).await, MANY, |_| 0).await;
+        rollouts(World::of_mig(connections, RECONCILE_INTERVAL).await, MANY, mig::instances).await;
     }
 }

@@ -35,11 +35,8 @@ async fn failed_prepare_names_its_cause_and_leaves_nothing() {
         let bad = node.set_answer(uid, answer);
         is_refused(&kubelet, &bad, &[complaint]).await;
         end(&kubelet, &bad).await;
-        assert_eq!(
-            (node.checkpoints(), node.claim_specs()),
-            (vec!["good.json".to_owned()], vec!["linkwise.dev-claim-good.json".to_owned()]),
-            "{uid}"
-        );
+        assert_eq!(node.checkpoints(), ["good.json"], "{uid}");
+        assert_eq!(node.claim_specs(), ["linkwise.dev-claim-good.json"], "{uid}");
     }
     assert!(kubelet.state().claims["good"].prepared);
 }
@@ -157,11 +154,8 @@ async fn device_missing_from_scans_fails_the_claim_by_name() {
     node.scan_nothing();
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let error = refusal(&kubelet, &claim).await;
-    assert!(
-        error.starts_with("cannot write the CDI spec of the claim: no scan of the host has found ")
-            && error.contains(&node.gpu(0)),
-        "{error}"
-    );
+    let not_found = "cannot write the CDI spec of the claim: no scan of the host has found ";
+    assert!(error.starts_with(not_found) && error.contains(&node.gpu(0)), "{error}");
     assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
     node.scan();
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(0)]);
@@ -169,7 +163,7 @@ async fn device_missing_from_scans_fails_the_claim_by_name() {
     node.scan_nothing();
     restart(&kubelet).await;
     let error = refusal(&kubelet, &name("a")).await;
-    assert!(error.starts_with("cannot write the CDI spec of the claim: no scan of the host has found "), "{error}");
+    assert!(error.starts_with(not_found), "{error}");
     assert_eq!(node.checkpoints(), ["a.json"], "its pod may still run");
 }
 

@@ -399,10 +399,7 @@ impl Node {
 
 /// Waits until the kubelet has registered the plugin and is connected to it.
 pub async fn connected(kubelet: &DraKubelet) {
-    let connected = |state: &linkwise_kubelet_box::dra::DraState| {
-        state.drivers.get(DRIVER).is_some_and(|driver| driver.connected > 0)
-    };
-    kubelet.wait(connected).await.unwrap();
+    kubelet.wait(|state| state.drivers.get(DRIVER).is_some_and(|driver| driver.connected > 0)).await.unwrap();
 }
 
 /// Restarts the kubelet, and waits until it has registered the plugin again.

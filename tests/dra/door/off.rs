@@ -70,12 +70,8 @@ async fn kubelet_unprepares_claims_that_are_left() {
     start(&kubelet, &claim).await.unwrap();
     // This claim was allocated, but not prepared, when the door changed.
     let reads = node.reads("late");
-    is_refused(
-        &kubelet,
-        &node.claim("late", &[("gpus", "gpu-1")]),
-        &["this node's GPUs go through the device plugin (linkwise.dra.gpus: none)"],
-    )
-    .await;
+    let late = node.claim("late", &[("gpus", "gpu-1")]);
+    is_refused(&kubelet, &late, &["this node's GPUs go through the device plugin (linkwise.dra.gpus: none)"]).await;
     assert_eq!((node.checkpoints().len(), node.reads("late")), (1, reads));
     end(&kubelet, &claim).await;
     assert!(node.checkpoints().is_empty() && node.claim_specs().is_empty());

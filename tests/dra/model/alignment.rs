@@ -1,4 +1,4 @@
-//! Claims with `matchAttribute`: GPUs with a NIC of one PCIe root, GPUs that NVLink connects.
+//! Claims with `matchAttribute`: a GPU and a NIC of one PCIe root, and GPUs that NVLink connects.
 
 use std::collections::BTreeSet;
 
@@ -10,11 +10,10 @@ use crate::oracle::{Set, places};
 
 const ROOT: &str = "resource.kubernetes.io/pcieRoot";
 
-/// The NICs of a machine as DRANET publishes them. Where a NIC is, only its ranks to the GPUs tell: on the root of those
-/// below the same host bridge. Returned with, for each NIC, the GPUs that it
-/// shares its root with; where GPUs do not know their root, none.
+/// The NICs of a machine as DRANET publishes them, and for each NIC the set of GPUs on its PCIe root. A NIC is on the
+/// root of the GPUs below the same host bridge. The set is empty if these GPUs do not know their root.
 pub fn dranet(node: &Node) -> (Vec<Value>, Vec<Set>) {
-    let (mut made, mut near) = (Vec::new(), Vec::new());
+    let (mut nics, mut near) = (Vec::new(), Vec::new());
     for (index, nic) in node.topology.nics().iter().enumerate() {
         let is_rdma = nic.kind == NicKind::Rdma;
         let below =
@@ -22,20 +21,19 @@ pub fn dranet(node: &Node) -> (Vec<Value>, Vec<Set>) {
         let gpus = (0..node.devices.len()).filter(below).fold(0, |set: Set, gpu| set | 1 << gpu);
         let root =
             places(gpus).find_map(|gpu| node.attribute(gpu, ROOT)).unwrap_or_else(|| format!("pci{index:04x}:ff"));
-        made.push(
-            json!({"name": format!("nic-{index}"), "attributes": {ROOT: {"string": root}, "rdma": {"bool": is_rdma}}}),
-        );
+        let attributes = json!({ROOT: {"string": root}, "rdma": {"bool": is_rdma}});
+        nics.push(json!({"name": format!("nic-{index}"), "attributes": attributes}));
         near.push(gpus);
     }
     let pool = json!({"name": node.name, "generation": 1, "resourceSliceCount": 1});
     let slice = json!({
         "kind": "ResourceSlice", "metadata": {"name": format!("00000-dra.net-{}", node.name)},
-        "spec": {"driver": "dra.net", "nodeName": node.name, "pool": pool, "devices": made},
+        "spec": {"driver": "dra.net", "nodeName": node.name, "pool": pool, "devices": nics},
     });
     (vec![accepted(&slice, None)], near)
 }
 
-/// A GPU and a NIC of one PCIe root.
+/// A claim for a GPU and a NIC of one PCIe root.
 fn aligned() -> Value {
     claim(&["--gpus", "1", "--near", "nic"])
 }
@@ -65,7 +63,7 @@ fn gpu_and_nic_share_a_pcie_root_where_one_is_free() {
             without.push(node.name);
         }
     }
-    // No NIC on a GPU's root, or virtual machines that hide the roots.
+    // These machines have no NIC on a GPU's root, or are virtual machines, which hide the roots.
     without.sort_unstable();
     let expected = ["azure-ndv2-v100", "azure-ndv4-a100", "gb200-nvl72-node", "pcie-8x-pix-pairs", "power9-v100"];
     assert_eq!(without, [expected.as_slice(), &["workstation-a6000"]].concat());
@@ -78,8 +76,8 @@ fn as_many_gpus_and_nics_are_aligned_as_roots_allow() {
         let (nics, near) = dranet(&node);
         // NICs of one root are near the same GPUs.
         let roots: BTreeSet<Set> = near.iter().copied().filter(|gpus| *gpus != 0).collect();
-        let on = |root: &Set| near.iter().filter(|gpus| *gpus == root).count().min(root.count_ones() as usize);
-        let (possible, claim) = (roots.iter().map(on).sum::<usize>(), aligned());
+        let pairs = |root: &Set| near.iter().filter(|gpus| *gpus == root).count().min(root.count_ones() as usize);
+        let (possible, claim) = (roots.iter().map(pairs).sum::<usize>(), aligned());
         let mut cluster = node.cluster(&nics);
         for number in 0..=possible {
             match cluster.allocate(node.name, std::slice::from_ref(&claim)) {
@@ -91,7 +89,7 @@ fn as_many_gpus_and_nics_are_aligned_as_roots_allow() {
     }
 }
 
-/// GPUs that are connected by NVLink over any number of hops, of more than one GPU.
+/// The sets of more than one GPU that NVLink connects over any number of hops.
 fn nvlink_domains(node: &Node) -> Vec<Set> {
     let count = node.devices.len();
     let mut domains = BTreeSet::new();

@@ -1,4 +1,4 @@
-//! Several nodes: what claims get of the best that any of them could give.
+//! Clusters of several nodes: the bandwidth that claims get, compared with the best free set of any node.
 
 use std::collections::BTreeMap;
 
@@ -21,7 +21,7 @@ impl Member<'_> {
     }
 }
 
-/// Nodes of a cluster, of these machines.
+/// The nodes of a cluster of these machines.
 fn members<'a>(machines: &[&'a Node]) -> Vec<Member<'a>> {
     (0..).zip(machines).map(|(number, node)| Member { name: format!("node-{number}"), node }).collect()
 }
@@ -40,10 +40,11 @@ fn cluster(members: &[Member<'_>]) -> Cluster {
     Cluster::new(&slices.collect::<Vec<_>>(), &classes(), &[]).unwrap()
 }
 
-/// What claims got of the best that any node could give.
+/// The sums over claims of the bandwidth that each got, as a share of the best that any node could give.
 #[derive(Default)]
 struct Shares {
     claims: u64,
+    /// Claims that got the best.
     best: u64,
     millionths: u64,
 }
@@ -71,8 +72,8 @@ impl Draws {
     }
 }
 
-/// Claims of 1, 2 and 4 GPUs that come and end at random on a cluster that is nearly full: by size, what those of 2 and
-/// 4 got.
+/// Lets claims of 1, 2 and 4 GPUs come and end at random on a cluster that is nearly full. Returns the shares of those
+/// of 2 and 4.
 fn shares(machines: &[&Node], rounds: usize, claims: &BTreeMap<u32, Value>) -> BTreeMap<u32, Shares> {
     let (members, mut draws) = (members(machines), Draws(machines.len() as u64));
     let oracles: Vec<Oracle<'_>> = machines.iter().map(|node| Oracle::new(&node.topology)).collect();
@@ -83,7 +84,7 @@ fn shares(machines: &[&Node], rounds: usize, claims: &BTreeMap<u32, Value>) -> B
     for _ in 0..rounds {
         let busy: u32 = machines.iter().zip(&free).map(|(node, free)| node.gpus() - free.count_ones()).sum();
         let all: u32 = machines.iter().map(|node| node.gpus()).sum();
-        // The fuller, the likelier an end.
+        // The fuller the cluster, the likelier is the end of a claim.
         if draws.below(u64::from(all)) < u64::from(busy) && !held.is_empty() {
             let (at, set) = held.swap_remove(draws.below(held.len() as u64) as usize);
             cluster.release(&members[at].allocation(set)).unwrap();
@@ -100,7 +101,7 @@ fn shares(machines: &[&Node], rounds: usize, claims: &BTreeMap<u32, Value>) -> B
             Ok(placement) => {
                 let at = names.iter().position(|name| *name == placement.node).unwrap();
                 let set = members[at].node.set_of(&placement.allocations[0]);
-                assert_eq!((set & !free[at], set.count_ones()), (0, count), "GPUs of others");
+                assert_eq!((set & !free[at], set.count_ones()), (0, count), "GPUs that another claim has");
                 if count > 1 {
                     shares.entry(count).or_default().add(oracles[at].collective(set), best.unwrap());
                 }
@@ -120,7 +121,7 @@ fn tiered() -> BTreeMap<u32, Value> {
     [1, 2, 4].map(|count| (count, claim(&["--gpus", &count.to_string()]))).into()
 }
 
-/// The same for single GPUs, without alternatives.
+/// Claims for 1, 2 and 4 GPUs without alternatives.
 fn single() -> BTreeMap<u32, Value> {
     [1, 2, 4].map(|count| (count, gpus(count, None))).into()
 }
@@ -131,16 +132,16 @@ fn equal_nodes_give_the_best_free_set() {
     for node in nodes().filter(|node| node.gpus() <= 8) {
         let shares = shares(&[&node, &node, &node], 600, &claims);
         assert!(shares[&2].claims > 100, "{}", node.name);
-        for (count, of) in shares {
-            assert_eq!((of.best, of.mean()), (of.claims, 1000), "{}: {count}", node.name);
+        for (count, shares) in shares {
+            assert_eq!((shares.best, shares.mean()), (shares.claims, 1000), "{}: {count}", node.name);
         }
     }
 }
 
-/// Each GPU is free or not with the same chance, whatever scheduler has brought that about.
+/// Each GPU is free or not with the same chance, as no scheduler would leave them.
 #[test]
 fn equal_nodes_in_any_state_give_nearly_their_best() {
-    // Of the fours of a hybrid cube mesh a claim has no alternative for each (`tiers`).
+    // A claim for four GPUs lacks alternatives for some sets of a hybrid cube mesh (`tiers`).
     in_any_state(&|_| tiered(), 800);
     in_any_state(
         &|node| {
@@ -151,8 +152,9 @@ fn equal_nodes_in_any_state_give_nearly_their_best() {
     );
 }
 
-/// Claims on three nodes of one machine; `of_mesh` is the least mean of fours of a hybrid cube mesh, in per mille.
-fn in_any_state(claims: &dyn Fn(&Node) -> BTreeMap<u32, Value>, of_mesh: u64) {
+/// Checks claims on three nodes of one machine. `min_of_mesh` bounds the mean share of claims for four GPUs of a hybrid
+/// cube mesh, in per mille; elsewhere each claim gets the best.
+fn in_any_state(claims: &dyn Fn(&Node) -> BTreeMap<u32, Value>, min_of_mesh: u64) {
     let mut draws = Draws(1);
     for node in nodes().filter(|node| node.gpus() <= 8) {
         let (members, oracle) = (members(&[&node, &node, &node]), Oracle::new(&node.topology));
@@ -174,22 +176,22 @@ fn in_any_state(claims: &dyn Fn(&Node) -> BTreeMap<u32, Value>, of_mesh: u64) {
                 shares.entry(*count).or_default().add(got, best);
             }
         }
-        for (count, of) in shares {
-            let is_mesh = ["dgx1-v100", "azure-ndv2-v100"].contains(&node.name) && count == 4;
-            let least = if is_mesh { of_mesh } else { 1000 };
-            assert!(of.mean() >= least, "{}: {count}: {} of {} best, {}", node.name, of.best, of.claims, of.mean());
+        for (count, Shares { claims, best, .. }) in &shares {
+            let is_mesh = ["dgx1-v100", "azure-ndv2-v100"].contains(&node.name) && *count == 4;
+            let (least, mean) = (if is_mesh { min_of_mesh } else { 1000 }, shares[count].mean());
+            assert!(mean >= least, "{}: {count}: {best} of {claims} best, {mean}", node.name);
         }
     }
 }
 
-/// Claims for 1, 2 and 4 GPUs for a fleet of these machines.
-fn of_fleet(machines: &[&str]) -> BTreeMap<u32, Value> {
+/// Claims for 1, 2 and 4 GPUs of a fleet of these machines.
+fn for_fleet(machines: &[&str]) -> BTreeMap<u32, Value> {
     let nodes: Vec<&str> = machines.iter().flat_map(|machine| ["--node", machine]).collect();
     [1, 2, 4].map(|count| (count, claim(&[&["--gpus", &count.to_string()], &nodes[..]].concat()))).into()
 }
 
-/// Tiers are those of a machine, classes of bandwidth those of a fleet: what a cluster of unlike nodes gives with each is
-/// told, in docs/scale.md and here.
+/// Claims for any machine order the tiers of each machine, claims for a fleet order bandwidths over all machines. The
+/// golden file, and docs/scale.md, compare them on clusters of unlike nodes.
 #[test]
 fn unlike_nodes_are_compared_by_class() {
     let mixes = [
@@ -199,16 +201,16 @@ fn unlike_nodes_are_compared_by_class() {
         &["dgx1-v100", "pcie-8x-pix-pairs", "dgx-a100"],
         &["nvlink-bridge-pairs", "dgx1-v100", "workstation-a6000", "dgx-a100", "dgx-h100"],
     ];
-    let mut told = String::new();
+    let mut report = String::new();
     for mix in mixes {
         let machines: Vec<Node> = mix.iter().map(|name| node(name)).collect();
-        for (claims, of) in [("fleet", of_fleet(mix)), ("groups", tiered()), ("singles", single())] {
-            for (count, of) in shares(&machines.iter().collect::<Vec<_>>(), 600, &of) {
-                let (best, mean) = (of.best * 1000 / of.claims, of.mean());
-                told += &format!("{}: {claims} of {count}: mean {mean}, the best {best}\n", mix.join(", "));
-                assert!(claims != "fleet" || mean >= 970, "{told}");
+        for (kind, claims) in [("fleet", for_fleet(mix)), ("groups", tiered()), ("singles", single())] {
+            for (count, shares) in shares(&machines.iter().collect::<Vec<_>>(), 600, &claims) {
+                let (best, mean) = (shares.best * 1000 / shares.claims, shares.mean());
+                report += &format!("{}: {kind} of {count}: mean {mean}, the best {best}\n", mix.join(", "));
+                assert!(kind != "fleet" || mean >= 970, "{report}");
             }
         }
     }
-    holds("dra-unlike-nodes", &told);
+    holds("dra-unlike-nodes", &report);
 }

@@ -1,5 +1,5 @@
-//! Exact claims: GPUs of one group, in the place of alternatives. Groups are read from the slices, and what they carry from
-//! the oracle.
+//! Exact claims, which ask for GPUs of one group instead of alternatives. Groups are read from the slices, bandwidths
+//! come from the oracle.
 
 use std::collections::BTreeMap;
 
@@ -13,19 +13,17 @@ use crate::oracle::{Oracle, Set, places, subsets};
 /// A DGX-1, an HGX H100, a machine with bridges, and PCIe pairs.
 const MACHINES: [&str; 4] = ["dgx1-v100", "aws-p5", "nvlink-bridge-pairs", "pcie-8x-pix-pairs"];
 
-/// The exact claim for a machine, the attribute that it names, and what the command says.
+/// The exact claim for a machine, the attribute that it names, and the command's standard error.
 fn exact(machine: &str, count: u32) -> (Value, String, String) {
     let args = ["claim", "--exact", "--format", "json", "--node", machine, "--gpus", &count.to_string()];
-    let (printed, said) = run(&args).unwrap();
+    let (printed, stderr) = run(&args).unwrap();
     let claim = accepted(&serde_json::from_str(&printed).unwrap(), Some("default"));
     let devices = &claim["spec"]["devices"];
     assert_eq!(devices["requests"][0]["exactly"]["count"], count);
-    assert_eq!(
-        (devices["requests"].as_array().unwrap().len(), devices["constraints"].as_array().unwrap().len()),
-        (1, 1)
-    );
+    let length = |key: &str| devices[key].as_array().unwrap().len();
+    assert_eq!((length("requests"), length("constraints")), (1, 1));
     let attribute = devices["constraints"][0]["matchAttribute"].as_str().unwrap().to_owned();
-    (claim, attribute, said)
+    (claim, attribute, stderr)
 }
 
 /// The groups that an attribute makes of a node's GPUs.
@@ -49,13 +47,13 @@ fn exact_claim_gets_its_bandwidth_if_a_set_is_free() {
         let (node, mut waiting) = (node(name), 0);
         let (oracle, cluster) = (Oracle::new(&node.topology), node.cluster(&[]));
         for count in [2, 3, 4, 8] {
-            let (claim, attribute, said) = exact(name, count);
+            let (claim, attribute, stderr) = exact(name, count);
             let groups = groups(&node, &attribute);
             let of_groups = groups.iter().flat_map(|group| of_size(*group, count));
             let promised = of_groups.map(|set| oracle.collective(set)).min().unwrap();
             let all = (1 << node.gpus()) - 1;
             let best = of_size(all, count).map(|set| oracle.collective(set)).max().unwrap();
-            // Of three GPUs of a four in a hybrid cube mesh two have single links.
+            // Among three GPUs of a four in a hybrid cube mesh, two have only a single link.
             assert_eq!(promised == best, (name, count) != ("dgx1-v100", 3), "{name}: {count}: {promised} of {best}");
             let (mut states, mut waits) = (0, 0);
             for free in node.availabilities().into_iter().filter(|free| free.count_ones() >= count) {
@@ -68,26 +66,23 @@ fn exact_claim_gets_its_bandwidth_if_a_set_is_free() {
                 }
                 (states, waits) = (states + 1, waits + u64::from(group.is_none()));
             }
-            // What the command says of it.
             let tenths = promised / 100;
             let bandwidth =
                 if tenths % 10 == 0 { format!("{}", tenths / 10) } else { format!("{}.{}", tenths / 10, tenths % 10) };
-            assert!(
-                said.contains(&format!(", each with {bandwidth} GB/s or more")),
-                "{name}: {count}: {promised}: {said}"
-            );
+            let bound = format!(", each with {bandwidth} GB/s or more");
+            assert!(stderr.contains(&bound), "{name}: {count}: {promised}: {stderr}");
             let mille = waits * 1000 / states;
             let share = format!("waits in {}.{} % of the states", mille / 10, mille % 10);
             let share = if waits == 0 { "never waits".to_owned() } else { share };
-            assert!(said.contains(&share), "{name}: {count}: {waits} of {states}: {said}");
+            assert!(stderr.contains(&share), "{name}: {count}: {waits} of {states}: {stderr}");
             waiting += waits;
         }
-        // Behind NVSwitches nothing is given up.
+        // Behind NVSwitches an exact claim waits no more often than another.
         assert_eq!(waiting == 0, name == "aws-p5", "{name}: {waiting}");
     }
 }
 
-/// Claims with alternatives of a gang may take GPUs that another of its pods needed (kubernetes#138765).
+/// A claim with alternatives may take GPUs that another pod of its gang needs (kubernetes#138765).
 #[test]
 fn exact_claims_of_one_size_fill_every_group() {
     for name in ["dgx1-v100", "pcie-8x-pix-pairs"] {
@@ -122,10 +117,10 @@ fn exact_claim_near_nics_has_gpus_of_one_group() {
         assert!(groups.iter().any(|group| set & !group == 0) && set.count_ones() == 4, "{:?}", list(set));
         let nics = allocation["devices"]["results"].as_array().unwrap().iter();
         let nics = nics.filter_map(|result| result["device"].as_str().unwrap().strip_prefix("nic-"));
-        let beside: Vec<Set> = nics.map(|nic| near[nic.parse::<usize>().unwrap()]).collect();
-        assert!(beside.len() == 4 && beside.iter().all(|gpus| gpus & set != 0), "{allocation}");
+        let near_nics: Vec<Set> = nics.map(|nic| near[nic.parse::<usize>().unwrap()]).collect();
+        assert!(near_nics.len() == 4 && near_nics.iter().all(|gpus| gpus & set != 0), "{allocation}");
     }
-    // Three of a group and one of another are no group.
+    // Three GPUs of one group and one of another do not make a group.
     let [first, second] = [0, 1].map(|at| places(groups[at]).collect::<Vec<_>>());
     let mixed = first[..3].iter().chain(&second[..1]).fold(0, |set: Set, gpu| set | 1 << gpu);
     assert_eq!(node.allocated(&cluster, mixed, &claim), None);

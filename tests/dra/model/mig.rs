@@ -1,6 +1,6 @@
-//! MIG devices that are made for claims, under the allocator: what fits is given out, and nothing twice.
+//! Allocations of MIG devices that are made for claims: each device that fits is allocated, and no hardware twice.
 //!
-//! The judge has a table of its own: NVIDIA's MIG user guide for the A100 80 GB.
+//! The oracle is a table from NVIDIA's MIG user guide for the A100 80 GB.
 
 use std::collections::BTreeSet;
 
@@ -19,43 +19,43 @@ use crate::dra::published::limits::idle;
 
 const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/mig-on-demand.yaml");
 
-/// What an instance has: memory slices, multiprocessors, decoders, JPEG engines, optical flow accelerators.
-struct Kind {
+/// A profile: its memory slices; multiprocessors, decoders, JPEG engines, optical flow accelerators; its first slices.
+struct Profile {
     name: &'static str,
     slices: u32,
     engines: [u32; 4],
     starts: &'static [u32],
 }
 
-const KINDS: [Kind; 7] = [
-    Kind { name: "1g.10gb", slices: 1, engines: [14, 0, 0, 0], starts: &[0, 1, 2, 3, 4, 5, 6] },
-    Kind { name: "1g.10gb+me", slices: 1, engines: [14, 1, 1, 1], starts: &[0, 1, 2, 3, 4, 5, 6] },
-    Kind { name: "1g.20gb", slices: 2, engines: [14, 1, 0, 0], starts: &[0, 2, 4, 6] },
-    Kind { name: "2g.20gb", slices: 2, engines: [28, 1, 0, 0], starts: &[0, 2, 4] },
-    Kind { name: "3g.40gb", slices: 4, engines: [42, 2, 0, 0], starts: &[0, 4] },
-    Kind { name: "4g.40gb", slices: 4, engines: [56, 2, 0, 0], starts: &[0] },
-    Kind { name: "7g.80gb", slices: 8, engines: [98, 5, 1, 1], starts: &[0] },
+const PROFILES: [Profile; 7] = [
+    Profile { name: "1g.10gb", slices: 1, engines: [14, 0, 0, 0], starts: &[0, 1, 2, 3, 4, 5, 6] },
+    Profile { name: "1g.10gb+me", slices: 1, engines: [14, 1, 1, 1], starts: &[0, 1, 2, 3, 4, 5, 6] },
+    Profile { name: "1g.20gb", slices: 2, engines: [14, 1, 0, 0], starts: &[0, 2, 4, 6] },
+    Profile { name: "2g.20gb", slices: 2, engines: [28, 1, 0, 0], starts: &[0, 2, 4] },
+    Profile { name: "3g.40gb", slices: 4, engines: [42, 2, 0, 0], starts: &[0, 4] },
+    Profile { name: "4g.40gb", slices: 4, engines: [56, 2, 0, 0], starts: &[0] },
+    Profile { name: "7g.80gb", slices: 8, engines: [98, 5, 1, 1], starts: &[0] },
 ];
 
-/// What the GPU has.
+/// The engines of the whole GPU.
 const ENGINES: [u32; 4] = [98, 5, 1, 1];
 
-/// The GPU: instances by kind and first slice.
+/// The instances of a GPU, each as its profile's index and its first memory slice.
 type Gpu = Vec<(usize, u32)>;
 
-/// Whether a GPU can have all of these at once.
+/// Returns true if a GPU can have all these instances at once.
 fn is_possible(gpu: &Gpu) -> bool {
     let mut taken = BTreeSet::new();
     let mut used = [0; 4];
-    gpu.iter().all(|(kind, start)| {
-        let Kind { slices, engines, starts, .. } = &KINDS[*kind];
+    gpu.iter().all(|(profile, start)| {
+        let Profile { slices, engines, starts, .. } = &PROFILES[*profile];
         used.iter_mut().zip(engines).for_each(|(used, more)| *used += more);
         starts.contains(start) && (*start..start + slices).all(|slice| taken.insert(slice))
     }) && used.iter().zip(ENGINES).all(|(used, most)| *used <= most)
 }
 
-fn fits(gpu: &Gpu, kind: usize) -> bool {
-    KINDS[kind].starts.iter().any(|start| is_possible(&[gpu.as_slice(), &[(kind, *start)]].concat()))
+fn fits(gpu: &Gpu, profile: usize) -> bool {
+    PROFILES[profile].starts.iter().any(|start| is_possible(&[gpu.as_slice(), &[(profile, *start)]].concat()))
 }
 
 fn cluster() -> Cluster {
@@ -67,26 +67,26 @@ fn cluster() -> Cluster {
     Cluster::new(&slices, &[class], &[]).unwrap()
 }
 
-/// The claim of a kind as `linkwise claim` prints it.
+/// The claim for each profile, as `linkwise claim` prints it.
 fn claims() -> Vec<Value> {
-    KINDS.iter().map(|kind| claim(&["--mig", kind.name])).collect()
+    PROFILES.iter().map(|profile| claim(&["--mig", profile.name])).collect()
 }
 
-/// The instance of an allocation, by its device's name.
-fn instance(allocation: &Value, kind: usize) -> (usize, u32) {
+/// The instance of an allocation, read from the device's name.
+fn instance(allocation: &Value, profile: usize) -> (usize, u32) {
     let results = allocation["devices"]["results"].as_array().unwrap();
     assert_eq!(results.len(), 1, "{allocation}");
     let name = results[0]["device"].as_str().unwrap();
-    let profile = KINDS[kind].name.replace('.', "").replace('+', "-");
-    let rest = name.strip_prefix(&format!("gpu-0-mig-{profile}-")).unwrap_or_else(|| panic!("{name}: {profile}"));
-    (kind, rest.split_once('-').unwrap().1.parse().unwrap())
+    let label = PROFILES[profile].name.replace('.', "").replace('+', "-");
+    let rest = name.strip_prefix(&format!("gpu-0-mig-{label}-")).unwrap_or_else(|| panic!("{name}: {label}"));
+    (profile, rest.split_once('-').unwrap().1.parse().unwrap())
 }
 
-/// The cluster after claims of these kinds.
-fn given(kinds: &[usize], claims: &[Value]) -> Cluster {
+/// The cluster after claims for these profiles.
+fn cluster_after(profiles: &[usize], claims: &[Value]) -> Cluster {
     let mut cluster = cluster();
-    for kind in kinds {
-        let placement = cluster.allocate("node", std::slice::from_ref(&claims[*kind])).unwrap();
+    for profile in profiles {
+        let placement = cluster.allocate("node", std::slice::from_ref(&claims[*profile])).unwrap();
         cluster.occupy(&placement.allocations[0]).unwrap();
     }
     cluster
@@ -95,16 +95,16 @@ fn given(kinds: &[usize], claims: &[Value]) -> Cluster {
 #[test]
 fn two_halves_leave_no_room() {
     let claims = claims();
-    let cluster = given(&[4, 4], &claims);
-    for (claim, kind) in claims.iter().zip(&KINDS) {
+    let cluster = cluster_after(&[4, 4], &claims);
+    for (claim, profile) in claims.iter().zip(&PROFILES) {
         let refused = cluster.allocate("node", std::slice::from_ref(claim));
-        assert!(matches!(refused, Err(Failure::Refused(_))), "{}: {refused:?}", kind.name);
+        assert!(matches!(refused, Err(Failure::Refused(_))), "{}: {refused:?}", profile.name);
     }
 }
 
 #[test]
 fn small_instances_leave_half_the_gpu() {
-    given(&[0, 0, 0, 5], &claims());
+    cluster_after(&[0, 0, 0, 5], &claims());
 }
 
 proptest! {
@@ -112,22 +112,22 @@ proptest! {
 
     #[test]
     fn no_memory_slice_or_engine_is_given_twice(
-        steps in prop::collection::vec((0..KINDS.len(), any::<prop::sample::Index>(), any::<bool>()), 1..40),
+        steps in prop::collection::vec((0..PROFILES.len(), any::<prop::sample::Index>(), any::<bool>()), 1..40),
     ) {
         let (mut cluster, claims) = (cluster(), claims());
         let mut held: Vec<(Value, (usize, u32))> = Vec::new();
-        for (kind, which, ends) in steps {
+        for (profile, which, ends) in steps {
             if ends && !held.is_empty() {
                 let (ended, _) = held.swap_remove(which.index(held.len()));
                 cluster.release(&ended).unwrap();
             }
             let gpu: Gpu = held.iter().map(|(_, instance)| *instance).collect();
-            let outcome = cluster.allocate("node", std::slice::from_ref(&claims[kind]));
-            prop_assert_eq!(outcome.is_ok(), fits(&gpu, kind), "{:?} {}", gpu, KINDS[kind].name);
+            let outcome = cluster.allocate("node", std::slice::from_ref(&claims[profile]));
+            prop_assert_eq!(outcome.is_ok(), fits(&gpu, profile), "{:?} {}", gpu, PROFILES[profile].name);
             if let Ok(placement) = outcome {
                 let allocation = placement.allocations.into_iter().next().unwrap();
                 cluster.occupy(&allocation).unwrap();
-                let instance = instance(&allocation, kind);
+                let instance = instance(&allocation, profile);
                 prop_assert!(is_possible(&[gpu, vec![instance]].concat()));
                 held.push((allocation, instance));
             }
@@ -135,9 +135,9 @@ proptest! {
     }
 }
 
-/// A GPU with all that one can have: 43 profiles and places, eight memory slices, each engine.
+/// A GPU with as much as any can have: 43 profiles and placements, eight memory slices, engines of each kind.
 fn everything() -> MigObservation {
-    let kind = |number: u32, gpu_slices: u32, size: u32, starts: &[u32]| MigProfileObservation {
+    let profile = |number: u32, gpu_slices: u32, size: u32, starts: &[u32]| MigProfileObservation {
         id: 100 + number,
         number,
         gpu_slices,
@@ -148,17 +148,17 @@ fn everything() -> MigObservation {
     };
     let (seven, four, three) = ([0, 1, 2, 3, 4, 5, 6], [0, 2, 4, 6], [0, 2, 4]);
     let profiles = vec![
-        kind(0, 1, 1, &seven),
-        kind(7, 1, 1, &seven),
-        kind(10, 1, 1, &seven),
-        kind(13, 1, 1, &seven),
-        kind(9, 1, 2, &four),
-        kind(1, 2, 2, &three),
-        kind(11, 2, 2, &three),
-        kind(2, 3, 4, &[0, 4]),
-        kind(3, 4, 4, &[0]),
-        kind(12, 4, 4, &[0]),
-        kind(4, 7, 8, &[0]),
+        profile(0, 1, 1, &seven),
+        profile(7, 1, 1, &seven),
+        profile(10, 1, 1, &seven),
+        profile(13, 1, 1, &seven),
+        profile(9, 1, 2, &four),
+        profile(1, 2, 2, &three),
+        profile(11, 2, 2, &three),
+        profile(2, 3, 4, &[0, 4]),
+        profile(3, 4, 4, &[0]),
+        profile(12, 4, 4, &[0]),
+        profile(4, 7, 8, &[0]),
     ];
     MigObservation { enabled: true, devices: Vec::new(), profiles }
 }

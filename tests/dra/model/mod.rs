@@ -1,6 +1,6 @@
-//! What linkwise publishes through DRA, under a model of kube-scheduler's allocator: which GPUs claims get.
+//! The GPUs that claims get from linkwise's slices, by a model of kube-scheduler's allocator.
 //!
-//! The judge of a set of GPUs is the brute force of `tests/oracle`, which shares no code with the core.
+//! The oracle for a set of GPUs is the brute force of `tests/oracle`, which shares no code with the core.
 
 #![allow(
     clippy::unwrap_used,

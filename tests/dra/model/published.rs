@@ -1,4 +1,4 @@
-//! Built-in machines as nodes of a cluster: their slices, and what GPUs are free.
+//! Built-in machines as nodes of a cluster: their slices, and the GPUs that are free.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::dra::published::golden::run;
 use crate::oracle::{Set, places};
 
-/// NVIDIA's driver name, which linkwise takes by default.
+/// NVIDIA's driver name, which linkwise uses by default.
 pub const DRIVER: &str = "gpu.nvidia.com";
 
 /// NVIDIA's class of whole GPUs, as its DRA driver's chart has it.
@@ -24,7 +24,7 @@ pub const SHARED: &str = "shared-gpu.linkwise.dev";
 pub struct Node {
     pub name: &'static str,
     pub topology: Arc<NodeTopology>,
-    /// As the API server stored them.
+    /// The slices as the API server stores them.
     pub slices: Vec<Value>,
     /// The device of each GPU, by the GPU's place.
     pub devices: Vec<String>,
@@ -39,7 +39,7 @@ pub fn node(name: &'static str) -> Node {
     node_with(name, &[])
 }
 
-/// A built-in machine with further options of `linkwise dra`.
+/// A built-in machine as `linkwise dra` prints it with these options.
 pub fn node_with(name: &'static str, options: &[&str]) -> Node {
     let (topology, _) = NodeTopology::assemble(&machines::load(name).unwrap().observed);
     let topology = Arc::new(topology);
@@ -54,7 +54,7 @@ pub fn node_with(name: &'static str, options: &[&str]) -> Node {
     Node { name, topology, slices, devices }
 }
 
-/// What a command of linkwise prints as JSON.
+/// The JSON that a command of linkwise prints.
 pub fn printed(arguments: &[&str]) -> Value {
     let (text, _) = run(&[arguments, &["--format", "json"]].concat()).unwrap();
     serde_json::from_str(&text).unwrap()
@@ -72,7 +72,10 @@ pub fn accepted(object: &Value, namespace: Option<&str>) -> Value {
 
 /// DeviceClasses: NVIDIA's, that of shared GPUs, and DRANET's.
 pub fn classes() -> Vec<Value> {
-    let class = |name: &str, expression: &str| json!({"metadata": {"name": name}, "spec": {"selectors": [{"cel": {"expression": expression}}]}});
+    let class = |name: &str, expression: &str| {
+        let selectors = json!([{"cel": {"expression": expression}}]);
+        json!({"metadata": {"name": name}, "spec": {"selectors": selectors}})
+    };
     vec![
         class(CLASS, "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'"),
         class(SHARED, "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'shared-gpu'"),
@@ -85,7 +88,7 @@ pub fn claim(arguments: &[&str]) -> Value {
     accepted(&printed(&[&["claim"], arguments].concat()), Some("default"))
 }
 
-/// A claim for so many GPUs, with this constraint where one is given.
+/// A claim for this many GPUs, which match in the attribute if one is given.
 pub fn gpus(count: u32, attribute: Option<&str>) -> Value {
     let constraints: Vec<Value> = attribute.iter().map(|attribute| json!({"matchAttribute": attribute})).collect();
     exactly(json!({"deviceClassName": CLASS, "count": count}), &constraints)
@@ -112,14 +115,14 @@ impl Node {
         Cluster::new(&slices, &classes(), &[]).unwrap()
     }
 
-    /// The same with these GPUs free and the others in use.
+    /// A copy of the cluster in which these GPUs are free and the others in use.
     pub fn occupied(&self, cluster: &Cluster, free: Set) -> Cluster {
         let mut cluster = cluster.clone();
         cluster.occupy(&allocation(self, self.name, !free)).unwrap();
         cluster
     }
 
-    /// The GPUs that a claim gets of the free ones; `None` where it waits.
+    /// The GPUs that a claim gets of the free ones, or `None` if it waits.
     pub fn chosen(&self, cluster: &Cluster, free: Set, claim: &Value) -> Option<Set> {
         self.allocated(cluster, free, claim).map(|allocation| self.set_of(&allocation))
     }
@@ -154,7 +157,7 @@ impl Node {
         own["attributes"][name]["string"].as_str().map(str::to_owned)
     }
 
-    /// What may be free: everything up to 8 GPUs, some hundred states of more.
+    /// Sets of free GPUs to test: all sets of up to 8 GPUs, 300 random sets of more.
     pub fn availabilities(&self) -> Vec<Set> {
         let every = (1_u64 << self.gpus()) as Set - 1;
         if self.gpus() <= 8 {
@@ -166,14 +169,15 @@ impl Node {
     }
 }
 
-/// The allocation of a claim that has these GPUs of a machine, which has a name of its own in the cluster.
+/// The allocation of these GPUs of a machine that is called `name` in the cluster.
 pub fn allocation(node: &Node, name: &str, gpus: Set) -> Value {
     let held = (0..node.devices.len()).filter(|gpu| gpus & 1 << gpu != 0);
-    let result = |gpu: usize| json!({"request": "r", "driver": DRIVER, "pool": format!("{name}/gpu"), "device": node.devices[gpu]});
+    let pool = format!("{name}/gpu");
+    let result = |gpu: usize| json!({"request": "r", "driver": DRIVER, "pool": pool, "device": node.devices[gpu]});
     json!({"devices": {"results": held.map(result).collect::<Vec<_>>()}})
 }
 
-/// Sets as lists, for messages.
+/// The GPUs of a set, for messages.
 pub fn list(set: Set) -> Vec<usize> {
     places(set).collect()
 }

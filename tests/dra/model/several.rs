@@ -1,4 +1,4 @@
-//! Pods with several claims that fit nowhere: what an attempt costs the scheduler, in devices that it looks at.
+//! Pods with several claims that fit nowhere: the number of devices that the scheduler examines in an attempt.
 
 use std::collections::BTreeMap;
 
@@ -10,10 +10,11 @@ use crate::dra::model::published::{accepted, node, printed};
 use crate::unchanged_pods::several::becomes;
 use crate::unchanged_pods::{ON, put_template, read, server};
 
-/// Half a second of kube-scheduler 1.36.2 on 100 nodes: it took 8.2 s for 205,000 devices on each (docs/scale.md).
+/// The devices of each node that kube-scheduler 1.36.2 examines in half a second on 100 nodes: it took 8.2 s for
+/// 205,000 devices on each (docs/scale.md).
 const HALF_A_SECOND: u64 = 12_500;
 
-/// The most devices of an attempt of this model.
+/// The most devices that the model examines in an attempt.
 const MAX_STEPS: u64 = 20_000_000;
 
 /// The templates of manifests/dra/templates, as lists.
@@ -21,8 +22,8 @@ fn shipped() -> Vec<Value> {
     [2, 4, 8].map(|gpus| read(&format!("manifests/dra/templates/linkwise-gpus-{gpus}.yaml"))).into()
 }
 
-/// The same with all groups of a machine.
-fn of_machine(machine: &str) -> Vec<Value> {
+/// Templates with the same names for one machine, with all its groups.
+fn templates_for(machine: &str) -> Vec<Value> {
     let print = |gpus: &str| {
         let name = format!("linkwise-gpus-{gpus}");
         printed(&["claim", "--gpus", gpus, "--node", machine, "--kind", "template", "--name", &name])
@@ -43,29 +44,33 @@ fn claims(lists: &[Value]) -> BTreeMap<String, Value> {
     templates.map(claim).collect()
 }
 
-fn looked_at(cluster: &Cluster, node: &str, claims: &[Value]) -> u64 {
+/// The number of devices that the scheduler examines before it refuses these claims.
+fn steps(cluster: &Cluster, node: &str, claims: &[Value]) -> u64 {
     match cluster.allocate(node, claims) {
         Err(Failure::Refused(why)) => why[0].steps,
         other => panic!("{node}: {other:?}"),
     }
 }
 
-/// The worst of some pods without the policy, as a multiple of plain claims; panics where the policy does not bound one.
+/// The highest cost of a pod without the policy, as a multiple of that of plain claims. Panics if the policy does not
+/// bound the cost of a pod.
 async fn worst(name: &'static str, server: &ApiServerBox, lists: &[Value], pods: &[&[u32]]) -> u64 {
     let node = node(name);
     let (cluster, claims, mut worst) = (node.cluster(&[]).with_most_steps(MAX_STEPS), claims(lists), 0);
     for sizes in pods {
-        // One GPU too few is free: no other number has as many sets to try.
+        // One GPU too few is free: with no other number the scheduler tries as many sets.
         let free = sizes.iter().sum::<u32>().min(node.gpus()) - 1;
         let cluster = node.occupied(&cluster, (1 << free) - 1);
-        let asked: Vec<String> = sizes.iter().map(|gpus| format!("linkwise-gpus-{gpus}")).collect();
-        let asked: Vec<&str> = asked.iter().map(String::as_str).collect();
-        let of = |names: Vec<String>| names.iter().map(|name| claims[name].clone()).collect::<Vec<_>>();
-        let plain = looked_at(&cluster, name, &of(asked.iter().map(|name| format!("{name}-any")).collect()));
-        let bounded = looked_at(&cluster, name, &of(becomes(server, ON, &asked)));
+        let templates: Vec<String> = sizes.iter().map(|gpus| format!("linkwise-gpus-{gpus}")).collect();
+        let names: Vec<&str> = templates.iter().map(String::as_str).collect();
+        let cost = |templates: Vec<String>| {
+            steps(&cluster, name, &templates.iter().map(|name| claims[name].clone()).collect::<Vec<_>>())
+        };
+        let plain = cost(names.iter().map(|name| format!("{name}-any")).collect());
+        let bounded = cost(becomes(server, ON, &names));
         let most = (2 * plain).max(HALF_A_SECOND);
         assert!(bounded <= most, "{name} {sizes:?}: {bounded} devices, {plain} by plain claims");
-        worst = worst.max(looked_at(&cluster, name, &of(asked.iter().map(|&name| name.to_owned()).collect())) / plain);
+        worst = worst.max(cost(templates) / plain);
     }
     worst
 }
@@ -77,21 +82,21 @@ async fn policy_bounds_the_cost_of_several_claims() {
     for name in ["dgx1-v100", "aws-p5", "nvlink-bridge-pairs", "pcie-8x-pix-pairs"] {
         worst_of_all = worst_of_all.max(worst(name, &shared, &shipped(), &pods).await);
     }
-    // What the bound is for.
-    assert!(worst_of_all > 10, "claims with alternatives cost {worst_of_all} times as much as plain ones");
+    // Without such a cost the policy would not be needed.
+    assert!(worst_of_all > 10, "claims with alternatives cost only {worst_of_all} times as much as plain ones");
     worst("dgx2-v100", &shared, &shipped(), &[&[2, 2, 2], &[4, 4], &[8, 2], &[8, 4]]).await;
 }
 
-/// Templates of one machine list all its groups, up to eight alternatives.
+/// Templates for one machine list all its groups, up to eight alternatives.
 #[tokio::test]
 async fn policy_bounds_the_cost_of_many_alternatives() {
-    let (server, lists) = (server_of(of_machine("dgx1-v100")).await, of_machine("dgx1-v100"));
+    let (server, lists) = (server_with(templates_for("dgx1-v100")).await, templates_for("dgx1-v100"));
     let pods: [&[u32]; 6] = [&[2, 2], &[2, 4], &[4, 4], &[2, 2, 2], &[2, 2, 2, 2], &[2, 2, 4]];
     assert!(worst("dgx1-v100", &server, &lists, &pods).await > 10);
 }
 
-/// A server with these templates in the place of the shipped ones.
-async fn server_of(lists: Vec<Value>) -> ApiServerBox {
+/// A server with these templates instead of the shipped ones.
+async fn server_with(lists: Vec<Value>) -> ApiServerBox {
     let server = server().await;
     for template in lists.iter().flat_map(|list| list["items"].as_array().unwrap()) {
         let name = template["metadata"]["name"].as_str().unwrap();

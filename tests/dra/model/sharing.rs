@@ -1,4 +1,4 @@
-//! Claims that share GPUs, by shares and by memory; the sums are kept in books of the tests' own.
+//! Claims that share GPUs by shares and by memory. The expected sums are computed here, not by the core.
 
 use linkwise_scheduler_box::{Cluster, Failure};
 use serde_json::{Value, json};
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use crate::dra::model::published::{Node, SHARED, accepted, exactly, gpus, node_with};
 use crate::dra::published::golden::config;
 
-/// A DGX H100 with GPUs in shares: the first two in four, or as the row says.
+/// A DGX H100 with GPUs in four shares each; `row` says which GPUs.
 fn node(row: &str) -> Node {
     let sharing = format!("sharing: {{timeSlicing: {{resources: [{{name: nvidia.com/gpu, replicas: 4, {row}}}]}}}}");
     configured(&format!("version: v1\nlinkwise: {{naming: true}}\n{sharing}\n"))
@@ -17,12 +17,12 @@ fn configured(text: &str) -> Node {
     node_with("dgx-h100", &["--config-file", config(text).to_str().unwrap()])
 }
 
-/// A claim for a part of so many GPUs.
+/// A claim for a part of each of this many GPUs.
 fn part(count: u32, requests: &Value) -> Value {
     exactly(json!({"deviceClassName": SHARED, "count": count, "capacity": {"requests": requests}}), &[])
 }
 
-/// Allocates claims one after another; the first result of each.
+/// Allocates up to this many equal claims until one is refused, and returns the first result of each.
 fn results(node: &Node, cluster: &mut Cluster, claim: &Value, most: usize) -> Vec<Value> {
     let mut results = Vec::new();
     for _ in 0..most {
@@ -42,7 +42,7 @@ fn devices(results: &[Value]) -> Vec<&str> {
     results.iter().map(|result| result["device"].as_str().unwrap()).collect()
 }
 
-/// Memory of a GPU of 81,559 MiB in four shares, where a claim does not ask for any.
+/// The memory that a claim gets by default of a GPU of 81,559 MiB in four shares.
 const QUARTER: &str = "20389Mi";
 
 #[test]
@@ -69,7 +69,7 @@ fn half_a_gpu_is_allocated_by_shares_or_by_memory() {
     assert_eq!(by_memory.len(), 1, "the GPU has a little less than 80 GiB");
     let by_memory = results(&node, &mut node.cluster(&[]), &part(1, &json!({"memory": "39Gi"})), 9);
     assert_eq!(by_memory.len(), 2);
-    // Who does not ask for memory takes a share's worth: what is left is told truly.
+    // A claim that does not ask for memory takes a share's worth, so it does not fit into less.
     let mut cluster = node.cluster(&[]);
     assert_eq!(results(&node, &mut cluster, &part(1, &json!({"memory": "60Gi"})), 9).len(), 1);
     assert_eq!(results(&node, &mut cluster, &part(1, &json!({})), 9).len(), 0);
@@ -80,19 +80,20 @@ fn half_a_gpu_is_allocated_by_shares_or_by_memory() {
 fn odd_capacity_requests_are_rounded_or_refused() {
     let node = node("devices: all");
     let cluster = node.cluster(&[]);
-    for (asked, shares, memory) in [
+    for (requests, shares, memory) in [
         (json!({"shares": "0"}), "1", QUARTER),
         (json!({"shares": "1500m"}), "2", QUARTER),
         (json!({"memory": "0"}), "1", "1Mi"),
         (json!({"memory": "1000M"}), "1", "954Mi"),
         (json!({"memory": "81559Mi", "shares": "4"}), "4", "81559Mi"),
     ] {
-        let got = results(&node, &mut cluster.clone(), &part(1, &asked), 1);
-        assert_eq!(got[0]["consumedCapacity"], json!({"shares": shares, "memory": memory}), "{asked}");
+        let got = results(&node, &mut cluster.clone(), &part(1, &requests), 1);
+        assert_eq!(got[0]["consumedCapacity"], json!({"shares": shares, "memory": memory}), "{requests}");
     }
-    for asked in [json!({"shares": "5"}), json!({"memory": "80Gi"}), json!({"cores": "1"})] {
-        let Err(Failure::Refused(why)) = cluster.allocate(node.name, &[part(1, &asked)]) else { panic!("{asked}") };
-        assert_eq!((why[0].selected, why[0].short), (8, 8), "{asked}: {}", why[0]);
+    for requests in [json!({"shares": "5"}), json!({"memory": "80Gi"}), json!({"cores": "1"})] {
+        let allocated = cluster.allocate(node.name, &[part(1, &requests)]);
+        let Err(Failure::Refused(why)) = allocated else { panic!("{requests}") };
+        assert_eq!((why[0].selected, why[0].short), (8, 8), "{requests}: {}", why[0]);
     }
 }
 
@@ -123,7 +124,7 @@ fn manifest_classes_keep_shares_and_gpus_apart() {
     let mut cluster = Cluster::new(&node.slices, &classes(), &[]).unwrap();
     assert_eq!(results(&node, &mut cluster, &gpus(1, None), 9).len(), 7);
     assert_eq!(devices(&results(&node, &mut cluster, &part(1, &json!({})), 9)), ["gpu-0"; 4]);
-    // Pods without a claim, by the class's extended resource.
+    // Pods without a claim ask for the class's extended resource.
     let mut cluster = Cluster::new(&node.slices, &classes(), &[]).unwrap();
     let claim = cluster.extended_claim("default", "pod", &[vec![("nvidia.com/gpu.shared", 1)]]).unwrap();
     assert_eq!(devices(&results(&node, &mut cluster, &claim, 9)), ["gpu-0"; 4]);

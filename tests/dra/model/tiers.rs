@@ -1,10 +1,10 @@
-//! Claims with alternatives: the tiered groups, the best set first.
+//! Claims with alternatives, which name the groups of each tier, the best first.
 
 use crate::dra::model::published::{Node, claim, list, node, nodes};
 use crate::oracle::{Oracle, Set, subsets};
 use serde_json::Value;
 
-/// How often the claim gets the best collective that is free, and the mean share of it, both in per mille.
+/// The share of states in which a claim gets the best free set, and its mean share of that set's collective; per mille.
 fn rate(node: &Node, count: u32) -> (u64, u64) {
     rate_of(node, count, &claim(&["--gpus", &count.to_string()]))
 }
@@ -26,7 +26,7 @@ fn rate_of(node: &Node, count: u32, claim: &Value) -> (u64, u64) {
     (best_ones * 1000 / states, shares / states)
 }
 
-/// A claim for a fleet of one kind of machine.
+/// A claim for a fleet of this machine only.
 fn fleet(node: &Node, count: u32) -> Value {
     claim(&["--gpus", &count.to_string(), "--node", node.name, "--node", node.name])
 }
@@ -41,8 +41,9 @@ fn claim_for_two_always_gets_the_best_pair() {
     }
 }
 
-/// Fours of a hybrid cube mesh have five tiers, of which the 16 sets of the third overlap too much for eight alternatives. A
-/// claim for any machine lists the first two, one for this machine all that it has, and one for a fleet of it gets no less.
+/// Sets of four GPUs of a hybrid cube mesh have five tiers; the 16 sets of the third overlap too much for eight
+/// alternatives. A claim for any machine lists the first two tiers, and one for this machine lists all its groups. A
+/// claim for a fleet of the machine gets no less than one for any machine.
 #[test]
 fn claim_for_four_gets_the_best_four_or_nearly() {
     for node in nodes().filter(|node| node.gpus() >= 4) {
@@ -82,7 +83,7 @@ fn strict_claim_takes_the_same_group_or_waits() {
                 (None, None) => {}
             }
         }
-        // Where all sets are alike, none is worth waiting for.
+        // If all sets are equally good, a strict claim never waits.
         let is_uniform = ["workstation-a6000", "dgx-h100"].contains(&name);
         assert!(taken > 0 && (waits == 0) == is_uniform, "{name}: {taken} taken, {waits} wait");
     }

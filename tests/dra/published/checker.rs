@@ -1,18 +1,19 @@
-//! A pool of ResourceSlices: each slice is stored by the API server in the box as it was sent, and all make one pool.
+//! A checker of ResourceSlices: the API server in the box stores each slice as sent, and all slices make one pool.
 
 use std::collections::BTreeSet;
 
 use linkwise_api_server_box::{Gates, ResourceType, stored};
 use serde_json::{Value, json};
 
-/// Kubernetes 1.34 takes so many taints of a device; the box takes those of 1.36.
-const TAINTS: usize = 4;
+/// The most taints of a device that Kubernetes 1.34 accepts. The box has the limit of 1.36.
+const MAX_TAINTS: usize = 4;
 
-fn list(of: &Value) -> impl Iterator<Item = &Value> {
-    of.as_array().into_iter().flatten()
+/// The items of a list that may be absent.
+fn list(value: &Value) -> impl Iterator<Item = &Value> {
+    value.as_array().into_iter().flatten()
 }
 
-/// Checks the specifications of all slices of a pool; panics with what is wrong.
+/// Checks the specifications of all slices of a pool, and panics if one breaks a rule.
 pub fn check(slices: &[Value]) {
     let (mut names, mut shared, mut consumed) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
     let counters = |set: &Value, name: &str| -> Vec<(String, String)> {
@@ -30,7 +31,7 @@ pub fn check(slices: &[Value]) {
         taints.flatten().for_each(|taint| drop(taint.as_object_mut().unwrap().remove("timeAdded")));
         for device in list(&slice["devices"]) {
             assert!(names.insert(device["name"].to_string()), "{device} twice");
-            assert!(list(&device["taints"]).count() <= TAINTS, "{device}");
+            assert!(list(&device["taints"]).count() <= MAX_TAINTS, "{device}");
             consumed.extend(list(&device["consumesCounters"]).flat_map(|set| counters(set, "counterSet")));
         }
         for counter in list(&slice["sharedCounters"]).flat_map(|set| counters(set, "name")) {
@@ -38,8 +39,8 @@ pub fn check(slices: &[Value]) {
         }
         let mut sent = slice.clone();
         sent.as_object_mut().unwrap().retain(|_, part| part.as_array().is_none_or(|list| !list.is_empty()));
-        assert_eq!(kept, sent, "the server stores it otherwise");
+        assert_eq!(kept, sent, "the server does not store the slice as sent");
     }
-    // A pool in which a device consumes what is not there is invalid, and none of it is allocated.
+    // If a device consumes counters that the pool lacks, the scheduler allocates no device of the pool.
     assert!(consumed.is_subset(&shared), "{:?}", consumed.difference(&shared));
 }

@@ -1,4 +1,4 @@
-//! `linkwise claim`: manifests within the limits of `resource.k8s.io/v1`, that ask for what is published.
+//! `linkwise claim`: manifests within the limits of `resource.k8s.io/v1` that ask for published attributes.
 
 use std::collections::BTreeSet;
 
@@ -9,15 +9,15 @@ use super::fleet;
 use super::golden::{are_refused, holds, linkwise};
 use super::limits::published;
 
-/// A claim that the API server takes, of which nothing is said.
+/// A claim that the API server accepts, printed with nothing on standard error.
 fn claim(args: &[&str]) -> Value {
-    let (claim, said) = fleet::claim(args).unwrap();
-    assert_eq!(said, "", "{args:?}");
+    let (claim, stderr) = fleet::claim(args).unwrap();
+    assert_eq!(stderr, "", "{args:?}");
     claim
 }
 
-/// The names of what a claim asks for, `request/alternative` where there are several. All of it is no more than an
-/// allocation may have.
+/// Checks that an allocation may have all devices of a claim. Returns the names of requests, `request/alternative` for
+/// those with alternatives.
 fn check(devices: &Value) -> Vec<String> {
     let (mut names, mut all) = (Vec::new(), 0);
     for request in devices["requests"].as_array().unwrap() {
@@ -29,8 +29,8 @@ fn check(devices: &Value) -> Vec<String> {
         }
         let alternatives = request["firstAvailable"].as_array().unwrap();
         all += alternatives[0]["count"].as_u64().unwrap();
-        assert!(alternatives.iter().all(|of| of["count"] == alternatives[0]["count"]), "{request}");
-        names.extend(alternatives.iter().map(|of| format!("{name}/{}", of["name"].as_str().unwrap())));
+        assert!(alternatives.iter().all(|one| one["count"] == alternatives[0]["count"]), "{request}");
+        names.extend(alternatives.iter().map(|one| format!("{name}/{}", one["name"].as_str().unwrap())));
     }
     assert!(all <= 32, "{all} devices");
     names
@@ -60,7 +60,7 @@ fn claims_of_every_size_are_within_the_limits() {
     }
 }
 
-/// A strict claim lists what the usual one does but any GPUs, and all other groups of its size.
+/// A strict claim lists the groups of the usual claim and all others of its size, but not `any`.
 #[test]
 fn strict_claims_list_every_group_and_not_any() {
     for gpus in 1..=32 {
@@ -69,7 +69,7 @@ fn strict_claims_list_every_group_and_not_any() {
             let devices = claim(&[&["--gpus", &count], args].concat())["spec"]["devices"].clone();
             check(&devices);
             let alternatives = devices["requests"][0]["firstAvailable"].as_array().cloned().unwrap_or_default();
-            alternatives.iter().map(|of| of["name"].as_str().unwrap().to_owned()).collect()
+            alternatives.iter().map(|one| one["name"].as_str().unwrap().to_owned()).collect()
         };
         let (mut usual, strict) = (listed(&[]), listed(&["--strict"]));
         assert_eq!(usual.pop().unwrap_or("any".to_owned()), "any", "{gpus}");
@@ -101,9 +101,9 @@ fn claims_find_every_group_that_machines_publish() {
                 assert!(known.contains(key), "{}: {key}", machine.name);
             }
         }
-        let of_machine = claim(&["--gpus", "2", "--node", machine.name])["spec"]["devices"].clone();
+        let devices = claim(&["--gpus", "2", "--node", machine.name])["spec"]["devices"].clone();
         let published = published(&machines::load(machine.name).unwrap().observed, &[]);
-        for constraint in of_machine["constraints"].as_array().into_iter().flatten() {
+        for constraint in devices["constraints"].as_array().into_iter().flatten() {
             let attribute = constraint["matchAttribute"].as_str().unwrap();
             assert!(published.iter().any(|device| device.attributes.contains_key(attribute)), "{}", machine.name);
         }
@@ -131,22 +131,20 @@ fn claims_are_printed_as_documented() {
 
 #[test]
 fn claims_on_rails_ask_for_as_many_gpus_on_each() {
-    for (gpus, rails, named) in [(4, "0-3", &[0, 1, 2, 3][..]), (8, "0-3", &[0, 1, 2, 3]), (2, "7,5", &[7, 5])] {
+    for (gpus, rails, numbers) in [(4, "0-3", &[0, 1, 2, 3][..]), (8, "0-3", &[0, 1, 2, 3]), (2, "7,5", &[7, 5])] {
         let args = ["--gpus", &gpus.to_string(), "--rails", rails];
         let devices = claim(&args)["spec"]["devices"].clone();
-        let requests: Vec<String> = named.iter().map(|rail| format!("rail-{rail}")).collect();
+        let requests: Vec<String> = numbers.iter().map(|rail| format!("rail-{rail}")).collect();
         assert_eq!(check(&devices), requests, "{rails}");
-        for (request, rail) in devices["requests"].as_array().unwrap().iter().zip(named) {
+        for (request, rail) in devices["requests"].as_array().unwrap().iter().zip(numbers) {
             let exactly = &request["exactly"];
-            assert_eq!(exactly["count"], gpus / named.len());
+            assert_eq!(exactly["count"], gpus / numbers.len());
             let selector = exactly["selectors"][0]["cel"]["expression"].as_str().unwrap();
             assert!(selector.ends_with(&format!(".rail == {rail}")), "{selector}");
         }
     }
-    assert_eq!(
-        claim(&["--gpus", "8", "--rails", "0-3", "--node", "dgx1-v100"]),
-        claim(&["--gpus", "8", "--rails", "0-3"])
-    );
+    let for_any_machine = claim(&["--gpus", "8", "--rails", "0-3"]);
+    assert_eq!(claim(&["--gpus", "8", "--rails", "0-3", "--node", "dgx1-v100"]), for_any_machine);
 }
 
 #[test]

@@ -1,5 +1,6 @@
-//! What DCGM exporter reads in slices to know whose GPU or MIG device it measures: `type`, `uuid`, `parentUUID` and
-//! `profile`, and the name of a MIG device without `uuid` (internal/pkg/transformation/dra.go of 4.8.2 and 4.8.4).
+//! The attributes by which DCGM exporter maps slices to the GPUs and MIG devices that it measures: `type`, `uuid`,
+//! `parentUUID`, `profile`, and a MIG device's name if it lacks `uuid` (internal/pkg/transformation/dra.go of 4.8.2 and
+//! 4.8.4).
 
 use std::collections::BTreeSet;
 
@@ -11,7 +12,7 @@ use super::limits::{self, rich};
 use super::mig::{self, DEVICE};
 use super::shares;
 
-/// A device as DCGM exporter knows it.
+/// A device as DCGM exporter identifies it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Known<'a> {
     Gpu { uuid: &'a str },
@@ -76,7 +77,7 @@ fn mig_device_is_known_by_its_uuid_or_its_name() {
     }
 }
 
-/// docs/monitoring.md says so.
+/// DCGM exporter does not know the type of shared GPUs, as docs/monitoring.md says.
 #[test]
 fn shared_gpu_is_unknown() {
     let observed = machines::load("dgx1-v100").unwrap().observed;

@@ -1,4 +1,4 @@
-//! docs/dra.md: its claims are what the command prints, and its tables have every attribute.
+//! docs/dra.md: its claims are those that the command prints, and its tables have every attribute.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -82,7 +82,6 @@ fn documented_attributes_are_those_that_are_published() {
         let cell = line.split('|').nth(1).unwrap_or_default();
         cell.split('`').skip(1).step_by(2).map(str::to_owned).collect::<Vec<_>>()
     });
-    // Keys of taints.
     let is_taint = |key: &str| ["linkwise.dev/unhealthy", "linkwise.dev/cordoned"].contains(&key);
     for key in named.filter(|name| name.starts_with("linkwise.dev/") && !is_group(name) && !is_taint(name)) {
         assert!(keys.contains(&key), "docs/dra.md: no machine has {key}");

@@ -1,4 +1,4 @@
-//! `linkwise claim --exact`: which group it names for a machine and for a cluster of slices, and what it says.
+//! `linkwise claim --exact`: the group that it names for a machine and for a cluster, and its report.
 
 use std::io::Write as _;
 
@@ -7,13 +7,13 @@ use serde_json::{Value, json};
 use super::fleet::nodes;
 use super::golden::{are_refused, holds, linkwise, run};
 
-/// The attribute of the last constraint, and what goes to standard error.
+/// The attribute of the claim's last constraint, and the command's standard error.
 fn named(args: &[&str]) -> (Option<String>, String) {
-    let (printed, said) = run(&[&["claim", "--exact", "--format", "json"], args].concat()).unwrap();
+    let (printed, stderr) = run(&[&["claim", "--exact", "--format", "json"], args].concat()).unwrap();
     let claim: Value = serde_json::from_str(&printed).unwrap();
     let constraints = claim["spec"]["devices"]["constraints"].as_array();
     let last = constraints.and_then(|constraints| constraints.last());
-    (last.map(|last| last["matchAttribute"].as_str().unwrap().to_owned()), said)
+    (last.map(|last| last["matchAttribute"].as_str().unwrap().to_owned()), stderr)
 }
 
 /// The slices of a node.
@@ -41,11 +41,11 @@ fn exact_claims_are_printed_as_documented() {
     {
         holds(&format!("claim-{name}"), &linkwise(&[&["claim", "--exact"], args].concat()));
     }
-    let said = |machine: &str| {
+    let reports = |machine: &str| {
         let sizes = ["1", "2", "3", "4", "8"].map(|size| named(&["--gpus", size, "--node", machine]).1);
         sizes.concat()
     };
-    holds("claim-exact-says", &["dgx1-v100", "aws-p5", "pcie-8x-pix-pairs"].map(said).join("\n"));
+    holds("claim-exact-says", &["dgx1-v100", "aws-p5", "pcie-8x-pix-pairs"].map(reports).join("\n"));
 }
 
 #[test]
@@ -59,18 +59,18 @@ fn one_gpu_needs_no_group() {
 fn exact_claim_names_the_best_group_of_most_nodes() {
     for (kinds, size, group) in [
         (&[("dgx1-v100", 2)][..], "4", "quad1a"),
-        // Behind NVSwitches all GPUs are alike, and a larger group is free more often.
+        // Behind NVSwitches all sets are equally good, and a larger group has free GPUs more often.
         (&[("dgx-h100", 2)], "4", "octet1a"),
-        // The best group of three nodes, against that of one.
+        // The best group of three nodes counts more than that of one.
         (&[("dgx-h100", 1), ("dgx1-v100", 3)], "4", "quad1a"),
         (&[("dgx-h100", 3), ("dgx1-v100", 1)], "2", "pair1a"),
         (&[("dgx-h100", 1), ("gb200-nvl72-node", 1)], "4", "nvlinkDomain"),
     ] {
         let slices = nodes(kinds);
         let (json, yaml) = (file(&slices, false), file(&slices, true));
-        let (found, said) = named(&["--gpus", size, &cluster(&json)]);
-        assert_eq!(found, Some(format!("linkwise.dev/{group}")), "{kinds:?}: {said}");
-        assert_eq!(named(&["--gpus", size, &cluster(&yaml)]), (found, said));
+        let (found, stderr) = named(&["--gpus", size, &cluster(&json)]);
+        assert_eq!(found, Some(format!("linkwise.dev/{group}")), "{kinds:?}: {stderr}");
+        assert_eq!(named(&["--gpus", size, &cluster(&yaml)]), (found, stderr));
     }
 }
 
@@ -78,36 +78,36 @@ fn exact_claim_names_the_best_group_of_most_nodes() {
 fn nodes_without_the_group_are_named() {
     let mut all = slices("dgx1-v100", "mesh");
     all.extend(slices("gb200-nvl72-node", "tray"));
-    let (group, said) = named(&["--gpus", "8", &cluster(&file(&all, false))]);
+    let (group, stderr) = named(&["--gpus", "8", &cluster(&file(&all, false))]);
     assert_eq!(group.as_deref(), Some("linkwise.dev/octet1a"));
-    assert!(said.contains("on 1 of 2 nodes") && said.contains("(tray): no linkwise.dev/octet1a"), "{said}");
+    assert!(stderr.contains("on 1 of 2 nodes") && stderr.contains("(tray): no linkwise.dev/octet1a"), "{stderr}");
 }
 
-/// A machine that no built-in one is like: the tiers in the names count, and no bandwidth is told.
+/// If a machine resembles no built-in one, the tiers in the groups' names decide, and no bandwidth is printed.
 #[test]
 fn unknown_machine_is_described_by_groups_alone() {
     let mut all = slices("dgx-h100", "n");
     for device in all[0]["spec"]["devices"].as_array_mut().unwrap() {
         device["attributes"]["productName"]["string"] = json!("Other\u{1b}[2J");
     }
-    let (group, said) = named(&["--gpus", "4", &cluster(&file(&all, false))]);
+    let (group, stderr) = named(&["--gpus", "4", &cluster(&file(&all, false))]);
     assert_eq!(group.as_deref(), Some("linkwise.dev/quad1a"));
-    assert!(said.contains("1 node of 8 Other") && !said.contains("GB/s") && !said.contains('\u{1b}'), "{said}");
+    assert!(stderr.contains("1 node of 8 Other") && !stderr.contains("GB/s") && !stderr.contains('\u{1b}'), "{stderr}");
 }
 
-/// What the scheduler does not offer to claims is no group's.
+/// The scheduler does not give such devices to claims, so they are in no group.
 #[test]
 fn sick_old_and_incomplete_devices_do_not_count() {
     let (whole, mut sick) = (slices("dgx1-v100", "n"), slices("dgx1-v100", "n"));
     let taint = json!([{"key": "gpu.nvidia.com/xid", "effect": "NoSchedule"}]);
     sick[0]["spec"]["devices"][0]["taints"] = taint;
-    let (_, said) = named(&["--gpus", "8", "--near", "nic", &cluster(&file(&whole, false))]);
-    assert!(said.contains("room for 1 claim of 8"), "{said}");
-    let refused = |slices: &[Value], words: &str| {
-        are_refused(&["claim", "--exact", "--gpus", "8"], &[(&[&cluster(&file(slices, false))], words)]);
+    let (_, stderr) = named(&["--gpus", "8", "--near", "nic", &cluster(&file(&whole, false))]);
+    assert!(stderr.contains("room for 1 claim of 8"), "{stderr}");
+    let refused = |slices: &[Value], error: &str| {
+        are_refused(&["claim", "--exact", "--gpus", "8"], &[(&[&cluster(&file(slices, false))], error)]);
     };
     refused(&sick, "no group has 8 GPUs (1 node of 7");
-    // The newer generation is still being written.
+    // The newer generation of the pool is still being written.
     let mut newer = sick[0].clone();
     newer["metadata"]["name"] = json!("newer");
     newer["spec"]["pool"]["generation"] = json!(2);

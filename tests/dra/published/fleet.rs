@@ -1,4 +1,4 @@
-//! `linkwise claim` for a fleet of unlike machines: the alternatives, what is said of them, and what is refused.
+//! `linkwise claim` for a fleet of unlike machines: alternatives, the report on standard error, and refusals.
 
 use std::path::Path;
 
@@ -8,13 +8,12 @@ use serde_json::{Value, json};
 use super::exact::{cluster, file, slices};
 use super::golden::{are_refused, holds, run};
 
-/// The claim, and what goes to standard error.
+/// The claim that the command prints, which the API server accepts, and the command's standard error.
 pub fn claim(args: &[&str]) -> Result<(Value, String), String> {
-    let (printed, said) = run(&[&["claim", "--format", "json"], args].concat())?;
+    let (printed, stderr) = run(&[&["claim", "--format", "json"], args].concat())?;
     let claim: Value = serde_json::from_str(&printed).unwrap();
-    // Names, selectors and constraints are what the API takes.
     stored(&ResourceType::RESOURCE_CLAIMS, Some("default"), Gates::default(), &claim).unwrap();
-    Ok((claim, said))
+    Ok((claim, stderr))
 }
 
 /// The alternatives, each with its attribute and its selector.
@@ -22,12 +21,12 @@ fn alternatives(claim: &Value) -> Vec<(String, Option<String>, Option<String>)> 
     let devices = &claim["spec"]["devices"];
     let constraint = |name: &str| {
         let constraints = devices["constraints"].as_array().into_iter().flatten();
-        let own = constraints.clone().find(|of| of["requests"] == json!([format!("gpus/{name}")]));
-        own.map(|of| of["matchAttribute"].as_str().unwrap().to_owned())
+        let own = constraints.clone().find(|one| one["requests"] == json!([format!("gpus/{name}")]));
+        own.map(|own| own["matchAttribute"].as_str().unwrap().to_owned())
     };
-    let alternative = |of: &Value| {
-        let name = of["name"].as_str().unwrap();
-        let selector = of["selectors"][0]["cel"]["expression"].as_str();
+    let alternative = |request: &Value| {
+        let name = request["name"].as_str().unwrap();
+        let selector = request["selectors"][0]["cel"]["expression"].as_str();
         (name.to_owned(), constraint(name), selector.map(str::to_owned))
     };
     devices["requests"][0]["firstAvailable"].as_array().into_iter().flatten().map(alternative).collect()
@@ -35,28 +34,27 @@ fn alternatives(claim: &Value) -> Vec<(String, Option<String>, Option<String>)> 
 
 #[test]
 fn fleet_of_unlike_machines_has_one_order() {
-    let mut told = String::new();
+    let mut text = String::new();
     for (nodes, size) in [
         (&["dgx1-v100", "pcie-8x-pix-pairs", "dgx-a100"][..], "2"),
         (&["dgx1-v100", "pcie-8x-pix-pairs", "dgx-a100"], "4"),
         (&["dgx1-v100", "dgx-h100", "hgx-h200"], "2"),
         (&["nvlink-bridge-pairs", "dgx1-v100", "workstation-a6000", "dgx-a100", "dgx-h100"], "2"),
     ] {
-        let named: Vec<&str> = nodes.iter().flat_map(|node| ["--node", node]).collect();
-        let (claim, said) = claim(&[&["--gpus", size], &named[..]].concat()).unwrap();
-        told += &format!("{size} GPUs, {}\n{said}", named.join(" "));
+        let options: Vec<&str> = nodes.iter().flat_map(|node| ["--node", node]).collect();
+        let (claim, stderr) = claim(&[&["--gpus", size], &options[..]].concat()).unwrap();
+        text += &format!("{size} GPUs, {}\n{stderr}", options.join(" "));
         for (name, attribute, selector) in alternatives(&claim) {
-            told += &format!("  {name}: {}", attribute.as_deref().unwrap_or("any"));
-            told += &selector
+            text += &format!("  {name}: {}", attribute.as_deref().unwrap_or("any"));
+            text += &selector
                 .map(|selector| format!(", {}", selector.rsplit(".productName ").next().unwrap()))
                 .unwrap_or_default();
-            told += "\n";
+            text += "\n";
         }
     }
-    holds("claim-fleet", &told);
+    holds("claim-fleet", &text);
 }
 
-/// The slices of a cluster and its machines by name give one claim.
 #[test]
 fn slices_and_machine_names_give_one_claim() {
     let machines = ["dgx1-v100", "pcie-8x-pix-pairs", "dgx-a100"];
@@ -73,10 +71,10 @@ fn slices_and_machine_names_give_one_claim() {
     }
 }
 
-/// A machine that no known one is like comes last, and a file of it says what its groups carry.
+/// The bandwidths of a machine that resembles no built-in one are unknown, unless its file is given.
 #[test]
 fn unknown_machine_comes_last_until_its_file_is_given() {
-    // Its model's name is made to break out of a string of CEL, and a terminal.
+    // The model's name tries to end a string literal of CEL.
     let model = r#"Other "]\ || true"#;
     let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/host/src/machines/dgx-a100.yaml");
     let text = std::fs::read_to_string(machine).unwrap().replace("NVIDIA A100-SXM4-40GB", &format!("'{model}'"));
@@ -87,35 +85,35 @@ fn unknown_machine_comes_last_until_its_file_is_given() {
     all.extend(slices(node, "other"));
     let all = file(&all, false);
 
-    let (found, said) = claim(&["--gpus", "2", &cluster(&all)]).unwrap();
-    assert!(said.contains("bandwidths unknown"), "{said}");
+    let (found, stderr) = claim(&["--gpus", "2", &cluster(&all)]).unwrap();
+    assert!(stderr.contains("bandwidths unknown"), "{stderr}");
     let first = &alternatives(&found)[0];
     assert_eq!(first.1.as_deref(), Some("linkwise.dev/pair1a"));
     assert!(first.2.as_ref().is_some_and(|selector| selector.contains("V100")), "{first:?}");
 
-    let (found, said) = claim(&["--gpus", "2", &cluster(&all), "--node", node]).unwrap();
-    assert!(!said.contains("unknown"), "{said}");
+    let (found, stderr) = claim(&["--gpus", "2", &cluster(&all), "--node", node]).unwrap();
+    assert!(!stderr.contains("unknown"), "{stderr}");
     let first = &alternatives(&found)[0];
     let selector = first.2.as_deref().unwrap();
     assert!(selector.ends_with(r#"in ["Other \"]\\ || true"]"#), "{selector}");
 }
 
-/// So many nodes of each machine.
+/// The slices of a cluster with this many nodes of each machine.
 pub fn nodes(machines: &[(&str, usize)]) -> Vec<Value> {
-    let of = |(machine, count): &(&str, usize)| -> Vec<Value> {
+    let slices_of = |(machine, count): &(&str, usize)| -> Vec<Value> {
         (0..*count).flat_map(|number| slices(machine, &format!("{machine}-{number}"))).collect()
     };
-    machines.iter().flat_map(of).collect()
+    machines.iter().flat_map(slices_of).collect()
 }
 
-/// The attributes of the alternatives, in their order.
+/// The attributes of the alternatives, in their order, and the command's standard error.
 fn attributes(slices: &[Value], options: &[&str]) -> (Vec<String>, String) {
-    let (found, said) = claim(&[&[cluster(&file(slices, false)).as_str()], options].concat()).unwrap();
+    let (found, stderr) = claim(&[&[cluster(&file(slices, false)).as_str()], options].concat()).unwrap();
     let alternatives = alternatives(&found).into_iter().filter_map(|(_, attribute, _)| attribute);
-    (alternatives.map(|attribute| attribute.replace("linkwise.dev/", "")).collect(), said)
+    (alternatives.map(|attribute| attribute.replace("linkwise.dev/", "")).collect(), stderr)
 }
 
-/// A node that lacks a GPU has groups of its own. It is taken for the others with its model.
+/// A node that lacks a GPU has other groups, and still counts as one of the nodes with its model.
 #[test]
 fn node_with_a_sick_gpu_does_not_change_the_order() {
     let mut all = nodes(&[("dgx1-v100", 3), ("pcie-8x-pix-pairs", 2)]);
@@ -124,20 +122,20 @@ fn node_with_a_sick_gpu_does_not_change_the_order() {
         let mut sick = slices("dgx1-v100", "sick");
         sick[0]["spec"]["devices"][0]["taints"] = json!([{"key": "gpu.nvidia.com/xid", "effect": "NoSchedule"}]);
         all.extend(sick);
-        let (found, said) = attributes(&all, &["--gpus", size]);
+        let (found, stderr) = attributes(&all, &["--gpus", size]);
         assert_eq!(found, healthy);
-        assert!(said.contains("4 nodes with Tesla V100-SXM2-32GB") && !said.contains("unknown"), "{said}");
+        assert!(stderr.contains("4 nodes with Tesla V100-SXM2-32GB") && !stderr.contains("unknown"), "{stderr}");
         all.truncate(5);
     }
 }
 
-/// The best machine is first however rare it is.
+/// The best machine comes first, even if it is rare.
 #[test]
 fn rare_machine_has_its_alternative() {
     let all = nodes(&[("pcie-8x-pix-pairs", 90), ("dgx-h100", 1)]);
-    let (found, said) = attributes(&all, &["--gpus", "2"]);
+    let (found, stderr) = attributes(&all, &["--gpus", "2"]);
     assert_eq!(found[..2], ["octet1a", "pair1a"]);
-    assert!(said.starts_with("linkwise: gpus/octet1a: 370.8 GB/s or more, on 1 node of 8 NVIDIA H100"), "{said}");
+    assert!(stderr.starts_with("linkwise: gpus/octet1a: 370.8 GB/s or more, on 1 node of 8 NVIDIA H100"), "{stderr}");
 }
 
 #[test]
@@ -146,16 +144,14 @@ fn ignored_nodes_are_counted_on_stderr() {
     mixed[0]["spec"]["devices"][0]["attributes"]["productName"]["string"] = json!("Other");
     let mut all = nodes(&[("dgx1-v100", 1), ("dgx-a100", 1), ("gb200-nvl72-node", 2)]);
     all.extend(mixed);
-    let (_, said) = attributes(&all, &["--gpus", "8"]);
-    assert!(
-        said.contains("2 nodes with too few GPUs") && said.contains("1 node with GPUs of several models"),
-        "{said}"
-    );
-    assert!(!said.contains("unknown"), "{said}");
-    // Where all sets are alike, alternatives would only cost.
-    let (found, said) = attributes(&nodes(&[("dgx-h100", 2), ("aws-p5", 1)]), &["--gpus", "2"]);
-    assert!(found.is_empty() && said.contains("any 2 GPUs have the same bandwidth"), "{found:?} {said}");
-    // A kind for each node: those beyond the most are left out, and counted.
+    let (_, stderr) = attributes(&all, &["--gpus", "8"]);
+    for part in ["2 nodes with too few GPUs", "1 node with GPUs of several models"] {
+        assert!(stderr.contains(part) && !stderr.contains("unknown"), "{stderr}");
+    }
+    // If all sets have the same bandwidth, alternatives would only cost the scheduler time.
+    let (found, stderr) = attributes(&nodes(&[("dgx-h100", 2), ("aws-p5", 1)]), &["--gpus", "2"]);
+    assert!(found.is_empty() && stderr.contains("any 2 GPUs have the same bandwidth"), "{found:?} {stderr}");
+    // Each node has another model. Those above the limit are ignored and counted.
     let many: Vec<Value> = (0..70)
         .flat_map(|number| {
             let mut slices = slices("nvlink-bridge-pairs", &format!("n{number}"));
@@ -165,11 +161,14 @@ fn ignored_nodes_are_counted_on_stderr() {
             slices
         })
         .collect();
-    let (_, said) = attributes(&many, &["--gpus", "2"]);
-    assert!(said.contains("6 of the nodes are ignored") && said.contains("48 nodes with further models"), "{said}");
+    let (_, stderr) = attributes(&many, &["--gpus", "2"]);
+    assert!(
+        stderr.contains("6 of the nodes are ignored") && stderr.contains("48 nodes with further models"),
+        "{stderr}"
+    );
 }
 
-/// A strict claim waits for a group: each machine that has one is in it, with all of them.
+/// A strict claim waits for a group, so it lists all groups of each machine that has any.
 #[test]
 fn strict_claim_names_the_groups_of_every_machine() {
     let listed = |args: &[&str]| {
@@ -178,15 +177,15 @@ fn strict_claim_names_the_groups_of_every_machine() {
     };
     let same = listed(&["--gpus", "2", "--node", "dgx-h100", "--node", "dgx-h100"]);
     let both = listed(&["--gpus", "2", "--node", "dgx-h100", "--node", "dgx-a100"]);
-    let selected: String = both.iter().filter_map(|of| of.2.clone()).collect();
-    assert!(both.iter().any(|of| of.2.is_none()) || selected.contains("A100"), "{both:?}");
+    let selected: String = both.iter().filter_map(|(_, _, selector)| selector.clone()).collect();
+    assert!(both.iter().any(|(_, _, selector)| selector.is_none()) || selected.contains("A100"), "{both:?}");
     let mesh = listed(&["--gpus", "4", "--node", "dgx-h100", "--node", "dgx1-v100"]);
-    let names: Vec<&str> = mesh.iter().filter_map(|of| of.1.as_deref()).collect();
+    let names: Vec<&str> = mesh.iter().filter_map(|(_, attribute, _)| attribute.as_deref()).collect();
     for name in ["quad1a", "quad2a", "quad3a", "quad3b", "quad3c", "quad3d"] {
         assert!(names.contains(&format!("linkwise.dev/{name}").as_str()), "{names:?}");
     }
     for list in [same, both, mesh, listed(&["--gpus", "2", "--node", "dgx1-v100", "--node", "dgx-a100"])] {
-        assert!(!list.is_empty() && list.iter().all(|of| of.0 != "any"), "{list:?}");
+        assert!(!list.is_empty() && list.iter().all(|(name, ..)| name != "any"), "{list:?}");
     }
 }
 

@@ -1,4 +1,4 @@
-//! What each built-in machine publishes, as golden files; and that the command prints that.
+//! Golden files of the devices that the built-in machines publish, and the command that prints the slices.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -12,29 +12,29 @@ use linkwise_host::machines;
 use super::checker::check;
 use super::limits::{mig_device, published};
 
-/// Runs the binary: what it prints and what it says beside, or why it fails, with nothing printed.
+/// Runs the binary. Returns its standard output and error, or only the error if it fails, which prints nothing.
 pub fn run(args: &[&str]) -> Result<(String, String), String> {
     let output = Command::new(env!("CARGO_BIN_EXE_linkwise")).env_clear().args(args).output().unwrap();
-    let [printed, said] = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
+    let [printed, stderr] = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
     if output.status.success() {
-        return Ok((printed, said));
+        return Ok((printed, stderr));
     }
-    assert_eq!(printed, "", "{args:?}: {said}");
-    Err(said)
+    assert_eq!(printed, "", "{args:?}: {stderr}");
+    Err(stderr)
 }
 
-/// Runs the binary, which succeeds with nothing on standard error.
+/// Runs the binary, checks that it succeeds with nothing on standard error, and returns its output.
 pub fn linkwise(args: &[&str]) -> String {
-    let (printed, said) = run(args).unwrap();
-    assert_eq!(said, "", "{args:?}");
+    let (printed, stderr) = run(args).unwrap();
+    assert_eq!(stderr, "", "{args:?}");
     printed
 }
 
-/// Checks that each command is refused, and by these words.
+/// Checks that the command with each of these arguments fails, and that its error contains the text.
 pub fn are_refused(command: &[&str], cases: &[(&[&str], &str)]) {
-    for (args, named) in cases {
+    for (args, text) in cases {
         let error = run(&[command, args].concat()).unwrap_err();
-        assert!(error.contains(named), "{args:?}: {error}");
+        assert!(error.contains(text), "{args:?}: {error}");
     }
 }
 
@@ -67,7 +67,7 @@ fn values(device: &SliceDevice) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// The devices: first what all of them have, then a paragraph for each.
+/// The text of a golden file: the values that all devices have, then a paragraph for each device.
 fn text(devices: &[SliceDevice]) -> String {
     let all: Vec<_> = devices.iter().map(values).collect();
     let mut common = all.first().cloned().unwrap_or_default();
@@ -85,7 +85,7 @@ fn text(devices: &[SliceDevice]) -> String {
     text
 }
 
-/// The first GPU cut into 1g, 1g and 3g, as on an A100.
+/// A machine whose first GPU is cut into 1g, 1g and 3g, as an A100.
 fn with_mig(mut observed: NodeObservation) -> NodeObservation {
     let device = |index: u32, slices: u32, profile_id, start, size| MigDeviceObservation {
         uuid: format!("MIG-{index:08}-0000-4000-8000-000000000000").parse().unwrap(),
@@ -146,7 +146,7 @@ fn settings_choose_the_devices_of_the_command() {
         let devices = list["items"][0]["spec"]["devices"].as_array().unwrap();
         devices.iter().map(|device| device["name"].as_str().unwrap().to_owned()).collect()
     };
-    assert_eq!(names(&[]).len(), 8, "through whichever door");
+    assert_eq!(names(&[]).len(), 8, "the command ignores the node's door");
     let config = config("version: v1\nlinkwise: {filter: {exclude: [0, 1, 3, 4, 5, 6, 7]}}\n");
     assert_eq!(names(&["--config-file", config.to_str().unwrap()]), ["gpu-2"]);
 }

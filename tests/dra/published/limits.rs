@@ -1,4 +1,4 @@
-//! The limits of the API on every machine: whole, cut into MIG devices, all of it sick.
+//! The API's limits for each machine: with whole GPUs, cut into MIG devices, and all of it unhealthy.
 
 use std::collections::BTreeSet;
 
@@ -17,14 +17,14 @@ use proptest::prelude::*;
 use super::checker::check;
 use crate::random_node;
 
-/// A machine on which nothing is held, its GPUs through DRA, and their layout.
+/// The state of a machine whose GPUs go through DRA and are held by nobody, and the GPUs' layout.
 pub fn idle(observed: &NodeObservation, plan: ResourcePlan) -> (NodeState, GpuLayout) {
     let state = NodeState::of_machine(observed.clone(), ResourcePlan { door: Door::Dra, ..plan });
     let layout = GpuLayout::of(state.tables(), offered_now(&state));
     (state, layout)
 }
 
-/// What a machine publishes; with reasons all of it is sick.
+/// The devices that a machine publishes if each is unhealthy for these reasons.
 pub fn published(observed: &NodeObservation, reasons: &[UnhealthyReason]) -> Vec<SliceDevice> {
     let (state, layout) = idle(observed, ResourcePlan::default());
     let settings = DraSettings { evict_from_lost: true, ..DraSettings::default() };
@@ -38,7 +38,7 @@ pub fn published(observed: &NodeObservation, reasons: &[UnhealthyReason]) -> Vec
     devices
 }
 
-/// All that a GPU can have: every fact known, every fabric joined.
+/// A machine of which each GPU has every fact and is in a fabric.
 pub fn rich(mut observed: NodeObservation) -> NodeObservation {
     observed.driver_version = Some("580.95.05".to_owned());
     observed.cuda_version = Some(CudaVersion { major: 13, minor: 0 });
@@ -52,7 +52,7 @@ pub fn rich(mut observed: NodeObservation) -> NodeObservation {
     observed
 }
 
-/// A MIG device of an instance that has nothing else, of a profile of so many GPU slices.
+/// A MIG device that has all of its GPU instance, which is of a profile with this many GPU slices.
 pub fn mig_device(index: u32, slices: u32, profile_id: u32, placement: MigPlacement) -> MigDeviceObservation {
     MigDeviceObservation {
         index,
@@ -70,7 +70,7 @@ pub fn mig_device(index: u32, slices: u32, profile_id: u32, placement: MigPlacem
     }
 }
 
-/// All GPUs cut into so many MIG devices, the last with all memory slices.
+/// A machine whose GPUs are each cut into this many MIG devices; the last one claims all memory slices.
 pub fn cut(mut observed: NodeObservation, devices: u32) -> NodeObservation {
     for (gpu, number) in observed.gpus.iter_mut().zip(0..) {
         let device = |index: u32| {
@@ -84,7 +84,7 @@ pub fn cut(mut observed: NodeObservation, devices: u32) -> NodeObservation {
     observed
 }
 
-/// The specifications of the slices, checked.
+/// The specifications of the slices with these devices, after the check.
 fn slices(devices: Vec<SliceDevice>) -> Vec<serde_json::Value> {
     let pool = Pool::new("node-1.example.org", devices);
     let slices: Vec<_> = pool.slices(7).iter().map(|slice| serde_json::to_value(slice).unwrap()).collect();
@@ -134,7 +134,7 @@ fn slices_are_as_few_as_taints_allow() {
     let sixteen = cut(machines::load("dgx2-v100").unwrap().observed, 7);
     assert_eq!(slices(published(&sixteen, &[])).len(), 1, "112 devices without taints");
     let sick = published(&sixteen, &all_kinds_of_reasons());
-    assert_eq!(slices(sick.clone()).len(), 2, "64 and 48 with taints");
+    assert_eq!(slices(sick.clone()).len(), 2, "64 and 48 devices with taints");
     let many = |count: usize| -> Vec<SliceDevice> {
         (0..count).map(|number| SliceDevice { name: format!("gpu-{number}"), ..SliceDevice::default() }).collect()
     };
@@ -185,8 +185,8 @@ proptest! {
 
     #[test]
     fn order_of_gpus_changes_no_device(observed in random_node::node(8)) {
-        let mut turned = observed.clone();
-        turned.gpus.reverse();
-        prop_assert_eq!(published(&turned, &[]), published(&observed, &[]));
+        let mut reversed = observed.clone();
+        reversed.gpus.reverse();
+        prop_assert_eq!(published(&reversed, &[]), published(&observed, &[]));
     }
 }

@@ -1,4 +1,4 @@
-//! MIG devices that are made for claims: what of a GPU is published beside the MIG devices that are there.
+//! MIG devices that can be made for claims, published beside those that exist.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -21,7 +21,7 @@ pub fn observed() -> NodeObservation {
     machines::load(MACHINE).unwrap().observed
 }
 
-/// The same with the MIG device [`DEVICE`], whoever made it.
+/// That machine with the MIG device [`DEVICE`], which linkwise or an administrator made.
 pub fn with_device() -> NodeObservation {
     let mut observed = observed();
     let engines = MigEngines { multiprocessors: 28, copy: 2, decoder: 1, ..MigEngines::default() };
@@ -35,7 +35,7 @@ pub fn with_device() -> NodeObservation {
     observed
 }
 
-/// What is published; `change` sees the facts first.
+/// The devices by name and the GPU's counters that are published after a change to the facts.
 pub fn published(
     observed: &NodeObservation,
     change: impl FnOnce(&mut DraFacts<'_>),
@@ -52,7 +52,7 @@ pub fn published(
     (devices.into_iter().map(|device| (device.name.clone(), device)).collect(), counters.collect())
 }
 
-/// What a device consumes.
+/// The counters that a device consumes.
 fn consumed(device: &SliceDevice) -> BTreeMap<&str, &str> {
     let counters = device.consumes_counters.iter().flat_map(|set| &set.counters);
     counters.map(|(name, counter)| (name.as_str(), counter.value.as_str())).collect()
@@ -69,9 +69,12 @@ fn every_profile_and_place_is_a_device() {
     assert!(device.attributes.contains_key("parentUUID") && !device.attributes.contains_key("uuid"));
     let slices = device.capacity.keys().filter(|key| key.starts_with("memorySlice"));
     assert_eq!(slices.collect::<Vec<_>>(), ["memorySlice2", "memorySlice3"]);
-    let of = |name: &str| counters.get(name).map(String::as_str);
-    assert_eq!((of("multiprocessors"), of("decoders"), of("jpeg-engines")), (Some("98"), Some("5"), Some("1")));
-    assert_eq!((of("memory"), of("memory-slice-7"), of("encoders")), (Some("79Gi"), Some("1"), None));
+    let value = |name: &str| counters.get(name).map(String::as_str);
+    assert_eq!(
+        (value("multiprocessors"), value("decoders"), value("jpeg-engines")),
+        (Some("98"), Some("5"), Some("1"))
+    );
+    assert_eq!((value("memory"), value("memory-slice-7"), value("encoders")), (Some("79Gi"), Some("1"), None));
 }
 
 #[test]
@@ -86,21 +89,14 @@ fn device_of_an_administrator_takes_its_place() {
     let (devices, counters) = published(&with_device(), |_| {});
     let own = &devices[DEVICE];
     assert!(own.consumes_counters.is_empty() && own.attributes.contains_key("uuid"));
-    let slices = |device: &SliceDevice| {
-        consumed(device)
-            .keys()
-            .filter(|name| name.starts_with("memory-slice-"))
-            .map(|name| (*name).to_owned())
-            .collect()
-    };
+    let is_taken = |counter: &&str| ["memory-slice-2", "memory-slice-3"].contains(counter);
     for (name, device) in &devices {
-        let slices: Vec<String> = slices(device);
-        assert!(!slices.iter().any(|slice| slice.ends_with("-2") || slice.ends_with("-3")), "{name}");
+        assert!(!consumed(device).keys().any(is_taken), "{name}");
     }
     assert!(devices.contains_key("gpu-0-mig-3g40gb-9-4") && !devices.contains_key("gpu-0-mig-3g40gb-9-0"));
-    let of = |name: &str| counters[name].as_str();
-    assert_eq!((of("multiprocessors"), of("decoders"), of("copy-engines")), ("70", "4", "5"));
-    assert_eq!((of("memory-slice-1"), of("memory-slice-2"), of("memory-slice-3")), ("1", "0", "0"));
+    let value = |name: &str| counters[name].as_str();
+    assert_eq!((value("multiprocessors"), value("decoders"), value("copy-engines")), ("70", "4", "5"));
+    assert_eq!((value("memory-slice-1"), value("memory-slice-2"), value("memory-slice-3")), ("1", "0", "0"));
 }
 
 #[test]
@@ -127,7 +123,7 @@ fn sick_gpu_taints_its_mig_devices() {
     let (devices, _) = published(&observed(), sick);
     let is_mig = |name: &String| name.starts_with("gpu-0-mig-");
     assert!(devices.iter().all(|(name, device)| is_mig(name) != device.taints.is_empty()));
-    // Where taints do not survive, those that claims have stay.
+    // If the API server drops taints, only the devices that claims have stay.
     let (devices, counters) = published(&with_device(), |facts| {
         sick(facts);
         facts.settings.taints_survive = false;

@@ -1,5 +1,5 @@
-//! What machines publish through DRA: each built-in one as golden slices, the API's limits by a checker of its own,
-//! and what the commands say of claims.
+//! The devices that machines publish through DRA: golden files for the built-in machines, the API's limits by an
+//! independent checker, and the commands `linkwise dra` and `linkwise claim`.
 
 #![allow(
     clippy::unwrap_used,

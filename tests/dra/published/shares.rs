@@ -1,4 +1,4 @@
-//! GPUs that several claims share, as they are published.
+//! The slices of GPUs that several claims share.
 
 use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::publish::dra::{Capacity, DraFacts, DraSettings, SliceDevice, devices};
@@ -12,7 +12,7 @@ use super::checker::check;
 use super::golden::{config, holds, linkwise, run};
 use super::limits::{idle, rich};
 
-/// What a machine publishes whose GPUs with these indices are shared.
+/// The devices that a machine publishes if its GPUs with these indices are shared.
 pub fn published(observed: &NodeObservation, shared: &[u32], shares: GpuShares) -> Vec<SliceDevice> {
     let devices_shared = SharedDevices::List(shared.iter().copied().map(DeviceSelector::Index).collect());
     let row = SharedResource { devices: devices_shared, ..SharedResource::new(ResourceName::gpu(), shares.shares) };
@@ -68,24 +68,24 @@ fn shared_gpus_follow_the_others_and_are_in_no_group() {
     let is_group = |key: &String| ["pair", "quad", "octet", "nvlinkDomain"].iter().any(|word| key.contains(word));
     assert!(devices[..6].iter().all(|device| device.attributes.keys().any(is_group)));
     assert!(devices[6..].iter().all(|device| !device.attributes.keys().any(is_group)));
-    // 0 and 3 are the best pair of the machine: without them the others have groups of their own.
+    // GPUs 0 and 3 are one of the machine's best pairs. The groups of the others are made without them.
     let alone = published(&NodeObservation { ..observed }, &[], in_shares(2));
     assert_ne!(alone[0].attributes, devices[0].attributes);
 }
 
-/// Runs the command with a configuration; what it prints, and what it says beside.
+/// Runs the command with a configuration. Returns what it prints, and its standard error.
 fn with_config(machine: &str, text: &str) -> (serde_json::Value, String) {
     let config = config(text);
-    let (printed, said) = run(&["dra", "--node", machine, "--config-file", config.to_str().unwrap()]).unwrap();
-    (serde_json::from_str(&printed).unwrap(), said)
+    let (printed, stderr) = run(&["dra", "--node", machine, "--config-file", config.to_str().unwrap()]).unwrap();
+    (serde_json::from_str(&printed).unwrap(), stderr)
 }
 
-/// The shared devices, each with the number of its shares.
+/// The shared devices of a list, each with the number of its shares.
 fn shared(list: &serde_json::Value) -> Vec<String> {
     let devices = list["items"][0]["spec"]["devices"].as_array().unwrap().iter();
     let shared = devices.filter(|device| device["allowMultipleAllocations"] == true);
-    let words = shared.map(|device| format!("{} in {}", device["name"], device["capacity"]["shares"]["value"]));
-    words.map(|words| words.replace('"', "")).collect()
+    let texts = shared.map(|device| format!("{} in {}", device["name"], device["capacity"]["shares"]["value"]));
+    texts.map(|text| text.replace('"', "")).collect()
 }
 
 #[test]
@@ -99,27 +99,27 @@ fn command_prints_shared_gpus() {
 
 #[test]
 fn rows_for_sharing_choose_the_gpus_of_dra() {
-    let of = |more: &str, strategy: &str, row: &str| {
+    let run = |more: &str, strategy: &str, row: &str| {
         let sharing = format!("sharing: {{{strategy}: {{resources: [{{name: nvidia.com/gpu, {row}}}]}}}}");
         with_config("dgx-h100", &format!("version: v1\nlinkwise: {{naming: true{more}}}\n{sharing}\n"))
     };
-    let all = of("", "timeSlicing", "replicas: 2");
-    assert_eq!((shared(&all.0).len(), all.1.as_str()), (8, ""));
+    let (all, stderr) = run("", "timeSlicing", "replicas: 2");
+    assert_eq!((shared(&all).len(), stderr.as_str()), (8, ""));
     let other = "{name: nvidia.com/gpu, rename: nvidia.com/y, replicas: 3, devices: [1]";
-    let (rows, said) = of("", "timeSlicing", &format!("rename: nvidia.com/x, replicas: 2, devices: [0]}}, {other}"));
-    assert_eq!((shared(&rows), said.as_str()), (vec!["gpu-0 in 2".to_owned(), "gpu-1 in 3".to_owned()], ""));
+    let (rows, stderr) = run("", "timeSlicing", &format!("rename: nvidia.com/x, replicas: 2, devices: [0]}}, {other}"));
+    assert_eq!((shared(&rows), stderr.as_str()), (vec!["gpu-0 in 2".to_owned(), "gpu-1 in 3".to_owned()], ""));
     let some = ", filter: {exclude: [0, 1, 4, 6, 7]}";
     let fewer = "linkwise: nvidia.com/gpu: 4 of its devices are to be shared, the node has 3; these are shared\n";
     let absent = "linkwise: nvidia.com/gpu has no device 9 that could be shared; the others are\n";
-    for (devices, names, words) in [
+    for (devices, names, warning) in [
         ("2", &["gpu-2 in 2", "gpu-3 in 2"][..], ""),
         ("4", &["gpu-2 in 2", "gpu-3 in 2", "gpu-5 in 2"], fewer),
         ("[9, 3]", &["gpu-3 in 2"], absent),
     ] {
-        let (list, said) = of(some, "timeSlicing", &format!("replicas: 2, devices: {devices}"));
-        assert_eq!((shared(&list), said.as_str()), (names.iter().map(ToString::to_string).collect(), words));
+        let (list, stderr) = run(some, "timeSlicing", &format!("replicas: 2, devices: {devices}"));
+        assert_eq!((shared(&list), stderr.as_str()), (names.iter().map(ToString::to_string).collect(), warning));
     }
-    let (none, said) = of(some, "mps", "replicas: 2");
+    let (none, stderr) = run(some, "mps", "replicas: 2");
     assert_eq!(shared(&none), [""; 0]);
-    assert!(said.contains("is to be shared by MPS, but with DRA each claim asks for MPS itself"), "{said}");
+    assert!(stderr.contains("is to be shared by MPS, but with DRA each claim asks for MPS itself"), "{stderr}");
 }

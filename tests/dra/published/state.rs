@@ -1,4 +1,4 @@
-//! Taints from the state machine: set by a fault, gone with it.
+//! Taints of devices as the node's state changes: a fault sets one, and its end removes it.
 
 use linkwise_core::publish::dra::{
     DraFacts, DraSettings, LayoutCache, SliceDevice, Taint, TaintEffect, devices, offered_now,
@@ -20,7 +20,7 @@ struct Node {
 }
 
 impl Node {
-    /// A machine all of whose GPUs have gone to DRA.
+    /// A machine whose GPUs have all gone to DRA.
     fn new(observed: NodeObservation) -> Self {
         let state = NodeState::new(NumaHints::Node);
         let mut node = Self { state, layouts: LayoutCache::default(), settings: DraSettings::default() };
@@ -45,7 +45,8 @@ impl Node {
         self.devices().into_iter().find(|device| device.name == name).map(|device| device.taints)
     }
 
-    fn claims(&mut self, name: &str) {
+    /// Lets PodResources list the device with a claim, and no other.
+    fn kubelet_lists(&mut self, name: &str) {
         let (claim, driver, device) = ("default/a".to_owned(), DRIVER.to_owned(), name.to_owned());
         let claimed = ClaimedDevice { claim, driver, device, ..ClaimedDevice::default() };
         self.apply(Event::Holders(Some(Holdings { claims: [claimed].into(), ..Holdings::default() })));
@@ -83,15 +84,15 @@ fn sick_gpu_is_left_out_where_taints_are_dropped() {
     node.settings.taints_survive = false;
     node.apply(Event::Xid { gpu: gpu.clone(), code: 79, instance: None });
     assert_eq!((node.devices().len(), node.taints("gpu-3")), (7, None));
-    node.claims("gpu-3");
-    assert_eq!((node.devices().len(), node.taints("gpu-3")), (8, Some(Vec::new())), "a claim has it");
+    node.kubelet_lists("gpu-3");
+    assert_eq!((node.devices().len(), node.taints("gpu-3")), (8, Some(Vec::new())), "a claim has the GPU");
     node.apply(Event::Holders(Some(Holdings::default())));
     assert_eq!(node.devices().len(), 7);
     node.apply(Event::Cleared(gpu));
     assert_eq!(node.devices().len(), 8);
 }
 
-/// A claim that is prepared with these GPUs, under these names.
+/// A prepared claim with these devices and their GPUs.
 fn prepared<const N: usize>(devices: [(&str, GpuUuid); N]) -> PreparedClaim {
     let devices = devices.map(|(name, gpu)| PreparedDevice::whole(name, gpu)).into();
     PreparedClaim { prepared: Prepared { devices, ..Prepared::default() }, ..PreparedClaim::default() }
@@ -112,10 +113,10 @@ fn lost_gpu_stays_for_its_claim_and_may_evict_it() {
     node.settings.evict_from_lost = true;
     assert_eq!(node.taints("gpu-3"), lost(TaintEffect::NoExecute));
     node.apply(Event::Prepared(Vec::new()));
-    assert_eq!((node.devices().len(), node.taints("gpu-3")), (7, None), "without a claim it is withdrawn");
+    assert_eq!((node.devices().len(), node.taints("gpu-3")), (7, None), "no claim has the lost GPU");
 }
 
-/// The first GPU has two MIG devices.
+/// A DGX H100 whose first GPU has two MIG devices.
 fn divided() -> NodeObservation {
     let text = "{enabled: true, devices: [\
         {index: 0, uuid: MIG-0, gpu_instance: 1, compute_instance: 0, gpu_slices: 1, compute_slices: 1,\
@@ -140,12 +141,12 @@ fn sick_mig_device_beside_a_claimed_one_is_left_out() {
     };
     assert_eq!(of_gpu(&mut node), [""; 0]);
     node.apply(Event::Prepared(vec![prepared([(ONE, gpu)])]));
-    assert_eq!(of_gpu(&mut node), [ONE], "before the kubelet lists it");
+    assert_eq!(of_gpu(&mut node), [ONE], "the claim is prepared");
     node.apply(Event::Prepared(Vec::new()));
-    node.claims(ONE);
-    assert_eq!(of_gpu(&mut node), [ONE], "as the kubelet lists it");
-    // A name of NVIDIA's driver does not tell which of the two it is.
-    node.claims("gpu-0-mig-1g10gb-19-0");
+    node.kubelet_lists(ONE);
+    assert_eq!(of_gpu(&mut node), [ONE], "the kubelet lists the claim");
+    // The name that NVIDIA's driver gives a MIG device does not show which of the two it is.
+    node.kubelet_lists("gpu-0-mig-1g10gb-19-0");
     assert_eq!(of_gpu(&mut node).len(), 2);
 }
 
@@ -167,14 +168,14 @@ fn fault_of_an_instance_taints_its_mig_device_alone() {
 #[test]
 fn filtered_gpu_is_tainted_while_a_claim_holds_it() {
     let mut node = Node::new(dgx());
-    node.claims("gpu-0");
+    node.kubelet_lists("gpu-0");
     let filter = Filter { exclude: [0, 1].map(GpuSelector::Index).into(), ..Filter::default() };
     node.apply(Event::Planned(Box::new(ResourcePlan { filter, door: Door::Dra, ..ResourcePlan::default() })));
     assert_eq!(node.taints("gpu-0"), Some(taint("linkwise.dev/unhealthy", "withdrawn", TaintEffect::NoSchedule)));
     assert_eq!((node.devices().len(), node.taints("gpu-1")), (7, None));
 }
 
-/// A claim that was prepared while sets of GPUs were devices has one until its pod ends.
+/// Older releases published sets of GPUs as devices. A claim keeps such a set until its pod ends.
 #[test]
 fn gpus_of_a_claimed_set_stay_with_dra_unpublished() {
     let observed = dgx();
@@ -184,7 +185,7 @@ fn gpus_of_a_claimed_set_stay_with_dra_unpublished() {
     let listed =
         ClaimedDevice { claim, driver, device: set.to_owned(), cdi_names: cdi_names.collect(), ..Default::default() };
     let listed = Holdings { claims: [listed].into(), ..Holdings::default() };
-    // By its checkpoint alone, and by the kubelet's list alone.
+    // The claim is known from its checkpoint alone, and from the kubelet's list alone.
     for (prepared, listed) in [(vec![prepared], Holdings::default()), (Vec::new(), listed)] {
         let mut node = Node::new(observed.clone());
         node.apply(Event::Prepared(prepared));

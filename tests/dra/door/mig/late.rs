@@ -1,4 +1,4 @@
-//! The waits of claims for MIG devices: Unprepare waits for a scan that is newer than its order, and Prepare for a claim
+//! The waits of claims for MIG devices: Unprepare waits for a scan that is newer than its order, Prepare for a claim
 //! that is being unprepared.
 
 use std::mem;
