@@ -123,7 +123,7 @@ async fn slow_claim_holds_up_no_other() {
         biased;
         slow = reading.read("slow") => panic!("{slow:?}"),
         one = async {
-            // The slow read has been sent.
+            // The other claim is read only after the slow read was sent.
             while reading.gets() == 0 {
                 tokio::task::yield_now().await;
             }

@@ -70,7 +70,6 @@ async fn gpu_cluster_runs_linkwise_as_its_dra_driver() {
     assert_eq!(kept(), 1);
     let _driver = start(&node);
     node.is_registered(2).await;
-    // Another claim to one of the GPUs is refused, and the error names the holder.
     let refused = node.refusal("q", &node.claim("taken", &["gpu-3"])).await;
     assert!(refused.contains("default/c") && refused.contains("gpu-3"), "{refused}");
     within(node.dra.stop_pod("p")).await.unwrap();

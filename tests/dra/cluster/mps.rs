@@ -175,7 +175,6 @@ async fn next_claim_of_a_gpu_finds_shared_memory_empty() {
         assert!(!file.exists(), "{pod} finds the shared memory of {left:?}");
         fs::write(&file, pod).unwrap();
         left = Some(pod);
-        // The next claim comes at once.
         within(node.dra.stop_pod(pod)).await.unwrap();
     }
 }

@@ -152,7 +152,7 @@ impl Node {
         started.unwrap_err().to_string()
     }
 
-    /// The names of the files in a folder, sorted, without drafts that a killed process left: a later start removes them.
+    /// The names of the files in a folder, sorted, without the drafts of a killed process, which a later start removes.
     fn names(&self, folder: &str) -> Vec<String> {
         let files = fs::read_dir(self.at(folder)).into_iter().flatten();
         let mut names: Vec<String> = files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
@@ -249,9 +249,8 @@ async fn held_gpus_change_doors_when_their_holders_end() {
     assert_eq!(node.start_pod("r", &claim).await.len(), 1);
     node.configure("none");
     until(|| plugins() == 7).await;
-    assert!(
-        node.untainted().is_empty() && !node.healthy("nvidia.com/gpu").iter().any(|id| id.ends_with(&free.to_string()))
-    );
+    assert!(node.untainted().is_empty());
+    assert!(!node.healthy("nvidia.com/gpu").iter().any(|id| id.ends_with(&free.to_string())));
     // A claim that is allocated before the change and prepared after it is refused with the reason.
     let claim = node.claim("late", &["gpu-7"]);
     let refusal = node.refusal("s", &claim).await;

@@ -16,18 +16,14 @@ async fn failed_prepare_names_its_cause_and_leaves_nothing() {
     node.settings.claim_timeout = Duration::from_millis(50);
     let kubelet = node.serve().await;
     node.started_claim(&kubelet, "good", &[("gpus", "gpu-7")]).await;
-    let of_gpu_0 = |uid: &str| claim(uid, &[("gpus", "gpu-0")]);
-    let mut pending = of_gpu_0("b");
+    let mut pending = claim("b", &[("gpus", "gpu-0")]);
     pending.status.allocation = None;
     let mps = r#"{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}"#;
+    let by_mps = configured(claim("h", &[("gpus", "gpu-0")]), mps);
     for (uid, answer, complaint) in [
         ("a", Answer::Claim(claim("a", &[("gpus", "gpu-99")])), "no device 'gpu-99' on this node; there are gpu-0, "),
         ("b", Answer::Claim(pending), "the claim ml/claim-b has no allocation"),
-        (
-            "h",
-            Answer::Claim(configured(of_gpu_0("h"), mps)),
-            "the claim asks for MPS, which this node does not have for",
-        ),
+        ("h", Answer::Claim(by_mps), "the claim asks for MPS, which this node does not have for"),
         ("i", Answer::Failed, "cannot read the claim ml/claim-i: connection refused"),
         ("j", Answer::Silent, "cannot read the claim ml/claim-j: the API server did not answer within 50ms"),
         ("../x", Answer::Failed, "'../x' is not the UID of a claim"),

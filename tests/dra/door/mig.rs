@@ -311,7 +311,6 @@ async fn device_in_use_stays_until_unprepare_succeeds() {
     let error = format!("{:?}", kubelet.stop_pod(&pod(&claim).pod).await.unwrap_err());
     assert!(error.contains(DEVICE) && error.contains("NVML_ERROR_IN_USE (19)"), "{error}");
     assert_eq!((instances(&driver).len(), node.checkpoints().len()), (1, 1));
-    // No other claim gets its hardware meanwhile.
     let other = node.claim("b", &[("gpus", "gpu-0-mig-1g10gb-19-3")]);
     is_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a"]).await;
     set_behaviour(&driver, Behaviour::Obeys);
@@ -461,7 +460,6 @@ async fn device_of_an_administrator_is_left_alone() {
     let kubelet = node.serve().await;
     let claim = node.claim("a", &[("gpus", DEVICE)]);
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-of-admin")]);
-    // No device is made over that of the administrator.
     let over = node.claim("b", &[("gpus", "gpu-0-mig-3g40gb-9-0")]);
     is_refused(&kubelet, &over, &["MIG-of-admin is in its place"]).await;
     end(&kubelet, &claim).await;
@@ -553,7 +551,6 @@ async fn claim_over_another_claims_device_is_refused() {
         let over = node.claim("b", &[("gpus", device)]);
         is_refused(&kubelet, &over, &["is prepared for the claim ml/claim-a"]).await;
     }
-    // Two devices of one claim must not overlap either.
     let both = node.claim("c", &[("gpus", OTHER), ("gpus", "gpu-0-mig-1g10gb-me-20-0")]);
     is_refused(&kubelet, &both, &["shares hardware with another device of the same claim"]).await;
     assert_eq!(instances(&driver).len(), 1);

@@ -118,7 +118,6 @@ async fn daemon_order_comes_and_goes_with_its_claim() {
     assert_eq!(name.as_str(), format!("dra.linkwise.dev/{}", node.uuid(0)));
     let gpus: Vec<&GpuUuid> = order.gpus.iter().map(|gpu| &gpu.gpu).collect();
     assert_eq!((gpus, order.exclusive), (vec![&node.uuid(0), &node.uuid(5)], true));
-    // A claim without MPS orders nothing.
     node.started_claim(&kubelet, "b", &[("gpus", "gpu-1")]).await;
     assert_eq!(daemons.wanted(), wanted);
     end(&kubelet, &asks).await;

@@ -70,7 +70,7 @@ pub struct Node {
     pub running: Option<(JoinHandle<()>, CancellationToken)>,
 }
 
-/// The node's state: [`Self::enter_claims`] enters claims, and the tests change the rest. While somebody has the lock,
+/// The node's state: [`Self::enter_claims`] enters claims, and the tests change the rest. While the lock is held,
 /// no claim is entered.
 #[derive(Clone)]
 pub struct StateCell {
@@ -335,7 +335,7 @@ impl Node {
         (0..2).for_each(|_| self.kubelet_lists(&[]));
     }
 
-    /// Lets PodResources fail, so that nobody knows the holders.
+    /// Lets PodResources fail, so that the holders are unknown.
     pub fn kubelet_list_fails(&self) {
         self.apply(Event::Holders(None));
     }
@@ -378,11 +378,6 @@ impl Node {
     /// Replaces the text of a claim's checkpoint by what `change` makes of it.
     pub fn edit_checkpoint(&self, uid: &str, change: impl FnOnce(String) -> String) {
         fs::write(self.checkpoint(uid), change(self.checkpoint_text(uid))).unwrap();
-    }
-
-    /// Removes the CDI spec of the claim `a`.
-    pub fn remove_spec(&self) {
-        fs::remove_file(self.settings.cdi_folder.join("linkwise.dev-claim-a.json")).unwrap();
     }
 
     /// The UUID of the GPU with this minor number.

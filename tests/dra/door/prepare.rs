@@ -10,8 +10,8 @@ use linkwise_core::publish::injection::HostDevices;
 use linkwise_kubelet_box::dra::{ClaimUse, PodClaim, PodClaims};
 
 use super::node::{
-    Answer, DRIVER, Node, TEST_TIMEOUT, connected, end, hardware, is_refused, name, pod, reference, resolve, restart,
-    start, start_container, until,
+    Answer, DRIVER, Node, TEST_TIMEOUT, connected, end, file_names, hardware, is_refused, name, pod, reference,
+    resolve, restart, start, start_container, until,
 };
 
 #[tokio::test]
@@ -24,17 +24,15 @@ async fn claim_gets_its_gpus_by_its_own_cdi_name() {
     assert_eq!(got.env["NVIDIA_VISIBLE_DEVICES"], "void");
     let own = |gpu: &str| [format!("linkwise.dev/device=a-gpus-{gpu}"), "linkwise.dev/claim=a-gpus".to_owned()];
     assert_eq!(kubelet.state().claims["a"].cdi, [own("gpu-3"), own("gpu-0")].concat());
-    assert_eq!(
-        super::node::file_names(&node.settings.cdi_folder).iter().filter(|name| name.contains("-a.")).count(),
-        2
-    );
+    let own_specs = || file_names(&node.settings.cdi_folder).iter().filter(|name| name.contains("-a.")).count();
+    assert_eq!(own_specs(), 2);
     let specs = vec!["linkwise.dev-claim-a.json".to_owned()];
     assert_eq!((node.claim_specs(), node.checkpoints()), (specs, vec!["a.json".to_owned()]));
     let mode = std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(node.checkpoint("a")).unwrap().permissions());
     assert_eq!(mode & 0o777, 0o600);
     end(&kubelet, &claim).await;
     assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
-    assert!(!super::node::file_names(&node.settings.cdi_folder).iter().any(|name| name.contains("-a.")));
+    assert_eq!(own_specs(), 0);
     node.prepared_claims_become(0).await;
     node.metric_becomes("dra_prepared_devices", 0).await;
 }
@@ -84,10 +82,9 @@ async fn one_error_in_a_batch_spares_the_other_claims() {
     let pod = pod_with_claims(&claims);
     let error = kubelet.start_pod(&pod).await.unwrap_err().to_string();
     assert!(error.contains("claim b: there is no device 'gpu-99' on this node"), "{error}");
-    // The first is prepared; the second has no checkpoint. The kubelet asks for both again.
     assert_eq!(node.checkpoints(), ["a.json"]);
     node.claim("b", &[("gpus", "gpu-1")]);
-    // A second read of the first claim would fail, so success shows that Prepare does not need one.
+    // The kubelet asks for both again. A second read of the first claim would fail, so Prepare does not need one.
     node.set_answer("a", Answer::Failed);
     kubelet.start_pod(&pod).await.unwrap();
     assert_eq!(node.checkpoints().len(), 2);
@@ -101,7 +98,6 @@ async fn repeated_prepare_needs_no_api_server() {
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let first = start(&kubelet, &claim).await.unwrap();
     node.set_answer("a", Answer::Failed);
-    // The kubelet restarts, then both it and the plugin do.
     restart(&kubelet).await;
     assert_eq!(start(&kubelet, &claim).await.unwrap(), first);
     node.stop().await;

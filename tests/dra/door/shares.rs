@@ -42,7 +42,6 @@ async fn two_claims_share_a_gpu_and_the_third_waits() {
     let whole = node.claim("d", &[("gpus", "gpu-0")]);
     let why = refusal(&kubelet, &whole).await;
     assert!(why.ends_with("is prepared for the claim ml/claim-a (UID a)"), "{why}");
-    // The next process reads the shares from the checkpoints.
     kubelet.stop().await;
     node.kill_and_start().await;
     let kubelet = node.kubelet().await;

@@ -8,7 +8,7 @@ use linkwise_core::publish::dra::{Attribute, SliceDevice};
 use linkwise_core::state::GpuShares;
 use linkwise_host::machines;
 
-use super::limits::{self, rich};
+use super::limits::{self, with_all_facts};
 use super::mig::{self, DEVICE};
 use super::shares;
 
@@ -49,7 +49,7 @@ fn known(device: &SliceDevice) -> Option<Known<'_>> {
 #[test]
 fn every_gpu_is_known_by_its_uuid() {
     for machine in machines::built_in() {
-        let observed = rich(machines::load(machine.name).unwrap().observed);
+        let observed = with_all_facts(machines::load(machine.name).unwrap().observed);
         let devices = limits::published(&observed, &[]);
         let uuids: BTreeSet<Known<'_>> =
             observed.gpus.iter().map(|gpu| Known::Gpu { uuid: gpu.uuid.as_str() }).collect();

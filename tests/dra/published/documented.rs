@@ -8,7 +8,7 @@ use linkwise_core::publish::dra::Attribute;
 use linkwise_host::machines;
 
 use super::golden::linkwise;
-use super::limits::{cut, published, rich};
+use super::limits::{cut_into_mig, published, with_all_facts};
 
 /// A page of docs/.
 fn page(name: &str) -> String {
@@ -66,8 +66,8 @@ fn documented_groups_are_those_of_a_dgx_1() {
 fn documented_attributes_are_those_that_are_published() {
     let mut keys = BTreeSet::new();
     for machine in machines::built_in() {
-        let observed = rich(machines::load(machine.name).unwrap().observed);
-        for observed in [observed.clone(), cut(observed, 7)] {
+        let observed = with_all_facts(machines::load(machine.name).unwrap().observed);
+        for observed in [observed.clone(), cut_into_mig(observed, 7)] {
             for device in published(&observed, &[]) {
                 keys.extend(device.attributes.into_keys().chain(device.capacity.into_keys()));
             }

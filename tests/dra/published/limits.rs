@@ -17,7 +17,7 @@ use proptest::prelude::*;
 use super::checker::check;
 use crate::random_node;
 
-/// The state of a machine whose GPUs go through DRA and are held by nobody, and the GPUs' layout.
+/// The state of a machine whose GPUs go through DRA and are not held, and the GPUs' layout.
 pub fn idle(observed: &NodeObservation, plan: ResourcePlan) -> (NodeState, GpuLayout) {
     let state = NodeState::of_machine(observed.clone(), ResourcePlan { door: Door::Dra, ..plan });
     let layout = GpuLayout::of(state.tables(), offered_now(&state));
@@ -39,7 +39,7 @@ pub fn published(observed: &NodeObservation, reasons: &[UnhealthyReason]) -> Vec
 }
 
 /// A machine of which each GPU has every fact and is in a fabric.
-pub fn rich(mut observed: NodeObservation) -> NodeObservation {
+pub fn with_all_facts(mut observed: NodeObservation) -> NodeObservation {
     observed.driver_version = Some("580.95.05".to_owned());
     observed.cuda_version = Some(CudaVersion { major: 13, minor: 0 });
     for gpu in &mut observed.gpus {
@@ -71,7 +71,7 @@ pub fn mig_device(index: u32, slices: u32, profile_id: u32, placement: MigPlacem
 }
 
 /// A machine whose GPUs are each cut into this many MIG devices; the last one claims all memory slices.
-pub fn cut(mut observed: NodeObservation, devices: u32) -> NodeObservation {
+pub fn cut_into_mig(mut observed: NodeObservation, devices: u32) -> NodeObservation {
     for (gpu, number) in observed.gpus.iter_mut().zip(0..) {
         let device = |index: u32| {
             let place = MigPlacement { start: index, size: if index + 1 == devices { 8 } else { 1 } };
@@ -107,7 +107,8 @@ fn all_kinds_of_reasons() -> Vec<UnhealthyReason> {
 fn every_machine_is_within_the_limits() {
     for machine in machines::built_in() {
         let observed = machines::load(machine.name).unwrap().observed;
-        for observed in [observed.clone(), rich(observed.clone()), cut(rich(observed), 7)] {
+        for observed in [observed.clone(), with_all_facts(observed.clone()), cut_into_mig(with_all_facts(observed), 7)]
+        {
             for reasons in [vec![], all_kinds_of_reasons()] {
                 let devices = published(&observed, &reasons);
                 assert!(!devices.is_empty(), "{}", machine.name);
@@ -121,7 +122,7 @@ fn every_machine_is_within_the_limits() {
 #[test]
 fn slices_of_eight_gpus_are_small() {
     for machine in machines::built_in() {
-        let observed = rich(machines::load(machine.name).unwrap().observed);
+        let observed = with_all_facts(machines::load(machine.name).unwrap().observed);
         if observed.gpus.len() <= 8 {
             let size: usize = slices(published(&observed, &[])).iter().map(|slice| slice.to_string().len()).sum();
             assert!(size <= 20_000, "{}: {size} bytes", machine.name);
@@ -131,7 +132,7 @@ fn slices_of_eight_gpus_are_small() {
 
 #[test]
 fn slices_are_as_few_as_taints_allow() {
-    let sixteen = cut(machines::load("dgx2-v100").unwrap().observed, 7);
+    let sixteen = cut_into_mig(machines::load("dgx2-v100").unwrap().observed, 7);
     assert_eq!(slices(published(&sixteen, &[])).len(), 1, "112 devices without taints");
     let sick = published(&sixteen, &all_kinds_of_reasons());
     assert_eq!(slices(sick.clone()).len(), 2, "64 and 48 devices with taints");
@@ -152,7 +153,7 @@ fn slices_are_as_few_as_taints_allow() {
 #[test]
 fn gpu_in_mig_mode_is_published_by_its_mig_devices() {
     let mut observed = machines::load("dgx-a100").unwrap().observed;
-    let all = cut(observed.clone(), 3);
+    let all = cut_into_mig(observed.clone(), 3);
     observed.gpus[2].mig = all.gpus[2].mig.clone();
     let published = published(&observed, &[]);
     let minor = observed.gpus[2].minor.unwrap();
@@ -179,7 +180,7 @@ proptest! {
             (gpu.minor, gpu.model) = (minor, Some(model.clone()));
         }
         observed.driver_version = Some(driver);
-        let observed = if mig == 0 { observed } else { cut(observed, mig) };
+        let observed = if mig == 0 { observed } else { cut_into_mig(observed, mig) };
         slices(published(&observed, &[UnhealthyReason::DoubleBitEcc]));
     }
 

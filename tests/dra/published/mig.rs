@@ -69,12 +69,9 @@ fn every_profile_and_place_is_a_device() {
     assert!(device.attributes.contains_key("parentUUID") && !device.attributes.contains_key("uuid"));
     let slices = device.capacity.keys().filter(|key| key.starts_with("memorySlice"));
     assert_eq!(slices.collect::<Vec<_>>(), ["memorySlice2", "memorySlice3"]);
-    let value = |name: &str| counters.get(name).map(String::as_str);
-    assert_eq!(
-        (value("multiprocessors"), value("decoders"), value("jpeg-engines")),
-        (Some("98"), Some("5"), Some("1"))
-    );
-    assert_eq!((value("memory"), value("memory-slice-7"), value("encoders")), (Some("79Gi"), Some("1"), None));
+    let left = |name: &str| counters.get(name).map(String::as_str);
+    assert_eq!((left("multiprocessors"), left("decoders"), left("jpeg-engines")), (Some("98"), Some("5"), Some("1")));
+    assert_eq!((left("memory"), left("memory-slice-7"), left("encoders")), (Some("79Gi"), Some("1"), None));
 }
 
 #[test]
@@ -94,9 +91,9 @@ fn device_of_an_administrator_takes_its_place() {
         assert!(!consumed(device).keys().any(is_taken), "{name}");
     }
     assert!(devices.contains_key("gpu-0-mig-3g40gb-9-4") && !devices.contains_key("gpu-0-mig-3g40gb-9-0"));
-    let value = |name: &str| counters[name].as_str();
-    assert_eq!((value("multiprocessors"), value("decoders"), value("copy-engines")), ("70", "4", "5"));
-    assert_eq!((value("memory-slice-1"), value("memory-slice-2"), value("memory-slice-3")), ("1", "0", "0"));
+    let left = |name: &str| counters[name].as_str();
+    assert_eq!((left("multiprocessors"), left("decoders"), left("copy-engines")), ("70", "4", "5"));
+    assert_eq!((left("memory-slice-1"), left("memory-slice-2"), left("memory-slice-3")), ("1", "0", "0"));
 }
 
 #[test]

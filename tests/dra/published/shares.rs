@@ -10,7 +10,7 @@ use linkwise_host::machines;
 
 use super::checker::check;
 use super::golden::{config, holds, linkwise, run};
-use super::limits::{idle, rich};
+use super::limits::{idle, with_all_facts};
 
 /// The devices that a machine publishes if its GPUs with these indices are shared.
 pub fn published(observed: &NodeObservation, shared: &[u32], shares: GpuShares) -> Vec<SliceDevice> {
@@ -30,7 +30,7 @@ fn in_shares(shares: u32) -> GpuShares {
 #[test]
 fn shared_gpus_keep_to_the_limits_on_every_machine() {
     for machine in machines::built_in() {
-        let observed = rich(machines::load(machine.name).unwrap().observed);
+        let observed = with_all_facts(machines::load(machine.name).unwrap().observed);
         let all: Vec<u32> = observed.gpus.iter().map(|gpu| gpu.index).collect();
         for shares in [2, 3, 7, 1000, 1024] {
             for one_each in [false, true] {
