@@ -209,7 +209,7 @@ fn set_instances(driver: &Shared, instances: Vec<MigDeviceObservation>) {
     driver.scan();
 }
 
-/// Lets the driver obey new orders; those on which it hangs stay unanswered.
+/// Lets the driver obey new orders, and drops those on which it hangs.
 fn recover(driver: &Shared) {
     let mut driver = driver.lock().unwrap();
     driver.behaviour = Behaviour::Obeys;

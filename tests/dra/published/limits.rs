@@ -70,7 +70,7 @@ pub fn mig_device(index: u32, slices: u32, profile_id: u32, placement: MigPlacem
     }
 }
 
-/// A machine whose GPUs are each cut into this many MIG devices; the last one claims all memory slices.
+/// A machine whose GPUs are each cut into this many MIG devices; the last one has all memory slices.
 pub fn cut_into_mig(mut observed: NodeObservation, devices: u32) -> NodeObservation {
     for (gpu, number) in observed.gpus.iter_mut().zip(0..) {
         let device = |index: u32| {
