@@ -88,7 +88,7 @@ impl World {
         process
     }
 
-    /// Waits until at least one more claim of each set came and went.
+    /// Waits until twice as many claims as there are sets came and went from now on.
     pub async fn goes_on(&self, when: &str) {
         let before = self.done();
         until(async || match self.done() {
