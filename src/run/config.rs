@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_that_apply_at_once_are_those_that_cause_events() {
+    fn settings_that_cause_events_apply_at_once() {
         let tree: Value = serde_saphyr::from_str(FILE).unwrap();
         let all = settings(&tree);
         for shown in all.shown().into_iter().filter(|shown| shown.key != "configFile") {

@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn kubeconfig_beats_the_pod_and_without_both_there_is_no_access() {
+    fn kubeconfig_takes_precedence_over_the_pod() {
         assert_eq!(access("/k", "10.0.0.1").unwrap(), Access::Kubeconfig("/k".into()));
         assert!(access("", "").unwrap_err().to_string().contains("KUBERNETES_SERVICE_HOST"));
     }

@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn process_without_its_driver_is_told_from_one_that_has_begun() {
+    fn process_without_driver_differs_from_a_starting_one() {
         let readiness = Readiness::new(Idle::Waiting(NOT_SEEN.to_owned()));
         let facts = || (readiness.sees_nothing(), readiness.lacks_driver());
         assert_eq!(facts(), (false, false), "its first scan is still to come");
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn released_driver_is_shown_and_takes_no_node_over_unseen() {
+    fn released_driver_is_shown_in_readiness() {
         let readiness = Readiness::new(Idle::Waiting("no scan yet".to_owned()));
         let plugin = Part::Plugin(ResourceName::gpu());
         readiness.add(Part::DraPlugin, "waiting");

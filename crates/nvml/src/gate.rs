@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_kubelet_nothing_is_made_and_nothing_refused() {
+    fn without_a_kubelet_no_gate_is_made_or_refused() {
         let folder = tempfile::tempdir().unwrap();
         let absent = folder.path().join("kubelet");
         let gate = Gate::of_kubelet(&absent.join("kubelet.sock"), "run").unwrap();

@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_offered_is_asked_for_again_after_some_polls() {
+    fn value_not_offered_is_queried_again_after_polls() {
         let mut unoffered = Unoffered { mig: Some(true), links: [1].into(), ..Unoffered::default() };
         let asked = (0..2 * RETRY_POLLS).filter(|_| {
             unoffered.begin_poll();
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_offered_is_asked_once_and_what_fails_again() {
+    fn value_not_offered_is_queried_once_failed_one_again() {
         let mut unoffered = Unoffered::default();
         let mut asked = 0;
         for _ in 0..3 {

@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn foreign_change_is_repaired_with_a_new_generation_where_needed() {
+    fn foreign_change_is_repaired_in_a_new_generation() {
         let (mut stored, mut memory) = (Stored::new(), Memory::default());
         writes(&pool(200), &mut stored, &mut memory);
         let first = stored.keys().next().unwrap().clone();

@@ -463,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn log_of_nccl_gives_settings_and_connections_through_memory() {
+    fn nccl_log_gives_settings_and_shm_connections() {
         let text = format!(
             "node:1:2 [0] NCCL INFO NCCL_P2P_LEVEL set by environment to LOC\nmpirun -x NCCL_ALGO=Ring \\\n\
              node:1:2 [0] NCCL INFO Channel 00 : 1[2a000] -> 0[27000] via SHM/direct/direct\n\

@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn gpu_of_another_driver_is_held_by_others_and_an_unbound_one_is_not() {
+    fn only_gpu_of_another_driver_counts_as_held() {
         let sysfs = tempfile::tempdir().unwrap();
         let device = |pci: &str, class: &str, driver: Option<&str>| {
             let path = sysfs.path().join("bus/pci/devices").join(pci);

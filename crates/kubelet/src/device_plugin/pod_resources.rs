@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn restarting_kubelet_is_asked_every_second_and_a_known_one_more_rarely() {
+    fn restarting_kubelet_is_polled_every_second() {
         let mut pauses = Backoff::new(MIN_ASK_INTERVAL, MAX_ASK_INTERVAL);
         assert_eq!([false; 2].map(|news| pause(true, true, news, &mut pauses).as_secs()), [1, 2]);
         assert_eq!([true, false].map(|news| pause(true, true, news, &mut pauses).as_secs()), [1, 2], "a pod has ended");

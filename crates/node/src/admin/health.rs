@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn probes_are_answered_among_strangers_and_from_a_port_that_was_taken() {
+    async fn probes_are_answered_once_a_taken_port_is_free() {
         // This test has its own address, because another test may get a port of 127.0.0.1 as soon as it is free.
         let other = connections::listen(([127, 1, 2, 3], 0).into()).unwrap();
         let address = other.local_addr().unwrap();

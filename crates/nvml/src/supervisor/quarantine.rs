@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn unheard_gpus_get_a_new_agent_at_once_and_then_ever_more_rarely() {
+    fn agents_for_unheard_gpus_start_ever_more_rarely() {
         let (mut renewal, mut now) = (Renewal::new(MINUTE), START);
         let next = |renewal: &Renewal, now| renewal.next().map(|(at, _)| at.saturating_sub(now).as_secs() / 60);
         // A GPU whose registration failed at the start.

@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn order_of_another_process_is_heard_also_in_a_new_folder() {
+    async fn order_of_another_process_arrives_in_a_new_folder() {
         let kubelets = tempfile::tempdir().unwrap();
         let gate = Gate::of_kubelet(&kubelets.path().join("kubelet.sock"), "test").unwrap();
         let release = Release::new(DriverMetrics::register(&mut Registry::default()), Some(gate.clone()));
