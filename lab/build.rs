@@ -1,6 +1,6 @@
-//! Tells the tests whether this machine has a browser: those of the page are ignored without one, with the reason.
+//! Sets `has_chromium` if this machine has a browser. Without it the tests of the page are ignored, with the reason.
 //!
-//! `make tools` brings it and touches this file, so that cargo looks for it again.
+//! `make tools` installs a browser and touches this file, so that cargo runs this script again.
 
 use std::path::Path;
 

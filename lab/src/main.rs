@@ -1,4 +1,4 @@
-//! The binary `linkwise-lab`: reads the command line, hands it to the command, says once what went wrong.
+//! The binary `linkwise-lab`: reads the command line, runs the command, and prints an error once.
 
 use std::process::ExitCode;
 

@@ -1,7 +1,7 @@
 //! `linkwise-lab demo --dra`: the cluster around the node.
 //!
-//! Here meet an API server in a box, over HTTPS, with the client that `linkwise run` has, the model of
-//! kube-scheduler's allocator, and what makes the claims of pods. `dra` says what happens in this cluster, and prints it.
+//! It has an API server in a box, to which linkwise's own client talks over HTTPS, a model of kube-scheduler's
+//! allocator, and the controller that makes the claims of pods. `dra` says what happens in this cluster.
 
 use std::sync::Arc;
 
@@ -28,11 +28,7 @@ const GPUS: &str = "nvidia.com/gpu";
 /// The token of the service account.
 const TOKEN: &str = "demo";
 
-/// Runs the demo on a machine; `out` prints.
-///
-/// # Errors
-///
-/// The demo did not go as expected.
+/// Runs the demo on a machine. `out` prints. A result that is not as expected is an error.
 pub async fn play(args: &DemoArgs, machine: Machine, out: Print<'_>) -> Result<()> {
     let cluster = Cluster::start().await?;
     let account = tempfile::Builder::new().prefix("linkwise-").tempdir().context("cannot make a temporary folder")?;
@@ -47,7 +43,7 @@ pub async fn play(args: &DemoArgs, machine: Machine, out: Print<'_>) -> Result<(
 pub(super) enum Scheduled {
     /// A claim with its `spec` and `status.allocation`.
     Allocated { claim: ClaimRef, spec: Value, allocation: Value },
-    /// The pod waits, with the reason.
+    /// The pod waits, for this reason.
     Waits(String),
 }
 
@@ -72,7 +68,7 @@ impl Cluster {
         Ok(Self { server: Arc::new(server) })
     }
 
-    /// The scheduler, with the current state of the cluster.
+    /// A scheduler that knows the current state of the cluster.
     fn scheduler(&self) -> Result<Scheduler> {
         let [slices, classes, claims] =
             [ResourceType::RESOURCE_SLICES, ResourceType::DEVICE_CLASSES, ResourceType::RESOURCE_CLAIMS]
@@ -84,8 +80,8 @@ impl Cluster {
         self.server.object(&ResourceType::PODS.key(Some(NAMESPACE), name)).with_context(|| format!("no pod {name}"))
     }
 
-    /// Makes the claim of a pod, as the controller of claims does from its template, or else as the scheduler does from
-    /// its extended resource.
+    /// Makes the claim of a pod: from its template, as the controller of claims does, or without one for its extended
+    /// resource, as the scheduler does.
     fn claim(&self, pod: &str) -> Result<Value> {
         let spec = self.pod(pod)?["spec"].clone();
         let reference = &spec["resourceClaims"][0];
@@ -110,7 +106,7 @@ impl Cluster {
         ResourceType::RESOURCE_CLAIMS.key(Some(NAMESPACE), claim)
     }
 
-    /// Creates an object of a manifest; objects with a namespace go to the demo's one.
+    /// Creates the object of a manifest. A namespaced object goes into the demo's namespace.
     pub fn create(&self, manifest: &Value) -> Result<Value> {
         let (kind, name) = (&manifest["kind"], manifest["metadata"]["name"].as_str().unwrap_or_default());
         let resource = ResourceType::ALL.into_iter().find(|resource| *kind == resource.kind);
@@ -120,7 +116,7 @@ impl Cluster {
         made.map_err(|status| anyhow!("{kind} {name} is refused: {status}"))
     }
 
-    /// Makes the claim of a pod, from its template or for its extended resource, and lets the scheduler try it once.
+    /// Makes the claim of a pod, and lets the scheduler try once to allocate it.
     pub fn schedule(&self, pod: &str) -> Result<Scheduled> {
         let mut made = self.claim(pod)?;
         let name = made["metadata"]["name"].as_str().context("the API server gives names")?.to_owned();
@@ -139,7 +135,7 @@ impl Cluster {
         Ok(Scheduled::Allocated { claim, spec: stored["spec"].clone(), allocation })
     }
 
-    /// The devices that a claim for this number of GPUs would get now if it named no groups; none if it would wait.
+    /// The devices that a claim for `count` GPUs would get now if it named no groups, or none if it would wait.
     pub fn singles(&self, count: usize) -> Result<Vec<String>> {
         let exactly = json!({"deviceClassName": DRA_DRIVER, "allocationMode": "ExactCount", "count": count});
         let spec = json!({"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}});
@@ -171,7 +167,7 @@ impl Cluster {
         self.server.wait_for_objects(&ResourceType::RESOURCE_SLICES, wanted).await;
     }
 
-    /// The function that deletes the node's ResourceSlices of a driver, or of all, as the kubelet does.
+    /// The function that deletes the node's ResourceSlices, as the kubelet does: those of one driver or of all drivers.
     pub fn wipe(&self) -> Wipe {
         let server = Arc::clone(&self.server);
         Arc::new(move |driver| server.wipe_slices(NODE, driver))

@@ -1,8 +1,8 @@
-//! `linkwise-lab demo --dra`: the same node with its GPUs offered through DRA.
+//! `linkwise-lab demo --dra`: the same node, but its GPUs are offered through DRA.
 //!
-//! Our node, the kubelet's DRA manager in a box, and around them a [`Cluster`], the API server and the scheduler. Pods
-//! say `nvidia.com/gpu: N`, and the policy of manifests/dra makes claims of it; between the scheduler's allocation and
-//! the CDI devices of the container nothing is simulated.
+//! A node of linkwise and the kubelet's DRA manager in a box run in a [`Cluster`] of API server and scheduler. Pods
+//! request `nvidia.com/gpu: N`, and the policy of manifests/dra turns the request into claims. Nothing is simulated
+//! between the scheduler's allocation and the CDI devices of the container.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -28,14 +28,14 @@ use linkwise_host::picture::machine_tree;
 use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, DraState, PodClaims};
 use linkwise_kubelet_box::{KubeletBox, Options, runtime};
 
-/// The one container of each pod.
+/// The name of each pod's only container.
 const CONTAINER: &str = "main";
-/// An XID of the GPU's own: 79, the GPU has fallen off the bus.
+/// An XID that is a fault of the GPU: 79, the GPU has fallen off the bus.
 const GPU_XID: u64 = 79;
 /// The longest time for any step, even on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Plays the demo on a machine; `api` leads to the cluster's API server, `out` prints.
+/// Plays the demo on a machine. `api` is linkwise's client of the cluster's API server. `out` prints.
 pub(super) async fn demo_dra(
     args: &DemoArgs,
     machine: Machine,
@@ -72,7 +72,7 @@ pub(super) async fn demo_dra(
             out("\nThis machine has no GPU: linkwise stays up and publishes nothing.\n")?;
         } else {
             script.play().await?;
-            ensure!(checkpoints(folder.path())? == 0, "checkpoints of claims are left behind");
+            ensure!(count_checkpoints(folder.path())? == 0, "checkpoints of claims are left behind");
         }
         if args.hold { super::hold(address, out).await } else { Ok(()) }
     };
@@ -82,8 +82,8 @@ pub(super) async fn demo_dra(
     result
 }
 
-/// The checkpoints of claims below the node's folder.
-fn checkpoints(folder: &Path) -> Result<usize> {
+/// The number of checkpoints of claims below the node's folder.
+fn count_checkpoints(folder: &Path) -> Result<usize> {
     let claims = folder.join(simulated::STATE).join("claims");
     let files = match std::fs::read_dir(&claims) {
         Ok(files) => files,
@@ -93,7 +93,7 @@ fn checkpoints(folder: &Path) -> Result<usize> {
     Ok(files.flatten().filter(|file| file.path().extension().is_some_and(|end| end == "json")).count())
 }
 
-/// The parts of the demo.
+/// The parts of the demo, which its steps act on.
 struct Script<'a> {
     machine: &'a Machine,
     topology: &'a NodeTopology,
@@ -111,25 +111,30 @@ struct Script<'a> {
 /// The results of the pods.
 #[derive(Default)]
 struct Tally {
-    /// The devices and CDI names of each running pod.
-    running: BTreeMap<String, (ClaimRef, Vec<String>, Vec<String>)>,
+    running: BTreeMap<String, RunningPod>,
     allocated: usize,
     waiting: usize,
     for_several: usize,
     grouped: usize,
-    /// The sum over claims with groups, in MB/s, of the collectives of their sets; the next field has those without
-    /// groups.
+    /// The sum of the collectives, in MB/s, of the sets that claims with groups got.
     with_groups: u64,
+    /// The same sum of the sets that these claims would have got without groups.
     without_groups: u64,
+}
+
+struct RunningPod {
+    claim: ClaimRef,
+    devices: Vec<String>,
+    cdi_names: Vec<String>,
 }
 
 impl Script<'_> {
     /// Runs all steps. Fails if any result is not as expected.
     async fn play(&self) -> Result<()> {
         let gpus = self.topology.gpus().len();
-        let part = |of: usize| (gpus / of).max(1);
+        let part = |parts: usize| (gpus / parts).max(1);
         let mut tally = Tally::default();
-        self.slices("the devices to be published", |devices| !devices.is_empty()).await?;
+        self.wait_for_devices("the devices to be published", |devices| !devices.is_empty()).await?;
         let registered = |state: &DraState| state.drivers.get(DRA_DRIVER).is_some_and(|driver| driver.connected > 0);
         self.kubelet.wait(registered).await.context("waited for the kubelet to register the driver")?;
         let slices = self.cluster.slices();
@@ -173,7 +178,7 @@ impl Script<'_> {
         self.finish(&tally)
     }
 
-    /// Starts a pod, with a limit and nothing else. A pod that waits is a valid result; any other failure is not.
+    /// Starts a pod that names only its limit of GPUs. A pod that waits is a valid result. Any other failure is not.
     async fn start(&self, pod: &str, count: usize, tally: &mut Tally) -> Result<()> {
         let admitted = self.cluster.create(&manifests::pod(pod, CONTAINER, count))?;
         let template = admitted["spec"]["resourceClaims"][0]["resourceClaimTemplateName"].as_str();
@@ -191,8 +196,8 @@ impl Script<'_> {
         let results = allocation["devices"]["results"].as_array().context("an allocation has results")?;
         let got: Vec<String> = results.iter().map(|result| text(&result["device"]).to_owned()).collect();
         ensure!(got.len() == count, "{pod} got {} devices instead of {count}", got.len());
-        for (other, (_, devices, _)) in &tally.running {
-            ensure!(!got.iter().any(|device| devices.contains(device)), "{pod} got a device of {other}");
+        for (other, running) in &tally.running {
+            ensure!(!got.iter().any(|device| running.devices.contains(device)), "{pod} got a device of {other}");
         }
         let gpus = self.gpus(&got);
         let minors = gpus.iter().filter_map(|(_, gpu)| gpu.facts.minor);
@@ -215,11 +220,11 @@ impl Script<'_> {
             cdi.first().map_or("none", String::as_str),
             container.gpus().join(" "),
         ))?;
-        tally.running.insert(pod.to_owned(), (reference, got, cdi));
+        tally.running.insert(pod.to_owned(), RunningPod { claim: reference, devices: got, cdi_names: cdi });
         Ok(())
     }
 
-    /// Compares the collective of a pod's GPUs with that of the GPUs that it would have got without groups.
+    /// Compares the collective of a pod's GPUs with the collective of the GPUs that it would have got without groups.
     fn compare(&self, got: &[String], singles: &[String], tally: &mut Tally) -> Result<String> {
         ensure!(singles.len() == got.len(), "{} GPUs without groups instead of {}", singles.len(), got.len());
         let (with, without) = (self.collective(got)?, self.collective(singles)?);
@@ -228,7 +233,7 @@ impl Script<'_> {
         Ok(format!("  collective: {with} MB/s; without groups {}: {without} MB/s\n", singles.join(",")))
     }
 
-    /// The ring bandwidth of these devices' GPUs by NCCL's model, in MB/s.
+    /// The ring bandwidth of these GPUs by NCCL's model, in MB/s.
     fn collective(&self, devices: &[String]) -> Result<u64> {
         let available: Vec<DeviceId> = self.gpus(devices).iter().map(|(_, gpu)| DeviceId::from(&gpu.uuid)).collect();
         let request = AllocationRequest { size: available.len(), available, must_include: Vec::new() };
@@ -236,7 +241,7 @@ impl Script<'_> {
         report.values.map(|values| values.collective).context("a set has a collective")
     }
 
-    /// Describes the alternative of the claim that was taken, and the group of its devices.
+    /// Describes the alternative of the claim that the scheduler took, and the group of its devices.
     fn why(&self, request: &str, spec: &Value, got: &[String], tally: &mut Tally) -> String {
         if got.len() == 1 {
             return "the first device that is free, in published order".to_owned();
@@ -274,11 +279,11 @@ impl Script<'_> {
             state.drivers.get(DRA_DRIVER).is_some_and(|driver| driver.registrations > known && driver.connected > 0)
         };
         self.kubelet.wait(again).await.context("waited for the driver to be registered again")?;
-        self.slices("the devices to be published again", |devices| devices.len() == before).await?;
-        for (pod, (claim, _, cdi)) in &tally.running {
+        self.wait_for_devices("the devices to be published again", |devices| devices.len() == before).await?;
+        for (pod, RunningPod { claim, cdi_names, .. }) in &tally.running {
             let again: BTreeSet<String> = self.prepare(pod, claim).await?.into_iter().collect();
-            ensure!(cdi.iter().all(|name| again.contains(name)), "{pod} was prepared with other devices");
-            ensure!(again.len() <= cdi.len(), "{pod} was prepared with more devices");
+            ensure!(cdi_names.iter().all(|name| again.contains(name)), "{pod} was prepared with other devices");
+            ensure!(again.len() <= cdi_names.len(), "{pod} was prepared with more devices");
         }
         self.print_line("  linkwise has written them again; claims are prepared as they were.\n")
     }
@@ -291,19 +296,20 @@ impl Script<'_> {
         without.gpus.retain(|seen| seen.uuid != gpu.uuid);
         self.send(Event::Observed(Box::new(without))).await?;
         let tainted = |devices: &[&Value]| taints(devices, &device).is_some_and(|keys| !keys.is_empty());
-        let devices = self.slices("the missing GPU to be tainted", tainted).await?;
+        let devices = self.wait_for_devices("the missing GPU to be tainted", tainted).await?;
         let keys = taints(&devices.iter().collect::<Vec<_>>(), &device).unwrap_or_default().join(", ");
         self.print_line(&format!(
-            "GPU {} ({device}, notebook's) leaves the bus: it stays in the slice, tainted {keys}, because a claim has it.",
+            "GPU {} ({device}, notebook's) leaves the bus: it stays in the slice, tainted {keys}, \
+             because a claim has it.",
             gpu.index
         ))?;
         self.send(Event::Observed(Box::new(self.machine.observed.clone()))).await?;
         let healed = |devices: &[&Value]| taints(devices, &device).is_some_and(|keys| keys.is_empty());
-        self.slices("the GPU that came back to have no taint", healed).await?;
+        self.wait_for_devices("the GPU that came back to have no taint", healed).await?;
         self.print_line("  It comes back, and the taint is gone.\n")
     }
 
-    /// Makes a GPU fail for good: no new claim gets it.
+    /// Makes a GPU fail for good, so that no new claim gets it.
     async fn fail(&self, tally: &Tally) -> Result<()> {
         let last = || devices(&self.cluster.slices()).next_back().map(|device| text(&device["name"]).to_owned());
         let held = held(tally, "train-a");
@@ -312,11 +318,11 @@ impl Script<'_> {
         let (_, gpu) = self.gpus(std::slice::from_ref(&device)).into_iter().next().context("no such GPU")?;
         self.send(Event::Xid { gpu: gpu.uuid.clone(), code: GPU_XID, instance: None }).await?;
         let tainted = |devices: &[&Value]| taints(devices, &device).is_some_and(|keys| !keys.is_empty());
-        let devices = self.slices("the failing GPU to be tainted", tainted).await?;
+        let devices = self.wait_for_devices("the failing GPU to be tainted", tainted).await?;
         let all: Vec<&Value> = devices.iter().collect();
-        let sick =
-            all.iter().filter(|one| taints(&all, text(&one["name"])).is_some_and(|keys| !keys.is_empty())).count();
-        ensure!(sick == 1, "XID {GPU_XID} of one GPU tainted {sick}");
+        let is_tainted = |device: &Value| taints(&all, text(&device["name"])).is_some_and(|keys| !keys.is_empty());
+        let count = all.iter().filter(|device| is_tainted(device)).count();
+        ensure!(count == 1, "XID {GPU_XID} of one GPU tainted {count}");
         self.print_line(&format!(
             "GPU {} ({device}, {place}) reports XID {GPU_XID}: it alone is tainted {}, no new claim gets it.\n",
             gpu.index,
@@ -353,7 +359,7 @@ impl Script<'_> {
         ))
     }
 
-    /// Finds GPUs by their devices' names, with their places.
+    /// Finds GPUs by the names of their devices. Returns them with their places in the topology.
     fn gpus(&self, names: &[String]) -> Vec<(usize, &Gpu)> {
         let slices = self.cluster.slices();
         let named = devices(&slices).filter(|device| names.iter().any(|name| device["name"] == name.as_str()));
@@ -362,11 +368,15 @@ impl Script<'_> {
         self.topology.gpus().iter().enumerate().filter(|(_, gpu)| uuids.contains(gpu.uuid.as_str())).collect()
     }
 
-    /// Waits until the devices are as wanted, and returns them.
-    async fn slices(&self, what: &str, wanted: impl Fn(&[&Value]) -> bool + Send + Sync) -> Result<Vec<Value>> {
-        let is = |slices: &[Value]| wanted(&devices(slices).collect::<Vec<_>>());
-        let came = timeout(DEADLINE, self.cluster.wait_for_slices(is)).await;
-        came.with_context(|| format!("waited for {what}"))?;
+    /// Waits until the published devices are as wanted, and returns them.
+    async fn wait_for_devices(
+        &self,
+        what: &str,
+        wanted: impl Fn(&[&Value]) -> bool + Send + Sync,
+    ) -> Result<Vec<Value>> {
+        let are_wanted = |slices: &[Value]| wanted(&devices(slices).collect::<Vec<_>>());
+        let waited = timeout(DEADLINE, self.cluster.wait_for_slices(are_wanted)).await;
+        waited.with_context(|| format!("waited for {what}"))?;
         Ok(devices(&self.cluster.slices()).cloned().collect())
     }
 
@@ -378,9 +388,8 @@ impl Script<'_> {
     fn show_holders(&self, tally: &Tally) -> Result<()> {
         let snapshot = Arc::clone(&self.snapshot.borrow());
         let note = |gpu: &Gpu| {
-            let mut running = tally.running.iter();
-            let holder =
-                running.find(|(_, (_, devices, _))| self.gpus(devices).iter().any(|(_, own)| own.uuid == gpu.uuid));
+            let has_gpu = |pod: &RunningPod| self.gpus(&pod.devices).iter().any(|(_, own)| own.uuid == gpu.uuid);
+            let holder = tally.running.iter().find(|(_, pod)| has_gpu(pod));
             let device = snapshot.offers().through_dra().iter().find(|device| device.gpu.uuid == gpu.uuid);
             match (device.map(|device| &device.health), holder) {
                 (Some(Health::Unhealthy { reason, .. }), _) => format!("✗ {reason}"),
@@ -398,7 +407,7 @@ impl Script<'_> {
 
 /// The last device of a pod.
 fn held(tally: &Tally, pod: &str) -> Option<String> {
-    tally.running.get(pod)?.1.last().cloned()
+    tally.running.get(pod)?.devices.last().cloned()
 }
 
 /// The devices of slices, in published order.
@@ -406,7 +415,7 @@ fn devices(slices: &[Value]) -> impl DoubleEndedIterator<Item = &Value> + Clone 
     slices.iter().flat_map(|slice| slice["spec"]["devices"].as_array().map_or(&[][..], Vec::as_slice))
 }
 
-/// The taints of a device: `key=value`.
+/// The taints of a device, as `key=value`, or as `key` if a taint has no value.
 fn taints(devices: &[&Value], name: &str) -> Option<Vec<String>> {
     let device = devices.iter().find(|device| device["name"] == name)?;
     let taint = |taint: &Value| match text(&taint["value"]) {

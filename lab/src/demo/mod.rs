@@ -1,8 +1,8 @@
 //! `linkwise-lab demo`: a whole node in one process, on a simulated machine.
 //!
-//! Here meet our node and a kubelet in a box, over real sockets and real gRPC in a temporary folder.
-//! `script` is the sequence of events, `show` the text about them, `style` its colours. Nothing is simulated between
-//! the kubelet's call and the plugin's answer. `dra` is the same for a node whose GPUs go through DRA.
+//! A node of linkwise and a kubelet in a box talk over real sockets and real gRPC in a temporary folder. Nothing is
+//! simulated between the kubelet's call and the plugin's answer. `script` is the sequence of events, `show` the text
+//! about them, and `style` its colours. `dra` plays the same events on a node that offers its GPUs through DRA.
 
 #[cfg(feature = "cluster")]
 mod cluster;
@@ -40,7 +40,7 @@ use style::Style;
 #[cfg(feature = "cluster")]
 pub use cluster::{WHOLE_GPUS, play as play_with_dra};
 
-/// The function that prints.
+/// A function that prints text.
 pub type Print<'a> = &'a (dyn Fn(&str) -> Result<()> + Sync);
 
 /// The kubelet's PodResources socket, below the node's folder.
@@ -65,13 +65,13 @@ fn on_terminal(args: &DemoArgs, play: impl AsyncFnOnce(Machine, Print<'_>) -> Re
     block_on(play(machine, &move |text: &str| Ok(print_styled(&style.render(text))?)))
 }
 
-/// Runs the demo on a machine; `out` prints.
+/// Runs the demo on a machine. `out` prints.
 pub async fn demo(args: &DemoArgs, machine: Machine, out: Print<'_>) -> Result<()> {
     let folder = tempfile::Builder::new().prefix("linkwise-").tempdir().context("cannot make a temporary folder")?;
     out(&format!("# {}\n", show::cut(&machine_tree(&machine))))?;
     let kubelet = start_kubelet(args, &machine.observed.host, folder.path(), out)?;
     let settings = device_plugin::Settings {
-        // No other plugin uses this folder, so that long pauses are not needed.
+        // Long pauses are not needed, because no other plugin uses this folder.
         longest_pause: Duration::from_secs(1),
         pod_resources_socket: Some(folder.path().join(POD_RESOURCES)),
         ..device_plugin::Settings::new(folder.path().join(Options::SOCKET))
@@ -124,7 +124,7 @@ async fn serve_during(node: Node, play: impl Future<Output = Result<()>>) -> Res
 /// Starts a kubelet with the requested Topology Manager, or without one if it would not work on this machine.
 fn start_kubelet(args: &DemoArgs, host: &HostObservation, folder: &Path, out: Print<'_>) -> Result<KubeletBox> {
     let mut options = Options::new(folder);
-    // The socket has a folder of its own: a kubelet that starts removes every socket beside kubelet.sock.
+    // The socket has a folder of its own, because a kubelet that starts removes every socket beside kubelet.sock.
     options.pod_resources = Some(folder.join(POD_RESOURCES));
     options.topology_manager =
         TopologyManager { policy: args.topology_manager_policy, scope: args.scope, numa_nodes: numa_nodes(host) };
@@ -143,7 +143,7 @@ fn start_kubelet(args: &DemoArgs, host: &HostObservation, folder: &Path, out: Pr
     }
 }
 
-/// The NUMA nodes as a kubelet counts them: memory-only ones too, and node 0 if the host names none.
+/// The NUMA nodes as a kubelet counts them: nodes without CPUs too, and node 0 if the host names no NUMA node.
 pub fn numa_nodes(host: &HostObservation) -> Vec<i64> {
     match host.numa_nodes.as_slice() {
         [] => vec![0],
@@ -151,7 +151,7 @@ pub fn numa_nodes(host: &HostObservation) -> Vec<i64> {
     }
 }
 
-/// Keeps serving until interrupted.
+/// Keeps the node serving until a signal ends the demo.
 async fn hold(address: std::net::SocketAddr, out: Print<'_>) -> Result<()> {
     out(&format!("\nServing until interrupted (Ctrl-C): http://{address}/ (the page), /metrics /livez /readyz\n"))?;
     LastSignals::listen()?.recv().await;

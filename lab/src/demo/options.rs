@@ -8,7 +8,7 @@ use linkwise_core::state::NumaHints;
 use linkwise_core::words::Words;
 use linkwise_kubelet_box::{Policy, Scope};
 
-/// `linkwise-lab demo`.
+/// The arguments of `linkwise-lab demo`.
 #[derive(Clone, Debug, Args)]
 pub struct DemoArgs {
     /// The machine: a built-in name (see `linkwise topology --list`), a node file, an NCCL topology dump
@@ -24,7 +24,7 @@ pub struct DemoArgs {
     /// The scope of the Topology Manager
     #[arg(long, value_name = "SCOPE", default_value = "container", value_parser = one_of(&SCOPES))]
     pub scope: Scope,
-    /// Which NUMA nodes devices report (see docs/topology-manager.md)
+    /// The NUMA nodes that devices report (see docs/topology-manager.md)
     #[arg(
         long,
         value_name = "HINTS",

@@ -1,5 +1,5 @@
-//! The events of the demo: pods of mixed sizes come and go, the kubelet restarts, a GPU leaves and comes back, another
-//! fails and is put back.
+//! The events of the demo: pods of mixed sizes start and end, the kubelet restarts, a GPU leaves and comes back,
+//! another GPU fails and is cleared after a reset.
 
 use std::sync::Arc;
 
@@ -15,14 +15,14 @@ use linkwise_kubelet_box::{AdmissionError, KubeletBox, Pod, ResourceState, Resta
 
 /// The resource that the pods request.
 const RESOURCE: &str = "nvidia.com/gpu";
-/// The one container of each pod.
+/// The name of each pod's only container.
 const CONTAINER: &str = "main";
-/// An XID of the GPU's own: 79, the GPU has fallen off the bus.
+/// An XID that is a fault of the GPU: 79, the GPU has fallen off the bus.
 const GPU_XID: u64 = 79;
-/// An XID caused by a program: 31, it touched memory that is not its own.
+/// An XID that is a fault of a program: 31, the program accessed memory that is not its own.
 const APPLICATION_XID: u64 = 31;
 
-/// The parts of the demo.
+/// The parts of the demo, which its steps act on.
 pub(super) struct Script<'a> {
     pub machine: &'a Machine,
     pub topology: &'a NodeTopology,
@@ -49,7 +49,7 @@ impl Script<'_> {
     /// Runs all steps. Fails if any result is not as expected.
     pub async fn play(&self) -> Result<()> {
         let gpus = self.topology.gpus().len();
-        let part = |of: usize| u32::try_from((gpus / of).max(1)).unwrap_or(u32::MAX);
+        let part = |parts: usize| u32::try_from((gpus / parts).max(1)).unwrap_or(u32::MAX);
         let mut tally = Tally::default();
         let state = self.wait("the plugin to register", healthy(gpus)).await?;
         self.print_line(&format!("The kubelet knows {} healthy {}.\n", state.healthy.len(), RESOURCE))?;
@@ -84,7 +84,7 @@ impl Script<'_> {
         self.finish(&tally)
     }
 
-    /// Waits for Enter, if the script runs step by step; the end of the input ends the waiting too.
+    /// Waits for Enter or the end of the input, if the script runs step by step.
     async fn step(&self) -> Result<()> {
         if self.steps {
             self.print_line("[press Enter]")?;
@@ -104,7 +104,7 @@ impl Script<'_> {
         self.print_line("  linkwise has registered again; notebook's container restarts with the GPU it had.\n")
     }
 
-    /// Removes a GPU that a pod holds, and adds it again: a kubelet can crash if such an id vanishes from the list.
+    /// Removes a GPU that a pod holds, and adds it again. A kubelet could crash if the held id vanished from the list.
     async fn leave_and_return(&self) -> Result<()> {
         let gpu = self.held_by("notebook").context("notebook holds no GPU")?;
         let uuid = gpu.uuid.as_str();
@@ -122,7 +122,7 @@ impl Script<'_> {
         self.print_line("  It comes back and is healthy again.\n")
     }
 
-    /// Makes a GPU fail, after an application's fault that changes nothing; returns the failed GPU.
+    /// Makes a GPU fail, after an application's fault on it that changes nothing. Returns the failed GPU.
     async fn fail(&self) -> Result<&Gpu> {
         let gpus = self.topology.gpus();
         let held = self.held_by("train-a");
@@ -146,7 +146,7 @@ impl Script<'_> {
         Ok(gpu)
     }
 
-    /// Puts the failed GPU back, as an operator does after a reset.
+    /// Clears the failed GPU, as an operator does after a reset.
     async fn put_back(&self, gpu: &Gpu) -> Result<()> {
         self.send(Event::Cleared(gpu.uuid.clone())).await?;
         self.wait("the GPU that was put back to be healthy", healthy(self.topology.gpus().len())).await?;
@@ -173,7 +173,8 @@ impl Script<'_> {
         ))
     }
 
-    /// Admits a pod. Too few GPUs, or none on the right NUMA nodes, is a valid result; any other failure is not.
+    /// Admits a pod. A rejection for want of GPUs, at all or on the right NUMA nodes, is a valid result. Any other
+    /// failure is not.
     async fn admit(&self, name: &str, size: u32, tally: &mut Tally) -> Result<()> {
         self.step().await?;
         let pod = Pod::single(name, RESOURCE, size);
@@ -267,7 +268,7 @@ impl Script<'_> {
     }
 }
 
-/// A check that the resource is registered with this number of healthy devices.
+/// A check that the resource is connected and has this number of healthy devices.
 fn healthy(count: usize) -> impl Fn(&ResourceState) -> bool {
     move |state| state.connected && state.healthy.len() == count
 }

@@ -6,7 +6,7 @@ use linkwise_core::allocation::AllocationReport;
 use linkwise_core::topology::{Gpu, NodeTopology, NumaNodeId};
 use linkwise_kubelet_box::TopologyHint;
 
-/// A pod that was admitted.
+/// The text about an admitted pod.
 pub(super) fn pod(
     name: &str,
     size: u32,
@@ -20,13 +20,14 @@ pub(super) fn pod(
         text += &format!("\n  NUMA: {manager}");
     }
     match report {
-        // Each part of the report has a line of its own: 100 columns are few.
+        // Each part of the report has a line of its own, because lines have at most 100 columns.
         Some(report) => text + &format!("\n  why: {}\n", report.to_string().replace("; ", "\n       ")),
         None => text + "\n  why: the kubelet did not ask, these were all there was\n",
     }
 }
 
-/// The Topology Manager's decision, and the plugin's view of it: the numbers of GPUs offered and of those taken before.
+/// The Topology Manager's decision, and what the plugin sees of it: `offered` has the number of GPUs that the kubelet
+/// offered, and the number of them that it had taken before.
 pub(super) fn hint(hint: &TopologyHint, offered: Option<(usize, usize)>) -> String {
     let settled = match (hint.mask, hint.preferred) {
         (None, _) => "the Topology Manager leaves it open".to_owned(),
@@ -49,7 +50,7 @@ pub(super) fn cut(text: &str) -> String {
     text.lines().map(cut).collect::<Vec<_>>().join("\n") + "\n"
 }
 
-/// The GPUs with their holders, a line for each NUMA node; four GPUs fit a line.
+/// The GPUs with their holders: lines of at most four GPUs, grouped by NUMA node.
 pub(super) fn holders(topology: &NodeTopology, note: impl Fn(&Gpu) -> String) -> String {
     let mut nodes: BTreeMap<Option<NumaNodeId>, Vec<String>> = BTreeMap::new();
     for gpu in topology.gpus() {
@@ -66,7 +67,7 @@ pub(super) fn holders(topology: &NodeTopology, note: impl Fn(&Gpu) -> String) ->
     text
 }
 
-/// NUMA nodes and links of GPUs.
+/// The NUMA nodes of GPUs and the links between them.
 pub(super) fn where_they_are(topology: &NodeTopology, gpus: &[(usize, &Gpu)]) -> String {
     let nodes: BTreeSet<String> =
         gpus.iter().map(|(_, gpu)| gpu.numa.map_or("unknown".to_owned(), |numa| numa.to_string())).collect();
@@ -78,7 +79,7 @@ pub(super) fn where_they_are(topology: &NodeTopology, gpus: &[(usize, &Gpu)]) ->
     text
 }
 
-/// The links between all pairs: `NV2`, or `2x NV2, 4x SYS`.
+/// The links between all pairs of GPUs: `NV2`, or `2x NV2, 4x SYS`.
 fn links(topology: &NodeTopology, gpus: &[(usize, &Gpu)]) -> String {
     let mut counts: BTreeMap<String, usize> = BTreeMap::new();
     for (number, (a, _)) in gpus.iter().enumerate() {

@@ -1,7 +1,6 @@
-//! A little colour for a terminal; plain text for everything else.
+//! Colours for a terminal, and plain text for everything else.
 //!
-//! Text is first plain, then wrapped to its width, and coloured last by its marks: an escape sequence would otherwise
-//! count as letters.
+//! Text is wrapped before it is coloured, because escape sequences would count as letters. Marks choose the colours.
 
 /// The widest line that is printed.
 const WIDTH: usize = 100;
@@ -27,7 +26,7 @@ impl Style {
     }
 }
 
-/// Breaks a line at spaces; the next lines are indented below the words that they belong to.
+/// Breaks a line at spaces, and indents the lines after the first.
 fn wrap(line: &str) -> Vec<String> {
     if line.chars().count() <= WIDTH {
         return vec![line.to_owned()];

@@ -1,9 +1,9 @@
-//! `linkwise-lab kit-container`: a command in a root folder that has what CDI devices name, and no more.
+//! `linkwise-lab kit-container`: runs a command in a root folder that holds only what CDI devices name.
 //!
-//! It stands in for a container runtime where there is none. The process gets a mount namespace of its own, so that its
-//! mounts end with it; as another user than root it gets a user namespace too. Beside the devices' edits the root has
-//! what every runtime gives (/proc, /sys, /dev/null and its like), and the kit's folder. Of CDI's hooks the links are
-//! made, which need no program.
+//! It stands in for a container runtime on a machine without one. The process gets a mount namespace of its own, so
+//! that its mounts end with it. A user other than root gets a user namespace too. Besides the edits of the CDI devices,
+//! the root has the paths that every runtime gives (/proc, /sys, /dev/null and the like) and the kit's folder. Of CDI's
+//! hooks only the links are made, because they need no program.
 
 use std::fs::{self, File};
 use std::io;
@@ -24,7 +24,7 @@ use rustix::thread::UnshareFlags;
 pub(super) const INSIDE: &str = "in a container with";
 
 /// The paths that every runtime gives a container.
-const OF_EVERY_RUNTIME: [&str; 7] =
+const RUNTIME_PATHS: [&str; 7] =
     ["/proc", "/sys", "/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"];
 
 /// The arguments.
@@ -52,7 +52,7 @@ pub fn run(args: &ContainerArgs) -> Result<()> {
     let edits = runtime::container(&args.cdi, &args.device).map_err(Error::msg)?;
     isolate().context("no right to a mount namespace")?;
     let root = Root(&args.root);
-    for path in OF_EVERY_RUNTIME {
+    for path in RUNTIME_PATHS {
         root.bind(path, path)?;
     }
     for folder in ["/tmp", "/dev/shm"] {
@@ -91,11 +91,11 @@ pub fn run(args: &ContainerArgs) -> Result<()> {
     Err(command.exec()).with_context(|| format!("cannot start {program}"))
 }
 
-/// Enters a mount namespace whose mounts nobody else sees.
+/// Enters a mount namespace of its own, so that no other process sees its mounts.
 fn isolate() -> io::Result<()> {
     let (uid, gid) = (geteuid(), getegid());
     let namespaces = if uid.is_root() { UnshareFlags::NEWNS } else { UnshareFlags::NEWNS | UnshareFlags::NEWUSER };
-    #[allow(deprecated, reason = "of its flags FILES breaks promises about descriptors; neither of these does")]
+    #[allow(deprecated, reason = "only its flag FILES is unsound: it breaks promises about file descriptors")]
     rustix::thread::unshare(namespaces)?;
     if !uid.is_root() {
         fs::write("/proc/self/setgroups", "deny")?;
@@ -105,6 +105,7 @@ fn isolate() -> io::Result<()> {
     Ok(mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?)
 }
 
+/// The folder that becomes the container's root.
 struct Root<'a>(&'a Path);
 
 impl Root<'_> {
@@ -112,7 +113,7 @@ impl Root<'_> {
         self.0.join(path.trim_start_matches('/'))
     }
 
-    /// Mounts a file or folder of the host, with what is mounted below it.
+    /// Mounts a file or folder of the host, together with the mounts below it.
     fn bind(&self, host: &str, container: &str) -> Result<()> {
         let target = self.at(container);
         let make = || -> io::Result<()> {

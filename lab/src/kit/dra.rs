@@ -1,5 +1,5 @@
-//! linkwise with DRA: its GPUs are published to an API server in a box, a claim for one is prepared, and the faulting
-//! programs run with the claim's device nodes and mounts alone.
+//! linkwise with DRA: it publishes its GPUs to an API server in a box, prepares a claim for one of them, and the
+//! faulting programs see the claim's device nodes and mounts alone.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow};
 use linkwise_api_server_box::{ApiServerBox, ResourceType};
 use linkwise_core::state::DRA_DRIVER;
-use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
+use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, DraState, PodClaims};
 use linkwise_kubelet_box::{KubeletBox, Options, runtime};
 use serde_json::{Value, json};
 use tokio::process::Command;
@@ -26,16 +26,8 @@ const CONFIGURATION: &str = "version: v1\nlinkwise: {dra: {gpus: all}}\n";
 pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let at = |name: &str| folder.path().join(name);
-    let server =
-        ApiServerBox::start_on("127.0.0.1:0", &ResourceType::ALL).await.context("cannot listen on 127.0.0.1")?;
-    server.accept_tokens(&[TOKEN]);
-    server.put("kubelet", &ResourceType::NODES.key(None, NODE), json!({}));
-    for name in ["account", "plugins", "cdi"] {
-        fs::create_dir(at(name))?;
-    }
-    fs::write(at("account/token"), TOKEN)?;
-    fs::write(at("account/ca.crt"), server.ca())?;
-    fs::write(at("configuration.yaml"), CONFIGURATION)?;
+    let server = start_api_server().await?;
+    write_files(folder.path(), &server)?;
     let mut options = Options::new(at("kubelet"));
     options.pod_resources = Some(at("pod-resources/kubelet.sock"));
     let devices = KubeletBox::start(options)?;
@@ -50,16 +42,7 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
         command.arg("--config-file").arg(at("configuration.yaml"));
     };
     let mut linkwise = Linkwise::start(args, folder.path(), "-dra", change).await?;
-    let published = async {
-        let is_there = |slices: &[Value]| gpus(slices).next().is_some();
-        let slices = server.wait_for_objects(&ResourceType::RESOURCE_SLICES, is_there);
-        timeout(LIMIT, slices).await.context("no GPU is published")?;
-        let is_up = |state: &linkwise_kubelet_box::dra::DraState| {
-            state.drivers.get(DRA_DRIVER).is_some_and(|driver| driver.connected > 0)
-        };
-        kubelet.wait(is_up).await.context("the kubelet has no DRA driver")
-    };
-    linkwise.beside(published).await?;
+    linkwise.beside(wait_for_driver(&server, &kubelet)).await?;
     let slices = server.objects(&ResourceType::RESOURCE_SLICES);
     report.write("slices.json", serde_json::to_string_pretty(&slices)?)?;
     report.note(true, &format!("DRA: published GPUs: {}, slices: {}", gpus(&slices).count(), slices.len()))?;
@@ -68,19 +51,9 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     let name = device["name"].as_str().context("the GPU has no name")?;
     let claim = allocate(&server, pool, name);
     let begin = Instant::now();
-    let pod = PodClaims::single("pod", claim.clone(), DRA_DRIVER);
-    let prepared = timeout(LIMIT, async {
-        // The driver may have to read the claims first, or to write the CDI specs; a kubelet tries again as well.
-        loop {
-            match kubelet.start_pod(&pod).await {
-                Err(_) if begin.elapsed() < LIMIT / 2 => sleep(Duration::from_millis(200)).await,
-                done => return done,
-            }
-        }
-    });
-    let names = prepared.await.context("Prepare takes too long")??.remove("main").unwrap_or_default();
-    let took = begin.elapsed().as_millis();
-    report.note(true, &format!("DRA: a claim for {name} ({uuid}) is prepared after {took} ms: {names:?}"))?;
+    let names = prepare(&kubelet, claim.clone()).await?;
+    let millis = begin.elapsed().as_millis();
+    report.note(true, &format!("DRA: a claim for {name} ({uuid}) is prepared after {millis} ms: {names:?}"))?;
     let spec = at("cdi").join(format!("linkwise.dev-claim-{}.json", claim.uid));
     report.write("cdi-claim.json", fs::read(&spec).context("the claim has no CDI spec")?)?;
     let edits = runtime::container(&at("cdi"), &names);
@@ -88,25 +61,7 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     let (nodes, mounts, variables) = (edits.hosts.keys(), edits.mounts.len(), edits.env.len());
     report.note(true, &format!("DRA: its CDI devices have {nodes:?}, {mounts} mounts, {variables} variables"))?;
     let untainted = gpus(&slices).filter(is_untainted).count();
-    // Without a command it ends in its container.
-    let is_contained = match tried(args, (&at("cdi"), &names)).await? {
-        Ok(seen) => report.note(true, &format!("DRA: the faulting programs run {seen}")).map(|()| true),
-        Err(why) => {
-            report.note(false, &format!("DRA: the faulting programs run without a container: {why}")).map(|()| false)
-        }
-    }?;
-    for (number, fault) in args.fault.iter().enumerate() {
-        let root = tempfile::tempdir()?;
-        let (command, gpu) = match &args.kit {
-            Some(kit) if is_contained => {
-                let mut command = container(kit, root.path(), (&at("cdi"), &names))?;
-                command.arg("--").args(&fault.words);
-                (command, Some(uuid))
-            }
-            _ => (fault.plain(), None),
-        };
-        fault::judge(report, &linkwise, fault, (&format!("fault-{number}-dra.txt"), gpu), command).await?;
-    }
+    cause_faults(args, report, &linkwise, uuid, (&at("cdi"), &names)).await?;
     sleep(Duration::from_secs(args.idle_seconds)).await;
     let slices = server.objects(&ResourceType::RESOURCE_SLICES);
     let now = gpus(&slices).filter(is_untainted).count();
@@ -119,6 +74,82 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     Ok(())
 }
 
+/// Starts an API server that knows the node and linkwise's token.
+async fn start_api_server() -> Result<ApiServerBox> {
+    let server =
+        ApiServerBox::start_on("127.0.0.1:0", &ResourceType::ALL).await.context("cannot listen on 127.0.0.1")?;
+    server.accept_tokens(&[TOKEN]);
+    server.put("kubelet", &ResourceType::NODES.key(None, NODE), json!({}));
+    Ok(server)
+}
+
+/// Writes linkwise's service account and configuration, and makes the folders that a node has.
+fn write_files(folder: &Path, server: &ApiServerBox) -> Result<()> {
+    for name in ["account", "plugins", "cdi"] {
+        fs::create_dir(folder.join(name))?;
+    }
+    fs::write(folder.join("account/token"), TOKEN)?;
+    fs::write(folder.join("account/ca.crt"), server.ca())?;
+    fs::write(folder.join("configuration.yaml"), CONFIGURATION)?;
+    Ok(())
+}
+
+/// Waits until a GPU is published and the kubelet is connected to linkwise's DRA driver.
+async fn wait_for_driver(server: &ApiServerBox, kubelet: &DraKubelet) -> Result<()> {
+    let has_gpu = |slices: &[Value]| gpus(slices).next().is_some();
+    let slices = server.wait_for_objects(&ResourceType::RESOURCE_SLICES, has_gpu);
+    timeout(LIMIT, slices).await.context("no GPU is published")?;
+    let is_connected = |state: &DraState| state.drivers.get(DRA_DRIVER).is_some_and(|driver| driver.connected > 0);
+    kubelet.wait(is_connected).await.context("the kubelet has no DRA driver")?;
+    Ok(())
+}
+
+/// Starts a pod that has the claim. Returns the names of the claim's CDI devices.
+async fn prepare(kubelet: &DraKubelet, claim: ClaimRef) -> Result<Vec<String>> {
+    let begin = Instant::now();
+    let pod = PodClaims::single("pod", claim, DRA_DRIVER);
+    let prepared = timeout(LIMIT, async {
+        // linkwise may have to read the claims or to write the CDI specs first. A real kubelet tries again as well.
+        loop {
+            match kubelet.start_pod(&pod).await {
+                Err(_) if begin.elapsed() < LIMIT / 2 => sleep(Duration::from_millis(200)).await,
+                done => return done,
+            }
+        }
+    });
+    Ok(prepared.await.context("Prepare takes too long")??.remove("main").unwrap_or_default())
+}
+
+/// Runs the faulting programs with the claim's CDI devices: in a container, or without one on a machine that allows
+/// none. Each XID must be counted.
+async fn cause_faults(
+    args: &KitArgs,
+    report: &Report,
+    linkwise: &Linkwise,
+    gpu: &str,
+    devices: (&Path, &[String]),
+) -> Result<()> {
+    let is_contained = match try_container(args, devices).await? {
+        Ok(seen) => report.note(true, &format!("DRA: the faulting programs run {seen}")).map(|()| true),
+        Err(why) => {
+            report.note(false, &format!("DRA: the faulting programs run without a container: {why}")).map(|()| false)
+        }
+    }?;
+    for (number, fault) in args.fault.iter().enumerate() {
+        let root = tempfile::tempdir()?;
+        let (command, counted_for) = match &args.kit {
+            Some(kit) if is_contained => {
+                let mut command = container(kit, root.path(), devices)?;
+                command.arg("--").args(&fault.words);
+                (command, Some(gpu))
+            }
+            _ => (fault.plain(), None),
+        };
+        fault::judge(report, linkwise, fault, (&format!("fault-{number}-dra.txt"), counted_for), command).await?;
+    }
+    Ok(())
+}
+
 /// This program as `kit-container`, for the CDI devices of a claim.
 fn container(kit: &Path, root: &Path, (cdi, names): (&Path, &[String])) -> Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
@@ -127,8 +158,9 @@ fn container(kit: &Path, root: &Path, (cdi, names): (&Path, &[String])) -> Resul
     Ok(command)
 }
 
-/// Tries to make a container for the devices. Returns the line about its content, or the reason why there can be none.
-async fn tried(args: &KitArgs, devices: (&Path, &[String])) -> Result<Result<String, String>> {
+/// Makes a container for the devices, which ends at once because it has no command. Returns the line about its content,
+/// or the reason why the machine allows no container.
+async fn try_container(args: &KitArgs, devices: (&Path, &[String])) -> Result<Result<String, String>> {
     let Some(kit) = &args.kit else { return Ok(Err("--kit is missing".to_owned())) };
     let root = tempfile::tempdir()?;
     let mut command = container(kit, root.path(), devices)?;
@@ -152,7 +184,7 @@ fn is_untainted((_, device): &(&str, &Value)) -> bool {
     device["taints"].as_array().is_none_or(Vec::is_empty)
 }
 
-/// Creates a claim that has this device, as a scheduler would allocate it.
+/// Creates a claim with this device in its allocation, as a scheduler would.
 fn allocate(server: &ApiServerBox, pool: &str, device: &str) -> ClaimRef {
     let result = json!({"request": "gpus", "driver": DRA_DRIVER, "pool": pool, "device": device});
     let uid = server.put_allocated_claim("claim", &[result], &[]);

@@ -13,7 +13,7 @@ use super::program::{HARMLESS, Linkwise, Metrics};
 use super::{LIMIT, Report};
 
 /// The longest time from the end of a faulting program until its XID is counted.
-pub(super) const NOTICED: Duration = Duration::from_secs(20);
+pub(super) const XID_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A command, and the XID that it causes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,7 +34,7 @@ impl FromStr for Fault {
 }
 
 impl Fault {
-    /// The command on this machine, as it is.
+    /// The command as it runs on this machine, outside of a container.
     pub fn plain(&self) -> Command {
         let (program, rest) = self.words.split_first().map_or(("", [].as_slice()), |(first, rest)| (first, rest));
         let mut command = Command::new(program);
@@ -42,7 +42,7 @@ impl Fault {
         command
     }
 
-    /// Runs it. Its own failure is an error, with the last line that it printed.
+    /// Runs the command. If it fails, the error has the last line that it printed.
     pub async fn cause(&self) -> Result<()> {
         let mut command = self.plain();
         command.stdin(Stdio::null()).kill_on_drop(true);
@@ -53,15 +53,15 @@ impl Fault {
         Ok(())
     }
 
-    /// The name of the program, and its words.
+    /// The name of the program, and its arguments.
     fn name(&self) -> String {
         let program = self.words.first().and_then(|path| Path::new(path).file_name()).unwrap_or_default();
-        let words = self.words.iter().skip(1).map(String::as_str);
-        [&*program.to_string_lossy()].into_iter().chain(words).collect::<Vec<_>>().join(" ")
+        let arguments = self.words.iter().skip(1).map(String::as_str);
+        [&*program.to_string_lossy()].into_iter().chain(arguments).collect::<Vec<_>>().join(" ")
     }
 }
 
-/// Causes a fault, and says whether its XID is counted.
+/// Causes a fault. Returns true if its XID is counted in time.
 pub(super) async fn is_counted(fault: &Fault, metrics: Metrics) -> Result<bool> {
     let known = metrics.count(fault.xid, None).await?;
     fault.cause().await?;
@@ -71,11 +71,11 @@ pub(super) async fn is_counted(fault: &Fault, metrics: Metrics) -> Result<bool> 
         }
         anyhow::Ok(())
     };
-    Ok(matches!(timeout(NOTICED, counted).await, Ok(Ok(()))))
+    Ok(matches!(timeout(XID_TIMEOUT, counted).await, Ok(Ok(()))))
 }
 
-/// Runs a command that faults, writes its output to a file of the report, and says whether the XID is counted: for this
-/// GPU, or for any. Returns the output.
+/// Runs a command that faults, writes its output to a file of the report, and reports if the XID is logged and counted:
+/// for this GPU, or without one for any GPU. Returns the output.
 pub(super) async fn judge(
     report: &Report,
     linkwise: &Linkwise,
@@ -90,7 +90,7 @@ pub(super) async fn judge(
     let output = output.with_context(|| format!("cannot start {}", fault.name()))?;
     let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
     report.write(file, &text)?;
-    let noticed = timeout(NOTICED, async {
+    let noticed = timeout(XID_TIMEOUT, async {
         while counted().await? == before || linkwise.logged(HARMLESS) == logged {
             sleep(Duration::from_millis(100)).await;
         }
@@ -98,9 +98,10 @@ pub(super) async fn judge(
     });
     let is_noticed = matches!(noticed.await, Ok(Ok(())));
     let (status, xid, now) = (output.status, fault.xid, counted().await?);
-    let of = gpu.map(|gpu| format!(" for {gpu}")).unwrap_or_default();
-    let what = format!("{} ({status}): its XID {xid} is logged and counted{of}: {before}, then {now}", fault.name());
-    report.promise(is_noticed && output.status.success(), &what)?;
+    let on_gpu = gpu.map(|gpu| format!(" for {gpu}")).unwrap_or_default();
+    let name = fault.name();
+    let line = format!("{name} ({status}): its XID {xid} is logged and counted{on_gpu}: {before}, then {now}");
+    report.promise(is_noticed && output.status.success(), &line)?;
     if !is_noticed {
         report.note(false, &format!("all counted XIDs: {:?}", linkwise.metrics().xids().await?))?;
     }

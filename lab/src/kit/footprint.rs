@@ -12,21 +12,22 @@ use super::program::Linkwise;
 use super::{KitArgs, LIMIT, Report};
 
 /// The time from one poll of the agent to the next, in seconds.
-const POLL: u64 = 10;
+const POLL_INTERVAL: u64 = 10;
 
-/// The seconds after which nothing is left of the start.
-const SETTLED: u64 = 12;
+/// The time after which linkwise has done the work of its start, in seconds.
+const SETTLE_DELAY: u64 = 12;
 
 /// The counters of a process, summed over its threads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Counters {
-    /// Voluntary context switches: each is followed by a wake-up.
+    /// Voluntary context switches: a wake-up follows each of them.
     wake_ups: u64,
     preempted: u64,
     /// Nanoseconds on a CPU.
     running: u64,
-    /// Calls of read and write, and their bytes.
+    /// Calls of read and write.
     calls: u64,
+    /// Bytes read and written.
     bytes: u64,
 }
 
@@ -47,9 +48,9 @@ impl Counters {
     }
 }
 
-/// Writes footprint.txt (the kernel's files as they are) and idle.tsv, and counts the agent's system calls.
+/// Writes footprint.txt (copies of the kernel's files) and idle.tsv, and counts the agent's system calls.
 pub(super) async fn measure(args: &KitArgs, linkwise: &Linkwise, report: &Report) -> Result<()> {
-    sleep(Duration::from_secs(args.idle_seconds.min(SETTLED))).await;
+    sleep(Duration::from_secs(args.idle_seconds.min(SETTLE_DELAY))).await;
     let processes = linkwise.processes();
     let mut text = String::new();
     let before: Vec<Counters> = processes.iter().map(|process| Counters::of(*process)).collect();
@@ -62,8 +63,8 @@ pub(super) async fn measure(args: &KitArgs, linkwise: &Linkwise, report: &Report
         let now = Counters::of(*process);
         let read = |file: &str| fs::read_to_string(format!("/proc/{process}/{file}")).unwrap_or_default();
         let (status, rollup) = (read("status"), read("smaps_rollup"));
-        for (file, of) in [("status", &status), ("smaps_rollup", &rollup), ("io", &read("io"))] {
-            text.push_str(&format!("== /proc/{process}/{file}\n{of}"));
+        for (file, content) in [("status", &status), ("smaps_rollup", &rollup), ("io", &read("io"))] {
+            text.push_str(&format!("== /proc/{process}/{file}\n{content}"));
         }
         let name = if place == 0 { "plugin" } else { "agent" };
         let less = |now: u64, before: u64| now.saturating_sub(before);
@@ -86,13 +87,15 @@ pub(super) async fn measure(args: &KitArgs, linkwise: &Linkwise, report: &Report
     report.write("footprint.txt", text)?;
     report.write("idle.tsv", table)?;
     match (&args.system_calls, processes.get(1)) {
-        (Some(program), Some(agent)) => count(program, *agent, args.idle_seconds.clamp(1, POLL), report).await,
+        (Some(program), Some(agent)) => {
+            count_system_calls(program, *agent, args.idle_seconds.clamp(1, POLL_INTERVAL), report).await
+        }
         _ => Ok(()),
     }
 }
 
-/// Counts the agent's system calls over one poll, with a program that traces it.
-async fn count(program: &std::path::Path, agent: u32, seconds: u64, report: &Report) -> Result<()> {
+/// Counts the agent's system calls for some seconds, with a program that traces the agent.
+async fn count_system_calls(program: &std::path::Path, agent: u32, seconds: u64, report: &Report) -> Result<()> {
     let mut command = Command::new(program);
     command.arg(agent.to_string()).arg(seconds.to_string()).stdin(Stdio::null()).kill_on_drop(true);
     let Ok(Ok(output)) = timeout(LIMIT, command.output()).await else {
@@ -107,7 +110,7 @@ async fn count(program: &std::path::Path, agent: u32, seconds: u64, report: &Rep
     report.note(output.status.success(), what.trim_end())
 }
 
-/// The first number after a word at the begin of a line; 0 without one.
+/// The first number on the first line that begins with this word, or 0 if there is none.
 fn number(text: &str, word: &str) -> u64 {
     let line = text.lines().find_map(|line| line.strip_prefix(word));
     line.and_then(|rest| rest.split_whitespace().next()?.parse().ok()).unwrap_or_default()

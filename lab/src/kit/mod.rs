@@ -1,8 +1,8 @@
-//! `linkwise-lab kit`: linkwise on this machine's driver, beside a kubelet and an API server in a box. A part of the
-//! kit for the first GPU (`lab/gpu-kit`).
+//! `linkwise-lab kit`: runs linkwise on this machine's driver, beside a kubelet and an API server in a box. It is a
+//! part of the GPU kit (`lab/gpu-kit`), which tries linkwise on a machine with a GPU.
 //!
-//! It starts the real program as a child, as a DaemonSet would, once as a device plugin and once with DRA, and writes
-//! the results into a folder. It changes nothing on the machine.
+//! It starts the real program as a child process, as a DaemonSet would, once as a device plugin and once with DRA, and
+//! writes the results into a folder. It changes nothing on the machine.
 
 mod container;
 #[cfg(feature = "cluster")]
@@ -27,7 +27,7 @@ use linkwise_system::output::print;
 pub use container::{ContainerArgs, run as run_container};
 use fault::Fault;
 
-/// The longest time for a start and for a fault: a driver without persistence mode starts each GPU first.
+/// The longest time for a start or a fault. A driver without persistence mode has to start each GPU first.
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// The arguments.
@@ -64,7 +64,7 @@ pub struct KitArgs {
 pub fn run(args: &KitArgs) -> Result<()> {
     block_on(async {
         let report = Report { folder: args.report.clone(), failures: Cell::default() };
-        // What one door meets says nothing of the other.
+        // Both doors are tried, because a failure of one says nothing about the other.
         if let Err(error) = plugin::play(args, &report).await {
             report.promise(false, &format!("the device plugin: {error:#}"))?;
         }
@@ -80,7 +80,7 @@ pub fn run(args: &KitArgs) -> Result<()> {
     })
 }
 
-/// The report: a folder, and lines on standard output.
+/// The report: files in a folder, and lines on standard output.
 struct Report {
     folder: PathBuf,
     failures: Cell<usize>,
@@ -91,13 +91,13 @@ impl Report {
         fs::write(self.folder.join(file), content).with_context(|| format!("cannot write {file}"))
     }
 
-    /// A line about something that a machine may have otherwise.
+    /// Prints a line about something that may differ between machines. The run does not fail by it.
     fn note(&self, is_fine: bool, text: &str) -> Result<()> {
         print(&format!("{}: {text}\n", if is_fine { "ok" } else { "LOOK" }))?;
         Ok(())
     }
 
-    /// A line about something that linkwise promises. The run goes on, and fails at its end.
+    /// Prints a line about something that linkwise promises. A broken promise fails the run, but only at its end.
     fn promise(&self, is_kept: bool, text: &str) -> Result<()> {
         self.failures.set(self.failures.get() + usize::from(!is_kept));
         print(&format!("{}: {text}\n", if is_kept { "ok" } else { "FAILED" }))?;

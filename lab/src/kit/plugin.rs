@@ -1,5 +1,5 @@
-//! linkwise as a device plugin: a pod gets a GPU, idle processes are measured, applications fault on a GPU, the
-//! driver is released and resumed, and a successor takes over.
+//! linkwise as a device plugin: a pod gets a GPU, idle processes are measured, applications fault on a GPU, linkwise
+//! releases and resumes the driver, and a second linkwise takes over.
 
 use std::fs;
 use std::path::Path;
@@ -45,7 +45,7 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     for (number, fault) in args.fault.iter().enumerate() {
         fault::judge(report, &linkwise, fault, (&format!("fault-{number}.txt"), None), fault.plain()).await?;
     }
-    // A GPU whose poll finds a failure is taken out after the next one.
+    // A GPU that fails a poll becomes unhealthy only after the next poll.
     sleep(Duration::from_secs(args.idle_seconds)).await;
     let state = kubelet.state();
     let now = state.resources.get(GPU).map(|gpus| gpus.healthy.clone()).unwrap_or_default();
@@ -54,13 +54,14 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     let kubelet_before = (&kubelet, &*state);
     release::play(args, report, &linkwise, &at("admin/admin.sock"), kubelet_before).await?;
     report.write("metrics.txt", linkwise.metrics().text().await?)?;
-    let successor = start("-successor");
-    takeover::play(args, report, kubelet_before, linkwise, successor).await?.stop(report).await?;
+    let second = start("-successor");
+    takeover::play(args, report, kubelet_before, linkwise, second).await?.stop(report).await?;
     kubelet.stop().await?;
     Ok(())
 }
 
-/// Returns true if the kubelet's resources are connected, with the healthy devices and the pods' devices that they had.
+/// Returns true if the kubelet's resources are connected, with the same healthy devices and the same devices in pods as
+/// before.
 pub(super) fn is_as_before(before: &State, now: &State) -> bool {
     let is_same = |(name, before): (&String, &ResourceState)| {
         let now = now.resources.get(name);

@@ -16,10 +16,10 @@ use tokio::time::{sleep, timeout};
 
 use super::{KitArgs, LIMIT, Report};
 
-/// The log's words about an XID that an application caused (13 and 31 in docs/health.md).
+/// The text that linkwise logs for an XID that an application caused (13 and 31 in docs/health.md).
 pub(super) const HARMLESS: &str = "the XID is not a fault of the GPU";
 
-/// `linkwise run`. Dropping it kills it.
+/// A process of `linkwise run`. Dropping it kills the process.
 pub(super) struct Linkwise {
     process: Child,
     id: u32,
@@ -28,8 +28,8 @@ pub(super) struct Linkwise {
 }
 
 impl Linkwise {
-    /// Starts it with all its folders below `folder`, and returns when it is up. `door` is a part of the names of its
-    /// log and of the file with its calls; `change` adds to the command.
+    /// Starts linkwise with all its folders below `folder`, and returns when it is up. `door` becomes a part of the
+    /// names of its log and of its file of NVML calls. `change` adds to the command.
     pub async fn start(args: &KitArgs, folder: &Path, door: &str, change: impl FnOnce(&mut Command)) -> Result<Self> {
         let at = |name: &str| folder.join(name);
         let log = args.report.join(format!("linkwise{door}.log"));
@@ -43,7 +43,7 @@ impl Linkwise {
         if let Some(library) = &args.nvml_library {
             command.arg("--nvml-library").arg(library);
         }
-        // In a pod there is an API server that must not hear of this.
+        // If the kit runs in a pod, linkwise must not talk to the API server of that cluster.
         command.env_remove("KUBECONFIG").env_remove("KUBERNETES_SERVICE_HOST");
         change(&mut command);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(fs::File::create(&log)?).kill_on_drop(true);
@@ -64,7 +64,7 @@ impl Linkwise {
         Ok(Self { process, id, log, metrics })
     }
 
-    /// Waits for something that needs the process; fails if the process ends first.
+    /// Waits for work that needs the process. Fails if the process ends first.
     pub async fn beside<T>(&mut self, work: impl Future<Output = Result<T>>) -> Result<T> {
         tokio::select! {
             done = work => done,
@@ -72,35 +72,35 @@ impl Linkwise {
         }
     }
 
-    /// Its process, then its children: the agent.
+    /// The process itself, then its children: the agent.
     pub fn processes(&self) -> Vec<u32> {
         let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", self.id)).unwrap_or_default();
         [self.id].into_iter().chain(children.split_whitespace().filter_map(|id| id.parse().ok())).collect()
     }
 
-    /// The number of times that the log has these words.
-    pub fn logged(&self, words: &str) -> usize {
-        fs::read_to_string(&self.log).unwrap_or_default().matches(words).count()
+    /// The number of times that the log has this text.
+    pub fn logged(&self, text: &str) -> usize {
+        fs::read_to_string(&self.log).unwrap_or_default().matches(text).count()
     }
 
-    /// The port for its metrics.
+    /// The process's metrics port.
     pub fn metrics(&self) -> Metrics {
         Metrics(self.metrics)
     }
 
-    /// Waits until the log has these words so many times.
-    pub async fn wait_for_log(&self, words: &str, times: usize) -> Result<()> {
+    /// Waits until the log has this text at least `times` times.
+    pub async fn wait_for_log(&self, text: &str, times: usize) -> Result<()> {
         let logged = async {
-            while self.logged(words) < times {
+            while self.logged(text) < times {
                 sleep(Duration::from_millis(20)).await;
             }
         };
-        timeout(LIMIT, logged).await.with_context(|| format!("{}: not {times} times '{words}'", self.log.display()))
+        timeout(LIMIT, logged).await.with_context(|| format!("{}: not {times} times '{text}'", self.log.display()))
     }
 
-    /// Ends it, as a kubelet does.
+    /// Ends the process with SIGTERM, as a kubelet does.
     pub async fn stop(mut self, report: &Report) -> Result<()> {
-        // The kit's libraries are not the system's.
+        // `kill` belongs to the system, and may not run with the kit's libraries.
         let mut kill = Command::new("kill");
         kill.arg(self.id.to_string()).env_remove("LD_LIBRARY_PATH").status().await.context("kill")?;
         let ended = timeout(LIMIT, self.process.wait()).await.context("linkwise does not end")??;
@@ -108,7 +108,7 @@ impl Linkwise {
     }
 }
 
-/// The port for the metrics of a linkwise.
+/// The metrics port of a linkwise process.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Metrics(SocketAddr);
 
@@ -124,12 +124,13 @@ impl Metrics {
         timeout(LIMIT, read).await.context("the metrics port does not answer")?
     }
 
-    /// The counted XIDs by GPU and code.
+    /// The counts of XIDs by GPU and code.
     pub async fn xids(self) -> Result<BTreeMap<(String, u64), u64>> {
         Ok(xids(&self.text().await?))
     }
 
-    /// The number of times that an XID is counted: for this GPU, or for any. The log names a repeated one less often.
+    /// The number of times that an XID is counted: for this GPU, or without one for any GPU. The log cannot tell,
+    /// because it does not name each repetition.
     pub async fn count(self, xid: u64, gpu: Option<&str>) -> Result<u64> {
         let xids = self.xids().await?;
         let is_meant = |uuid: &str, code| code == xid && gpu.is_none_or(|gpu| gpu == uuid);
@@ -143,13 +144,13 @@ fn address(log: &str) -> Option<SocketAddr> {
     line.split_whitespace().find_map(|word| word.strip_prefix("metrics=")?.trim_matches('"').parse().ok())
 }
 
-/// The series `linkwise_xid_errors_total{uuid="GPU-...",xid="31"} 1`.
+/// Reads the series `linkwise_xid_errors_total{uuid="GPU-...",xid="31"} 1`.
 fn xids(metrics: &str) -> BTreeMap<(String, u64), u64> {
     let series = metrics.lines().filter_map(|line| {
         let (labels, value) = line.strip_prefix("linkwise_xid_errors_total{")?.split_once("} ")?;
         let label = |name: &str| {
-            let of = |label: &&str| label.starts_with(name);
-            Some(labels.split(',').find(of)?.strip_prefix(name)?.trim_matches('"').to_owned())
+            let value = labels.split(',').find_map(|label| label.strip_prefix(name))?;
+            Some(value.trim_matches('"').to_owned())
         };
         Some(((label("uuid=")?, label("xid=")?.parse().ok()?), value.trim().parse().ok()?))
     });

@@ -1,4 +1,4 @@
-//! linkwise releases the driver, as for an upgrade of it, and uses it again. The driver itself stays as it is.
+//! linkwise releases the driver, as before an upgrade of the driver, and resumes it. The driver itself does not change.
 
 use std::fs;
 use std::path::Path;
@@ -13,10 +13,10 @@ use super::plugin::is_as_before;
 use super::program::Linkwise;
 use super::{KitArgs, LIMIT, Report, fault};
 
-/// The log's words about an agent that is up. An agent registers for events before it says so.
+/// The text that linkwise logs when an agent is up. An agent registers for NVML's events before that.
 const UP: &str = "NVML available";
 
-/// `socket` is the admin socket; `before` is the kubelet's state, as it must be afterwards.
+/// Releases and resumes the driver over the admin socket. `before` is the kubelet's state that must come back.
 pub(super) async fn play(
     args: &KitArgs,
     report: &Report,
@@ -24,19 +24,19 @@ pub(super) async fn play(
     socket: &Path,
     (kubelet, before): (&KubeletBox, &State),
 ) -> Result<()> {
-    let order = async |what: &str| {
+    let admin = async |order: &str| {
         let mut command = Command::new(&args.linkwise);
-        command.arg("admin").arg("--socket").arg(socket).arg(what).kill_on_drop(true);
+        command.arg("admin").arg("--socket").arg(socket).arg(order).kill_on_drop(true);
         let output =
-            timeout(LIMIT, command.output()).await.with_context(|| format!("admin {what} takes too long"))??;
-        let said = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).trim().replace('\n', "; ");
-        report.promise(output.status.success(), &format!("admin {what} ({}): {said}", output.status))
+            timeout(LIMIT, command.output()).await.with_context(|| format!("admin {order} takes too long"))??;
+        let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).trim().replace('\n', "; ");
+        report.promise(output.status.success(), &format!("admin {order} ({}): {text}", output.status))
     };
     let library = args.nvml_library.as_deref().and_then(|path| fs::canonicalize(path).ok());
     let in_use =
         || linkwise.processes().into_iter().filter(|process| uses_driver(*process, library.as_deref())).count();
     let (users, agents) = (in_use(), linkwise.logged(UP));
-    order("release").await?;
+    admin("release").await?;
     let released = timeout(LIMIT, async {
         while in_use() > 0 {
             sleep(Duration::from_millis(20)).await;
@@ -45,7 +45,7 @@ pub(super) async fn play(
     let is_released = users > 0 && released.await.is_ok();
     let text = format!("processes with the driver's library or nodes: {users}, after the release {}", in_use());
     report.promise(is_released, &text)?;
-    order("resume").await?;
+    admin("resume").await?;
     let is_up = linkwise.wait_for_log(UP, agents + 1).await.is_ok();
     report.promise(is_up, &format!("processes with the driver's library or nodes after the resume: {}", in_use()))?;
     let is_kept = kubelet.wait(|now| is_as_before(before, now)).await.is_ok();
@@ -59,7 +59,7 @@ pub(super) async fn play(
     }
 }
 
-/// Returns true if a process has mapped the library, or has one of the driver's device nodes open.
+/// Returns true if a process has mapped the library or has opened one of the driver's device nodes.
 fn uses_driver(process: u32, library: Option<&Path>) -> bool {
     let maps = fs::read_to_string(format!("/proc/{process}/maps")).unwrap_or_default();
     let is_mapped = library.is_some_and(|library| maps.contains(&*library.to_string_lossy()));
