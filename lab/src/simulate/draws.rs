@@ -1,4 +1,4 @@
-//! Pseudo-random numbers: the same from the same seed, on every machine.
+//! Pseudo-random numbers. The same seed gives the same numbers on every machine.
 
 use linkwise_core::allocation::GpuSet;
 
@@ -12,8 +12,8 @@ impl Draws {
         Self(seed)
     }
 
-    /// Returns a number below `bound`; 0 for a bound of 0. The chances of two numbers differ by at most 2^-64 times the
-    /// bound.
+    /// Returns a number below `bound`, or 0 for a bound of 0. The chances of two numbers differ by at most 2^-64 times
+    /// the bound.
     pub fn below(&mut self, bound: u64) -> u64 {
         u64::try_from((u128::from(self.next()) * u128::from(bound)) >> 64).unwrap_or(0)
     }
@@ -25,7 +25,8 @@ impl Draws {
         mixed ^ (mixed >> 31)
     }
 
-    pub(super) fn some_of(&mut self, free: GpuSet, size: usize) -> GpuSet {
+    /// Draws `size` of these GPUs.
+    pub(super) fn subset(&mut self, free: GpuSet, size: usize) -> GpuSet {
         let mut keyed: Vec<(u64, usize)> = free.places().map(|place| (self.next(), place)).collect();
         keyed.sort_unstable();
         keyed.into_iter().take(size).map(|(_, place)| place).collect()

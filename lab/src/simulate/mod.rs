@@ -1,7 +1,7 @@
-//! `linkwise-lab simulate`: what a trace of jobs gets from each policy on one machine.
+//! `linkwise-lab simulate`: shows what the jobs of a trace get from each policy on one machine.
 //!
-//! Reads the trace, runs `replay` for each policy and prints. The figures for scripts are an interface. `cluster`
-//! simulates a cluster, with the same traces.
+//! Reads the trace, runs `replay` for each policy and prints the figures. The figures for scripts are an interface.
+//! `cluster` simulates a cluster with the same traces.
 
 #[cfg(feature = "cluster")]
 mod cluster;
@@ -137,7 +137,8 @@ fn text(simulation: &Simulation) -> String {
         }
         text += &format!("  {}\n", spans.join(", "));
     }
-    text + "\ncollective: of the idle machine's best for that size, mean over the jobs of several GPUs; classes: worst pair\n"
+    text + "\ncollective: of the idle machine's best for that size, mean over the jobs of several GPUs; \
+            classes: worst pair\n"
 }
 
 /// Turns millionths into percent, rounded down to hundredths.

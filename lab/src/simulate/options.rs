@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum};
 
 use linkwise_core::quote::excerpt;
 
-/// `linkwise-lab simulate`.
+/// The arguments of `linkwise-lab simulate`.
 #[derive(Clone, Debug, Args)]
 pub struct SimulateArgs {
     /// The machine: a built-in name (see `linkwise topology --list`), a node file (`linkwise snapshot` writes one), an
@@ -30,7 +30,7 @@ pub struct SimulateArgs {
     /// The seed of the policy random, and of the jobs that --nodes makes: the same seed gives the same figures
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
-    /// A cluster, in the place of one machine.
+    /// A cluster in place of one machine.
     #[command(flatten)]
     pub cluster: ClusterArgs,
     /// Text for people, JSON for scripts, or with --nodes each choice of the scheduler
@@ -45,7 +45,7 @@ pub struct ClusterArgs {
     /// choose there (see docs/scale.md); all of the machine of --node, or of those of --mix
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub nodes: Option<u32>,
-    /// The machines of the nodes and how many of each there are to the others: built-in names or files, with weights
+    /// The machines of the nodes, as built-in names or files, and the weight of each in the mix
     #[arg(
         long,
         value_name = "MACHINE=WEIGHT,...",
@@ -56,7 +56,7 @@ pub struct ClusterArgs {
         default_value = "dgx-h100=4,hgx-h200=2,dgx-a100=2,dgx1-v100=1,pcie-8x-pix-pairs=1"
     )]
     pub mix: Vec<MachineWeight>,
-    /// How pods get GPUs: the doors to compare, with commas or repeated
+    /// The doors to compare, separated by commas or repeated: the ways in which pods get GPUs
     #[arg(
         long,
         value_name = "LIST",
@@ -65,7 +65,7 @@ pub struct ClusterArgs {
         default_value = "plugin,dra-singles,dra-groups"
     )]
     pub door: Vec<Door>,
-    /// What pods request beside GPUs. The scheduler spreads by that, as it does by default (LeastAllocated)
+    /// The requests of pods besides GPUs. The scheduler spreads pods by them, as its default LeastAllocated does
     #[arg(long, value_name = "WHAT", requires = "nodes", default_value = "share")]
     pub cpu: CpuRequests,
     /// Without --trace: the share of the cluster's GPUs that the jobs would keep busy, from 0.01 to 1. Of 10 jobs five
@@ -79,8 +79,8 @@ pub struct ClusterArgs {
         default_value = "0.8"
     )]
     pub load: u32,
-    /// Without --trace: how many jobs, up to 5000000; by default 20 for each node, 1000 at least. The first quarter
-    /// fills the cluster and is in no figure
+    /// Without --trace: the number of jobs, up to 5000000; by default 20 for each node, at least 1000. The first
+    /// quarter fills the cluster and is not in the figures
     #[arg(
         long,
         value_name = "N",
@@ -109,23 +109,24 @@ pub enum Door {
     DraSingles,
     /// DRA, claims as `linkwise claim` prints them: tiered groups as alternatives
     DraGroups,
-    /// DRA, claims as `linkwise claim --cluster` prints them: alternatives in the order of what they carry in this cluster
+    /// DRA, claims as `linkwise claim --cluster` prints them: alternatives in the order of their bandwidth in this
+    /// cluster
     DraFleet,
     /// DRA, claims as `linkwise claim --exact` prints them: GPUs of one group, or none
     DraExact,
-    /// The device plugin with a choice that linkwise does not have: of sets with equal values, the lowest rails
+    /// The device plugin with a choice that linkwise does not offer: of sets with equal values, the lowest rails
     PluginRails,
     /// DRA, claims as `linkwise claim --rails` prints them for jobs of several pods (the column pods of a trace): jobs
     /// take turns at the rails; as dra-groups for the others
     DraRails,
 }
 
-/// The requests of pods beside GPUs.
+/// The requests of pods besides GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum CpuRequests {
     /// CPU and memory in proportion to the GPUs
     Share,
-    /// Nothing that counts: nodes differ for the scheduler by what they could give to a claim, or not at all
+    /// No CPU and memory: nodes differ for the scheduler only by the devices that a claim would get
     None,
 }
 
@@ -140,7 +141,7 @@ pub enum SimulatePolicy {
     Random,
 }
 
-/// The word of a value on the command line.
+/// The spelling of a value on the command line.
 pub fn word_of(value: &impl ValueEnum) -> String {
     value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }
@@ -153,13 +154,13 @@ fn weighted(text: &str) -> Result<MachineWeight, String> {
     }
     match weight.parse() {
         Ok(weight) if (1..=MAX_COUNT).contains(&weight) => Ok(MachineWeight { machine: machine.to_owned(), weight }),
-        _ => Err(format!("the weight of {} is no whole number from 1 to {MAX_COUNT}", excerpt(machine))),
+        _ => Err(format!("the weight of {} is not a whole number from 1 to {MAX_COUNT}", excerpt(machine))),
     }
 }
 
 fn per_mille(text: &str) -> Result<u32, String> {
     let share = text.parse().ok().filter(|share: &f64| (0.01..=1.0).contains(share));
-    // Rounded: 0.8 of 1000 is a little less than 800 in binary.
+    // The product is rounded, because 0.8 times 1000 is a little less than 800 in binary.
     share
         .and_then(|share| (10..=1000).find(|mille| (share * 1000.0 - f64::from(*mille)).abs() <= 0.5))
         .ok_or_else(|| "expected a number from 0.01 to 1".to_owned())
@@ -172,6 +173,6 @@ pub enum Format {
     Text,
     /// JSON for scripts.
     Json,
-    /// With --nodes: a line of CSV for each pod that starts or ends.
+    /// A line of CSV for each pod that starts or ends; needs --nodes.
     Choices,
 }

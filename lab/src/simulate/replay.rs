@@ -1,6 +1,7 @@
-//! The replay: jobs, first come first served, on one machine. A function of its arguments; time is whole seconds.
+//! The replay of jobs on one machine, first come first served. It is a function of its arguments. Time is in whole
+//! seconds.
 //!
-//! Owns the queue and the figures. A policy chooses GPUs; the allocator rates the choices of all policies.
+//! Owns the queue and the figures. A policy chooses the GPUs, and linkwise's allocator rates the choices of each policy.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
@@ -15,7 +16,7 @@ use linkwise_core::allocation::{
     preferred_allocation,
 };
 
-/// The classes of a set's worst pair, best first: those of a topology matrix, with all NVLinks as one.
+/// The classes of a set's worst pair, the best class first: those of a topology matrix, but all NVLinks are one class.
 pub(super) const CLASSES: [&str; 6] = ["NVLink", "PIX", "PXB", "PHB", "NODE", "SYS"];
 
 /// The results of a trace under one policy.
@@ -23,14 +24,14 @@ pub(super) const CLASSES: [&str; 6] = ["NVLink", "PIX", "PXB", "PHB", "NODE", "S
 pub(super) struct Figures {
     /// Jobs that ran.
     pub jobs: u64,
-    /// The number of jobs left out: they want more GPUs than the machine has.
+    /// The number of jobs left out, because they want more GPUs than the machine has.
     pub skipped: u64,
-    /// The number of jobs of several GPUs; the next fields are about these.
+    /// The number of jobs of several GPUs. The next five fields are about these.
     pub several: u64,
-    /// The mean of the collective against the idle machine's best for that size, in millionths; each job counts once.
-    /// `None` if the allocator has no values (no such jobs, or a machine beyond its tables).
+    /// The mean of the collective against the idle machine's best for that size, in millionths. Each job counts once.
+    /// `None` without such jobs, or if the allocator has no values for the machine.
     pub collective_by_count: Option<u64>,
-    /// The same mean, each job counting by its GPU-seconds.
+    /// The same mean, in which each job counts by its GPU-seconds.
     pub collective_by_gpu_hours: Option<u64>,
     /// Jobs by the class of their worst pair.
     pub link_classes: BTreeMap<&'static str, u64>,
@@ -46,8 +47,8 @@ pub(super) struct Figures {
     pub end_seconds: u64,
 }
 
-/// Runs the jobs, which are in the order of their arrivals; the first in the queue blocks those behind it. The seed is
-/// the random policy's.
+/// Runs the jobs, which are in the order of their arrivals. The first job in the queue blocks those behind it. The seed
+/// is for the random policy.
 pub(super) fn replay(tables: &AllocationTables, jobs: &[Job], (policy, seed): (SimulatePolicy, u64)) -> Figures {
     let all: GpuSet = (0..tables.topology().gpus().len()).collect();
     let mut figures = Figures { link_classes: CLASSES.map(|class| (class, 0)).into(), ..Figures::default() };
@@ -73,7 +74,7 @@ pub(super) fn replay(tables: &AllocationTables, jobs: &[Job], (policy, seed): (S
         let set = match policy {
             SimulatePolicy::BestEffort => best_set(tables, free, job.size).0,
             SimulatePolicy::FirstFit => free.places().take(job.size).collect(),
-            SimulatePolicy::Random => random.some_of(free, job.size),
+            SimulatePolicy::Random => random.subset(free, job.size),
         };
         free = free.without(set);
         let end = now.saturating_add(job.duration);
@@ -119,7 +120,7 @@ impl Figures {
     }
 }
 
-/// The best set of these GPUs and its collective; an empty set if there are too few.
+/// The best set of these GPUs and its collective, or an empty set if there are too few GPUs.
 pub fn best_set(tables: &AllocationTables, free: GpuSet, size: usize) -> (GpuSet, Option<u64>) {
     if free.len() < size {
         return (GpuSet::default(), None);
@@ -133,7 +134,7 @@ pub fn collective(tables: &AllocationTables, set: GpuSet) -> Option<u64> {
     values(tables, GpuSet::default(), set).map(|values| values.collective)
 }
 
-/// The values of a set where these GPUs are free.
+/// The values of a set while these GPUs are free.
 pub fn values(tables: &AllocationTables, free: GpuSet, set: GpuSet) -> Option<Values> {
     ask(tables, free, set, set.len()).1
 }
@@ -192,7 +193,8 @@ mod tests {
 
     #[test]
     fn head_of_queue_blocks_later_jobs() {
-        // 8 GPUs: all until 100; then 4 and 4; at 110 one 4 ends and 2 start; the 16 never do.
+        // The machine has 8 GPUs. The job of 8 runs until 100, then both jobs of 4 run. At 110 one of them ends, and
+        // the job of 2 starts. The job of 16 never starts.
         let jobs = [(8, 100, 0), (4, 50, 0), (4, 10, 0), (2, 5, 0), (16, 1, 0), (1, 0, 500)];
         for chooser in [BEST, FIRST_FIT, (SimulatePolicy::Random, 3)] {
             let figures = run("dgx-h100", &jobs, chooser);
@@ -209,7 +211,7 @@ mod tests {
 
     #[test]
     fn collectives_are_relative_to_idle_machine() {
-        // First fit takes 0 and 1 (one NVLink, 20000 of 40000), then 2 and 3 (two).
+        // First fit takes GPUs 0 and 1 (one NVLink, 20000 of 40000 MB/s), then 2 and 3 (two NVLinks).
         let jobs = [(2, 100, 0), (2, 300, 0), (1, 1000, 0)];
         let figures = run("dgx1-v100", &jobs, FIRST_FIT);
         assert_eq!(figures.collective_by_count, Some(750_000));
@@ -227,7 +229,7 @@ mod tests {
     fn worst_pair_and_numa_nodes_are_counted() {
         let jobs = [(2, 10, 0), (3, 10, 0), (3, 10, 0)];
         let figures = run("pcie-8x-pix-pairs", &jobs, FIRST_FIT);
-        // 0 and 1 share a switch; 2, 3 and 4 span both sockets, 5, 6 and 7 do not.
+        // GPUs 0 and 1 share a switch. GPUs 2, 3 and 4 span both sockets, 5, 6 and 7 do not.
         assert_eq!((figures.link_classes["PIX"], figures.link_classes["SYS"]), (1, 1), "{figures:?}");
         assert_eq!(figures.numa_nodes, BTreeMap::from([(1, 2), (2, 1)]));
     }

@@ -1,6 +1,5 @@
-//! Traces: CSV with the columns `size`, `duration_seconds` and optionally `arrival_seconds` and `pods`.
-//!
-//! Reads text into jobs or names the line that is wrong; decides nothing about them.
+//! Reads traces: CSV with the columns `size`, `duration_seconds` and optionally `arrival_seconds` and `pods`. An error
+//! names the line that is wrong.
 
 use anyhow::{Context, Result, bail, ensure};
 
@@ -31,9 +30,9 @@ const MAX_PODS: usize = 10_000;
 const NO_HEADER: &str =
     "no header: the first line must name the columns size, duration_seconds and perhaps arrival_seconds and pods";
 
-/// Reads the jobs, in the order of their arrivals; jobs with the same arrival are in the order of their lines.
+/// Reads the jobs, in the order of their arrivals. Jobs with the same arrival are in the order of their lines.
 ///
-/// Blank lines are skipped. The columns may stand in any order. Without arrivals all jobs come at 0.
+/// Blank lines are skipped. The columns may come in any order. Without arrivals all jobs arrive at 0.
 pub(super) fn parse(text: &str) -> Result<Vec<Job>> {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let lines = text.lines().enumerate().map(|(at, line)| (at + 1, line.trim()));
@@ -88,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_in_any_order_jobs_sorted_by_arrival() {
+    fn columns_may_come_in_any_order() {
         let text = "\u{feff}duration_seconds, arrival_seconds,size\r\n10,7,2\r\n\r\n20,3,1\n30,3,4";
         let job = |size, duration, arrival| Job { size, pods: 1, duration, arrival };
         assert_eq!(parse(text).unwrap(), [job(1, 20, 3), job(4, 30, 3), job(2, 10, 7)]);

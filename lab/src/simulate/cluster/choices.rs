@@ -1,15 +1,16 @@
-//! The scheduler's choices, one after the other: CSV for who holds them against a real scheduler's.
+//! The scheduler's choices in their order, as CSV. They can be compared with the choices of a real scheduler.
 
 use linkwise_core::allocation::GpuSet;
 
 use super::replay::Event;
 use super::{Cluster, Format};
 
-/// The columns. `job` is the job's place in the order of arrivals, from 0. `score` is that of the claim's alternatives,
-/// `collective` what the GPUs carry, `best` what the best free ones of any node did: MB/s, empty for one GPU.
+/// The columns. `job` is the job's place in the order of arrivals, from 0. `score` is the score of the claim's
+/// alternative. `collective` is that of the GPUs, and `best` the best that any node had free, in MB/s. Both are empty
+/// for one GPU.
 const HEADER: &str = "door,second,event,job,node,machine,devices,score,collective,best\n";
 
-/// The lines so far; none in another format.
+/// The lines so far. There are none if the command prints another format.
 pub(super) struct Choices {
     pub text: String,
     wanted: bool,
@@ -39,14 +40,14 @@ impl Choices {
     }
 }
 
-/// A node, its machine, and GPUs of it by the names of their devices.
+/// The columns `node`, `machine` and `devices` of a set of GPUs.
 fn place(cluster: &Cluster, node: usize, set: GpuSet) -> String {
     let machine = cluster.kinds.get(node).and_then(|kind| cluster.machines.get(*kind));
     let (name, devices) = match machine {
         Some(machine) => (machine.name.as_str(), machine.devices_of(set).collect::<Vec<_>>().join(" ")),
         None => Default::default(),
     };
-    // A file's name may have anything in it.
+    // A machine may be a file, whose name may have any characters.
     let name = if name.contains([',', '"', '\n', '\r']) {
         format!("\"{}\"", name.replace('"', "\"\""))
     } else {

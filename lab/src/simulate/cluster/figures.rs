@@ -5,29 +5,29 @@ use serde::Serialize;
 use super::scheduler::Placed;
 use crate::simulate::replay::whole;
 
-/// The number of requests by which DRA changes objects for one pod with a claim of its own, from a template (Kubernetes
-/// 1.36). The controller of claims creates the claim, writes its name to the pod's status, ends the reservation and the
-/// allocation, removes the finalizer and deletes the claim (`pkg/controller/resourceclaim/controller.go`). The
-/// scheduler adds the finalizer and writes the allocation (`bindClaim`).
+/// The number of requests that change objects for one pod with a claim from a template (Kubernetes 1.36). The
+/// controller of claims creates the claim, writes its name to the pod's status, ends the reservation and the allocation,
+/// removes the finalizer and deletes the claim (`pkg/controller/resourceclaim/controller.go`). The scheduler adds the
+/// finalizer and writes the allocation (`bindClaim`).
 const WRITES_PER_CLAIM: u64 = 7;
 
-/// The results of the jobs through one door. Shares are in per mille, rounded down; collectives are compared for jobs
+/// The results of the jobs through one door. Shares are in per mille, rounded down. Collectives are compared for jobs
 /// of several GPUs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(super) struct Figures {
-    /// Jobs that count.
+    /// The counted jobs: all but those that fill the cluster first.
     pub jobs: u64,
     /// The counted jobs of several GPUs.
     pub several: u64,
     /// The mean of the collective against the best that any node of the cluster had free at that moment.
     pub collective_of_cluster: Option<u64>,
-    /// The jobs that got that best, with each of their pods.
+    /// The jobs of which each pod got the best that any node of the cluster had free.
     pub best_of_cluster: Option<u64>,
     /// The mean of the collective against the best that the job's own node had free.
     pub collective_of_node: Option<u64>,
     /// The mean of the collective against the best of the job's node while it is idle.
     pub collective_of_machine: Option<u64>,
-    /// The pairs of pods of one job whose GPUs are on the same rails.
+    /// The pairs of pods of one job with GPUs on the same rails.
     pub equal_rails: Option<u64>,
     /// Seconds in the queue, rounded down, over all jobs.
     pub mean_wait_seconds: u64,
@@ -47,7 +47,7 @@ pub(super) struct Figures {
     pub slice_bytes: u64,
     /// A claim with its allocation on average, in bytes of JSON.
     pub claim_bytes: u64,
-    /// Requests in an hour that change objects of DRA, or write about them to pods.
+    /// Requests in an hour that change objects of DRA, or the parts of pods that are about them.
     pub writes_per_hour: Option<u64>,
     /// The mean number of devices that the allocator examined for a pod, in the attempt that placed it, on all tried
     /// nodes.
@@ -56,13 +56,14 @@ pub(super) struct Figures {
     pub steps_worst: u64,
 }
 
-/// A pod that starts: its place, its collective if it has several GPUs, and the best collectives of the cluster, of its
-/// node and of its idle machine.
+/// A pod that starts.
 pub(super) struct Started {
     pub placed: Placed,
-    /// The rails of its GPUs, as `Machine::rails`.
+    /// The rails of its GPUs, as `Machine::rails` gives them.
     pub rails: Vec<Option<u32>>,
+    /// The collective of its GPUs, if it has several.
     pub got: Option<u64>,
+    /// The best collectives of the cluster, of its node and of its idle machine.
     pub best: [Option<u64>; 3],
 }
 
@@ -75,11 +76,12 @@ pub(super) struct Tally {
     pub total: usize,
     /// Free GPUs.
     pub free: usize,
-    /// Free GPUs of machines that have fours, and the free GPUs among them that are part of no four.
+    /// Free GPUs of machines that have fours.
     of_fours: usize,
+    /// The free GPUs among them that are part of no four.
     stuck: usize,
-    /// The time over which sums are made: from the first counted job to the arrival of the last one, or to its end if
-    /// all jobs come at once.
+    /// The time over which sums are made: from the arrival of the first counted job to the arrival of the last one, or
+    /// to the last end if all jobs come at once.
     window: (u64, u64),
     seconds: u128,
     free_seconds: u128,
@@ -106,7 +108,7 @@ impl Tally {
     }
 
     /// Adds the free GPUs of a node, or subtracts them.
-    pub fn gpus(&mut self, free: usize, of_fours: usize, stuck: usize, adds: bool) {
+    pub fn count_free(&mut self, free: usize, of_fours: usize, stuck: usize, adds: bool) {
         for (sum, part) in [(&mut self.free, free), (&mut self.of_fours, of_fours), (&mut self.stuck, stuck)] {
             *sum = if adds { *sum + part } else { sum.saturating_sub(part) };
         }
@@ -123,7 +125,7 @@ impl Tally {
         self.now = self.now.max(to);
     }
 
-    /// Records the start of a counted job: its wait, and its pods. Its collective is the mean over the pods.
+    /// Records the start of a counted job. The job's collective is the mean over its pods.
     pub fn started(&mut self, wait: u64, pods: &[Started]) {
         self.waits.push(wait);
         let (mut got_best, mut shares) = (true, [0_u128; 3]);
@@ -173,7 +175,6 @@ impl Tally {
             collective_of_machine: of_machine,
             equal_rails: mille(self.equal_pairs, self.pairs),
             mean_wait_seconds: mean(self.waits.iter().copied().map(u128::from).sum(), count),
-            // The wait that 99 of 100 jobs, rounded up, do not exceed.
             p99_wait_seconds: self
                 .waits
                 .get((jobs * 99).div_ceil(100).saturating_sub(1).min(last))

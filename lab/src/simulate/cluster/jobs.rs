@@ -2,7 +2,7 @@
 
 use crate::simulate::{Draws, Job};
 
-/// Sizes in GPUs, and the number of jobs in 10 that have them.
+/// Sizes in GPUs, each with the number of jobs in 10 that have it.
 const SIZES: [(usize, u64); 4] = [(1, 5), (2, 2), (4, 2), (8, 1)];
 
 /// Durations in seconds, equally frequent.
@@ -10,7 +10,7 @@ const DURATIONS: [u64; 4] = [300, 900, 3600, 14_400];
 
 /// Generates `count` jobs that keep `load` per mille of `gpus` busy on average, in the order of their arrivals. Every
 /// second has the same chance of an arrival, as in a Poisson process. No job takes more than `most` GPUs.
-pub(super) fn made_up(count: u32, gpus: u64, most: usize, load: u32, draws: &mut Draws) -> Vec<Job> {
+pub(super) fn generate(count: u32, gpus: u64, most: usize, load: u32, draws: &mut Draws) -> Vec<Job> {
     let sizes: Vec<(usize, u64)> = SIZES.into_iter().filter(|(size, _)| *size <= most).collect();
     let weights: u64 = sizes.iter().map(|(_, weight)| weight).sum();
     let work: u128 = sizes.iter().map(|(size, weight)| *size as u128 * u128::from(*weight)).sum();
@@ -44,8 +44,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn jobs_have_the_load_and_sizes_that_were_asked_for() {
-        let jobs = made_up(20_000, 800, 8, 500, &mut Draws::new(3));
+    fn generated_jobs_have_requested_load_and_sizes() {
+        let jobs = generate(20_000, 800, 8, 500, &mut Draws::new(3));
         for (size, percent) in [(1, 50), (2, 20), (4, 20), (8, 10)] {
             let found = jobs.iter().filter(|job| job.size == size).count() * 100 / jobs.len();
             assert!((percent - 2..=percent + 2).contains(&found), "{found} % of {size}");
@@ -55,8 +55,8 @@ mod tests {
         let load = work * 1000 / (span * 800);
         assert!((480..=520).contains(&load), "{load}");
         assert!(jobs.is_sorted_by_key(|job| job.arrival));
-        assert_eq!(jobs, made_up(20_000, 800, 8, 500, &mut Draws::new(3)));
-        assert_ne!(jobs, made_up(20_000, 800, 8, 500, &mut Draws::new(4)));
-        assert!(made_up(500, 8, 4, 500, &mut Draws::new(1)).iter().all(|job| job.size <= 4));
+        assert_eq!(jobs, generate(20_000, 800, 8, 500, &mut Draws::new(3)));
+        assert_ne!(jobs, generate(20_000, 800, 8, 500, &mut Draws::new(4)));
+        assert!(generate(500, 8, 4, 500, &mut Draws::new(1)).iter().all(|job| job.size <= 4));
     }
 }

@@ -1,4 +1,4 @@
-//! The kinds of machine in the cluster, their published slices, and the kind of each node.
+//! The kinds of machine in the cluster, the slices that each publishes, and the kind of each node.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,9 +19,9 @@ pub(super) struct Machine {
     /// The name from the command line.
     pub name: String,
     pub tables: Arc<AllocationTables>,
-    /// The GPUs that are published as whole GPUs: GPUs in MIG mode are not.
+    /// The GPUs that are published as whole GPUs: all but those in MIG mode.
     pub whole: GpuSet,
-    /// The GPU of each device, by its name.
+    /// The GPU of each device, by the device's name.
     pub gpus_of: BTreeMap<String, GpuSet>,
     published: Vec<SliceDevice>,
 }
@@ -47,7 +47,7 @@ impl Machine {
         published(&Pool::new(node, self.published.clone()))
     }
 
-    /// The rails of GPUs, the lowest first; `None` for a GPU without one.
+    /// The rails of GPUs, sorted. A GPU without a rail has `None`.
     pub fn rails(&self, gpus: GpuSet) -> Vec<Option<u32>> {
         let known = gpus.places().filter_map(|place| self.tables.topology().gpus().get(place));
         let mut rails: Vec<_> = known.map(|gpu| gpu.rail).collect();
@@ -55,7 +55,7 @@ impl Machine {
         rails
     }
 
-    /// The device of each GPU of a set.
+    /// The names of the devices of a set of GPUs.
     pub fn devices_of(&self, gpus: GpuSet) -> impl Iterator<Item = &str> {
         let devices = self.gpus_of.iter().filter(move |(_, own)| !own.intersection(gpus).is_empty());
         devices.map(|(name, _)| name.as_str())
@@ -74,18 +74,18 @@ pub(super) fn load(node: Option<&str>, cluster: &ClusterArgs) -> Result<(Vec<Mac
     Ok((machines, mix.iter().map(|named| u64::from(named.weight)).collect()))
 }
 
-/// The kind of each node, as an index in `weights`. Kinds are mixed evenly, so that any stretch of nodes is like the
-/// whole.
+/// The kind of each node, as an index in `weights`. Kinds are mixed evenly, so that any sequence of nodes has about the
+/// mix of the whole cluster.
 pub(super) fn kinds(nodes: usize, weights: &[u64]) -> Result<Vec<usize>> {
     let total: u64 = weights.iter().sum();
     let mut made = vec![0_u64; weights.len()];
     let kind = |node: u64| {
-        // The number of nodes that each kind lacks so far of its share; the kind that lacks most comes first.
-        let due = |(kind, weight): (usize, &u64)| {
+        // The next node is of the kind that lacks the most nodes of its share so far.
+        let lacking = |(kind, weight): (usize, &u64)| {
             let has = made.get(kind).copied().unwrap_or(0);
             (i128::from(*weight) * i128::from(node) - i128::from(has) * i128::from(total), std::cmp::Reverse(kind))
         };
-        let (_, std::cmp::Reverse(kind)) = weights.iter().enumerate().map(due).max().context("no machines")?;
+        let (_, std::cmp::Reverse(kind)) = weights.iter().enumerate().map(lacking).max().context("no machines")?;
         if let Some(made) = made.get_mut(kind) {
             *made += 1;
         }

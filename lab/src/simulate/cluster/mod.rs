@@ -1,8 +1,9 @@
-//! `linkwise-lab simulate --nodes N`: what the jobs of a trace, or made-up ones, get in a cluster through each door.
+//! `linkwise-lab simulate --nodes N`: shows what the jobs of a trace, or generated jobs, get in a cluster through each
+//! door.
 //!
-//! Here meet the published slices, the claims and the set choice of linkwise, the allocator's model of
-//! `linkwise-scheduler-box`, and around them the scheduler's choice among nodes. No API server and no network. The
-//! figures for scripts are an interface; docs/scale.md explains each.
+//! linkwise's own code publishes the slices, writes the claims and chooses the sets. `linkwise-scheduler-box` models
+//! the allocator, and `scheduler` the choice among nodes. There is no API server and no network. The figures for
+//! scripts are an interface, and docs/scale.md explains each of them.
 
 mod choices;
 mod figures;
@@ -33,7 +34,7 @@ use show::{Kind, Load, Outcome, Simulation};
 /// The default number of jobs for each node.
 const JOBS_PER_NODE: u32 = 20;
 
-/// The least number of jobs by default.
+/// The least default number of jobs.
 const MIN_JOBS: u32 = 1000;
 
 /// The most GPUs of a claim (`resource.k8s.io/v1`, `AllocationResultsMaxSize`).
@@ -48,9 +49,9 @@ struct Cluster {
     jobs: Vec<Job>,
     /// The index of the first counted job: the jobs before it fill the cluster.
     counted: usize,
-    /// The number of jobs left out: no node has as many GPUs, or no claim may ask for as many.
+    /// The number of jobs left out, because no node has or no claim may request so many GPUs.
     skipped: usize,
-    /// The origin of the generated jobs; `None` for a trace.
+    /// The parameters of the generated jobs; `None` for a trace.
     load: Option<Load>,
 }
 
@@ -111,9 +112,9 @@ fn through(cluster: &Cluster, door: Door, args: &SimulateArgs, watch: &mut dyn F
 
 /// The cluster and the jobs from the command line.
 fn cluster(args: &SimulateArgs) -> Result<Cluster> {
-    let asked = &args.cluster;
-    let nodes = asked.nodes.context("no --nodes")?;
-    let (machines, weights) = machines::load(args.node.as_deref(), asked)?;
+    let options = &args.cluster;
+    let nodes = options.nodes.context("no --nodes")?;
+    let (machines, weights) = machines::load(args.node.as_deref(), options)?;
     let kinds = machines::kinds(usize::try_from(nodes)?, &weights)?;
     let whole = |kind: &usize| machines.get(*kind).map_or(0, |machine| machine.whole.len());
     let most = kinds.iter().map(whole).max().unwrap_or(0).min(MAX_GPUS);
@@ -121,9 +122,9 @@ fn cluster(args: &SimulateArgs) -> Result<Cluster> {
         Some(trace) => (read_trace(trace)?, None),
         None => {
             let gpus = kinds.iter().map(whole).sum::<usize>() as u64;
-            let count = asked.jobs.unwrap_or_else(|| nodes.saturating_mul(JOBS_PER_NODE).max(MIN_JOBS));
-            let load = Load { seed: args.seed, load: asked.load, jobs: count, filling: count / 4 };
-            (jobs::made_up(count, gpus, most, asked.load, &mut Draws::new(args.seed)), Some(load))
+            let count = options.jobs.unwrap_or_else(|| nodes.saturating_mul(JOBS_PER_NODE).max(MIN_JOBS));
+            let load = Load { seed: args.seed, load: options.load, jobs: count, filling: count / 4 };
+            (jobs::generate(count, gpus, most, options.load, &mut Draws::new(args.seed)), Some(load))
         }
     };
     let all = jobs.len();

@@ -1,7 +1,7 @@
-//! The replay: jobs come, wait, run and end. Time is whole seconds.
+//! The replay: jobs arrive, wait, run and end. Time is in whole seconds.
 //!
-//! A job that fits nowhere waits. Waiting jobs are tried again when GPUs become free, in the order of their arrivals,
-//! and do not hold up the jobs behind them: kube-scheduler puts a pod that does not fit aside.
+//! A job that fits nowhere waits. Waiting jobs are tried again when GPUs become free, in the order of their arrivals.
+//! They do not hold up the jobs behind them, because kube-scheduler puts a pod that does not fit aside.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
@@ -16,8 +16,8 @@ use super::scheduler::{Placed, Scheduler};
 /// An event of the replay, with its second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
-    /// A pod of a job starts; `got` is the collective of its GPUs, if it has several, and `best` the best that any node
-    /// offers for its size at this moment. `score` is that of its claim's alternatives.
+    /// A pod of a job starts. `got` is the collective of its GPUs, if it has several, and `best` the best that any node
+    /// offers for its size at this moment. `score` is the score of its claim's alternative.
     Started { at: u64, job: usize, node: usize, set: GpuSet, score: i64, got: Option<u64>, best: Option<u64> },
     /// A pod of a job ends.
     Ended { at: u64, job: usize, node: usize, set: GpuSet },
@@ -26,7 +26,7 @@ pub(super) enum Event {
 /// A running pod: the second of its end, its job's number, its node, and its GPUs.
 type Running = Reverse<(u64, usize, usize, GpuSet)>;
 
-/// A replay of jobs, which are in the order of their arrivals.
+/// A replay of jobs that are in the order of their arrivals.
 pub(super) struct Replay<'a, 'b> {
     scheduler: Scheduler<'a>,
     jobs: &'b [Job],
@@ -55,7 +55,7 @@ impl<'a, 'b> Replay<'a, 'b> {
         for number in scheduler.nodes() {
             let Some(state) = states.state(*number) else { continue };
             count(&mut offers, &state.best, true);
-            tally.gpus(state.free.len(), states.free_for_fours(*number), state.stuck, true);
+            tally.count_free(state.free.len(), states.free_for_fours(*number), state.stuck, true);
         }
         tally.total = tally.free;
         let best = |machine: &super::machines::Machine| {
@@ -97,7 +97,8 @@ impl<'a, 'b> Replay<'a, 'b> {
         Ok(())
     }
 
-    /// Starts waiting jobs that have a pod for a node where GPUs became free: the others fit no better than before.
+    /// Starts waiting jobs that have a pod for the node on which GPUs became free. The other jobs fit no better than
+    /// before.
     fn serve(&mut self, node: usize) -> Result<()> {
         loop {
             let fronts = self.waiting.iter().enumerate().filter_map(|(shape, queue)| Some((*queue.front()?, shape)));
@@ -115,7 +116,7 @@ impl<'a, 'b> Replay<'a, 'b> {
         }
     }
 
-    /// Starts a job if all its pods fit.
+    /// Starts a job if all its pods fit. Returns true if it started.
     fn start(&mut self, number: usize, shape: usize) -> Result<bool> {
         let Some(job) = self.jobs.get(number).copied() else { return Ok(false) };
         let mut pods: Vec<Started> = Vec::new();
@@ -143,7 +144,7 @@ impl<'a, 'b> Replay<'a, 'b> {
         Ok(true)
     }
 
-    /// A pod of a shape that is to start in this place, which is still free.
+    /// A pod of a shape that is about to start in this place. The place is still free.
     fn started(&self, shape: usize, placed: Placed) -> Started {
         let best = self.offers.get(shape).and_then(|offers| offers.last_key_value()).map(|(best, _)| *best);
         let states = self.scheduler.states();
@@ -170,7 +171,7 @@ impl<'a, 'b> Replay<'a, 'b> {
         let Some(number) = self.scheduler.nodes().get(node) else { return };
         let Some(state) = states.state(*number) else { return };
         count(&mut self.offers, &state.best, adds);
-        self.tally.gpus(state.free.len(), states.free_for_fours(*number), state.stuck, adds);
+        self.tally.count_free(state.free.len(), states.free_for_fours(*number), state.stuck, adds);
     }
 }
 

@@ -1,8 +1,8 @@
 //! kube-scheduler's choice among the nodes, and the GPUs that are free on each.
 //!
-//! The choice follows `pkg/scheduler/schedule_one.go` of Kubernetes 1.36: from the node behind the last examined one,
-//! nodes are tried until enough of them fit; those are scored, and of the best the one on top of the heap is taken. Nodes
-//! are examined one after the other, instead of 16 at once.
+//! The choice follows `pkg/scheduler/schedule_one.go` of Kubernetes 1.36. The scheduler tries nodes, from the one
+//! behind the last examined node on, until enough of them fit. It scores those, and takes the node on top of a heap of
+//! the scores. Here nodes are examined one after the other, there 16 at once.
 
 use crate::simulate::{CpuRequests, Door};
 use anyhow::{Result, anyhow};
@@ -18,18 +18,18 @@ const MIN_NODES: usize = 100;
 /// The highest score of a plugin (`MaxNodeScore`).
 const MAX_SCORE: i64 = 100;
 
-/// The weight of the score of alternatives (`applyDynamicResources` in `pkg/scheduler/apis/config/v1/default_plugins.go`).
-/// That of LeastAllocated is 1.
-const ALTERNATIVES: i64 = 2;
+/// The weight of the score of alternatives (`applyDynamicResources` in
+/// `pkg/scheduler/apis/config/v1/default_plugins.go`). The weight of LeastAllocated is 1.
+const ALTERNATIVES_WEIGHT: i64 = 2;
 
 /// The placement of a pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Placed {
     pub node: usize,
     pub set: GpuSet,
-    /// The score of the alternatives that its claim gets.
+    /// The score of the alternative that its claim gets.
     pub score: i64,
-    /// The devices that the allocator examined, on all tried nodes.
+    /// The number of devices that the allocator examined on all tried nodes.
     pub steps: u64,
     pub claim_bytes: u64,
 }
@@ -42,7 +42,7 @@ pub(super) struct Scheduler<'a> {
     cpu: CpuRequests,
     /// The node at which the next search begins.
     start: usize,
-    /// The nodes that fit, with their answers and their scores by CPU. Kept only to reuse its memory.
+    /// The nodes that fit, with their answers and their scores by CPU. It is a field only to reuse its memory.
     fit: Vec<(usize, Answer, i64)>,
 }
 
@@ -58,7 +58,7 @@ impl<'a> Scheduler<'a> {
         Ok(Self::of(States::new(machines, shapes, door)?, kinds, cpu))
     }
 
-    /// The same on these states.
+    /// Starts with all GPUs free, on these states.
     pub fn of(mut states: States<'a>, kinds: &[usize], cpu: CpuRequests) -> Self {
         let machines = states.machines;
         let idle = |kind: &usize| states.number(*kind, machines.get(*kind).map(|of| of.whole).unwrap_or_default());
@@ -70,18 +70,19 @@ impl<'a> Scheduler<'a> {
         &self.states
     }
 
-    /// The states of all nodes.
+    /// The number of each node's state.
     pub fn nodes(&self) -> &[usize] {
         &self.nodes
     }
 
-    /// The answer of a node to a pod of this shape now.
+    /// The node's present answer to a pod of this shape.
     pub fn answer(&mut self, shape: usize, node: usize) -> Result<Answer> {
         let state = self.nodes.get(node).copied().ok_or_else(|| anyhow!("no node {node}"))?;
         self.states.answer(shape, state)
     }
 
-    /// The placement of a pod of this shape; `None` if it has to wait. Nothing is taken yet.
+    /// The placement of a pod of this shape, or `None` if the pod has to wait. Its GPUs stay free until
+    /// [`Self::change`].
     pub fn place(&mut self, shape: usize) -> Result<Option<Placed>> {
         let (count, enough) = (self.nodes.len(), enough(self.nodes.len()));
         let (mut steps, mut tried) = (0, 0);
@@ -107,7 +108,7 @@ impl<'a> Scheduler<'a> {
         Ok(best.and_then(placed))
     }
 
-    /// Gives a set of a node to a job, or takes it back.
+    /// Changes the free GPUs of a node.
     pub fn change(&mut self, node: usize, free: impl FnOnce(GpuSet) -> GpuSet) -> Result<()> {
         let number = self.nodes.get_mut(node).ok_or_else(|| anyhow!("no node {node}"))?;
         let (machine, free) = match self.states.state(*number) {
@@ -118,7 +119,7 @@ impl<'a> Scheduler<'a> {
         Ok(())
     }
 
-    /// The score of NodeResourcesFit's default, LeastAllocated: the share of CPU and memory that is free with the pod.
+    /// The score of LeastAllocated, NodeResourcesFit's default: the share of CPU and memory that the pod leaves free.
     fn least_allocated(&self, state: &State, answer: Answer) -> i64 {
         let whole = self.states.machines.get(state.machine).map_or(0, |machine| machine.whole.len());
         let free = state.free.len().saturating_sub(answer.set.map_or(0, GpuSet::len));
@@ -129,21 +130,21 @@ impl<'a> Scheduler<'a> {
     }
 }
 
-/// The number of fitting nodes that is enough (`numFeasibleNodesToFind`, with the default of
+/// The number of fitting nodes that ends the search (`numFeasibleNodesToFind` with the default of
 /// `percentageOfNodesToScore`).
 fn enough(nodes: usize) -> usize {
     let percent = 50_usize.saturating_sub(nodes / 125).max(5);
     if nodes < MIN_NODES { nodes } else { (nodes * percent / 100).max(MIN_NODES) }
 }
 
-/// The place of the score that the scheduler takes of these. Equal ones are not drawn: without extenders the one decides
-/// that is on top when Go's `container/heap` has made a heap of the list (kubernetes#141024).
+/// The place of the score that the scheduler takes. It does not draw among equal scores: without extenders it takes the
+/// one that is on top after Go's `container/heap` has made a heap of the list (kubernetes#141024).
 fn top(scores: &[i64]) -> Option<usize> {
     let mut heap: Vec<(i64, usize)> = scores.iter().copied().zip(0..).collect();
     let score = |heap: &[(i64, usize)], at: usize| heap.get(at).map(|(score, _)| *score);
     for start in (0..heap.len() / 2).rev() {
         let mut at = start;
-        // Down, below each child that is higher; the right one only if it is higher than the left one.
+        // The score moves down while a child is higher. Of equal children the left one moves up.
         while let Some(left) = score(&heap, 2 * at + 1) {
             let child = if score(&heap, 2 * at + 2) > Some(left) { 2 * at + 2 } else { 2 * at + 1 };
             if score(&heap, child) <= score(&heap, at) {
@@ -156,10 +157,10 @@ fn top(scores: &[i64]) -> Option<usize> {
     heap.first().map(|(_, at)| *at)
 }
 
-/// The score of a node: that of its alternatives, relative to the highest of the nodes (`DefaultNormalizeScore`), and that
-/// by CPU.
+/// The sum of a node's scores: the score of its alternative, relative to the highest one of all nodes
+/// (`DefaultNormalizeScore`), and the score by CPU.
 pub(super) fn total(score: i64, most: i64, by_cpu: i64) -> i64 {
-    (score * MAX_SCORE).checked_div(most).unwrap_or(score) * ALTERNATIVES + by_cpu
+    (score * MAX_SCORE).checked_div(most).unwrap_or(score) * ALTERNATIVES_WEIGHT + by_cpu
 }
 
 #[cfg(test)]
@@ -167,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn enough_nodes_are_those_of_kube_scheduler() {
+    fn enough_nodes_is_kube_schedulers_number() {
         // schedule_one_test.go, Test_numFeasibleNodesToFind, with the default percentage.
         assert_eq!([10, 100, 1000, 6000, 10_000].map(enough), [10, 100, 420, 300, 500]);
     }

@@ -1,17 +1,17 @@
-//! The shapes of pods: pods of one shape have the same claim, and jobs of one shape wait in one queue.
+//! The shapes of jobs. Pods of one shape have the same claim, and jobs of one shape wait in one queue.
 
 use anyhow::{Result, ensure};
 
 use super::machines::Machine;
 use crate::simulate::{Door, Job};
 
-/// A kind of job.
+/// A kind of job, by the GPUs that it needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Shape {
     /// The GPUs of each pod.
     pub gpus: usize,
     pub pods: usize,
-    /// The first of its fixed rails and their number.
+    /// The first rail of its pods and the number of their rails, if its claim fixes them.
     pub rails: Option<(u8, u8)>,
 }
 
@@ -19,7 +19,7 @@ pub(super) struct Shape {
 #[derive(Debug)]
 pub(super) struct Shapes {
     pub shapes: Vec<Shape>,
-    /// The number of rails that each machine has at least, and the GPUs on each, if claims name rails.
+    /// The least number of rails of any machine, and the least number of GPUs on a rail, if claims name rails.
     rails: Option<(u8, usize)>,
 }
 
@@ -40,8 +40,8 @@ impl Shapes {
         Ok(found)
     }
 
-    /// The place of the shape of a job. Pods take rails with all their GPUs, so that no two pods share a NIC; jobs whose
-    /// pods take a part of the rails take turns at the parts.
+    /// The place of a job's shape. Pods take all GPUs of a rail, so that no two pods share a NIC. If pods take only a
+    /// part of the rails, consecutive jobs take different parts.
     pub fn position(&self, number: usize, job: &Job) -> Option<usize> {
         self.shapes.binary_search(&self.shape(number, job)).ok()
     }

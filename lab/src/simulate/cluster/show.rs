@@ -9,12 +9,12 @@ use super::figures::Figures;
 pub(super) struct Simulation {
     pub nodes: usize,
     pub machines: Vec<Kind>,
-    /// The requests of pods beside GPUs.
+    /// The requests of pods besides GPUs.
     pub cpu: String,
-    /// The origin of the generated jobs; absent with a trace.
+    /// The parameters of the generated jobs; absent with a trace.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub load: Option<Load>,
-    /// The number of jobs left out: no node has as many GPUs, or no claim may ask for as many.
+    /// The number of jobs left out, because no node has or no claim may request so many GPUs.
     pub skipped: usize,
     pub doors: Vec<Outcome>,
 }
@@ -23,7 +23,7 @@ pub(super) struct Simulation {
 #[derive(Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Kind {
     pub machine: String,
-    /// The whole GPUs of each.
+    /// The number of whole GPUs of each node.
     pub gpus: usize,
     pub nodes: usize,
 }
@@ -35,7 +35,7 @@ pub(super) struct Load {
     /// The share of the GPUs that the jobs would keep busy, in per mille.
     pub load: u32,
     pub jobs: u32,
-    /// The number of first jobs, which fill the cluster and are not counted.
+    /// The number of jobs that come first, fill the cluster and are not counted.
     pub filling: u32,
 }
 
@@ -47,7 +47,7 @@ pub(super) struct Outcome {
     pub figures: Figures,
 }
 
-/// A table for people: a column for each door.
+/// A table for people, with a column for each door.
 pub(super) fn text(simulation: &Simulation) -> String {
     let gpus: usize = simulation.machines.iter().map(|kind| kind.nodes * kind.gpus).sum();
     let kinds: Vec<String> =
@@ -105,7 +105,7 @@ fn row(text: &mut String, label: &str, simulation: &Simulation, cell: impl Fn(&O
     *text += "\n";
 }
 
-/// Per mille as percent.
+/// Turns per mille into percent.
 fn percent(mille: impl Into<u64>) -> String {
     let mille = mille.into();
     format!("{}.{} %", mille / 10, mille % 10)

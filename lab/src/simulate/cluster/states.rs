@@ -1,5 +1,5 @@
-//! The answers of nodes: a node's answer to a claim depends only on its kind and its free GPUs. Each such case is
-//! computed once, by the allocator's model or by linkwise's own choice, and kept.
+//! The answers of nodes to claims. An answer depends only on the node's kind and its free GPUs. The allocator's model
+//! or linkwise's own choice computes each case once, and the answer is kept.
 
 use std::collections::BTreeMap;
 
@@ -18,19 +18,19 @@ use linkwise_core::state::DRA_DRIVER;
 /// A node that represents all nodes of its kind. Its name is as long as those of the simulated nodes.
 pub(super) const NODE: &str = "node-00000";
 
-/// A group of whose sets [`State::stuck`] tells.
+/// The size of the sets that [`State::stuck`] is about.
 const FOUR: usize = 4;
 
-/// The answer to a pod of a node with these GPUs free.
+/// A node's answer to a pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Answer {
     /// The GPUs that the pod gets; `None` if it does not fit.
     pub set: Option<GpuSet>,
-    /// The score of the alternatives that its claim gets.
+    /// The score of the alternative that its claim gets.
     pub score: i64,
-    /// The devices that the allocator examines.
+    /// The number of devices that the allocator examines.
     pub steps: u64,
-    /// The claim with its allocation, as JSON.
+    /// The size of the claim with its allocation, as JSON.
     pub claim_bytes: u64,
 }
 
@@ -41,23 +41,24 @@ pub(super) struct State {
     pub free: GpuSet,
     /// The best collective of the free GPUs for each shape, in MB/s; `None` if too few are free.
     pub best: Vec<Option<u64>>,
-    /// For machines with whole fours: the free GPUs that are left over when fours with the collective of the idle
-    /// machine's best four are taken out, one after the other.
+    /// The number of free GPUs that are left when sets of four with the collective of the idle machine's best four are
+    /// taken out one after the other. It is 0 if the machine has no such set.
     pub stuck: usize,
 }
 
-/// The states of nodes so far, by number.
+/// The states that nodes had so far, by number.
 pub(super) struct States<'a> {
     pub machines: &'a [Machine],
     /// The shapes of jobs.
     pub shapes: &'a Shapes,
     door: Door,
-    /// The claim for each shape; none if the device plugin serves.
+    /// The claim for each shape. There are none if the device plugin serves the pods.
     claims: Vec<Value>,
     /// The allocator's model of one node, for each machine.
     models: Vec<Cluster>,
-    /// The best four of each idle machine.
+    /// The collective of each idle machine's best four.
     fours: Vec<Option<u64>>,
+    /// The number of each state, by machine and free GPUs.
     numbers: Vec<BTreeMap<u64, usize>>,
     states: Vec<State>,
     /// The known answers, by shape and state.
@@ -70,7 +71,7 @@ impl<'a> States<'a> {
         Ok(Self { door, ..Self::with_claims(machines, shapes, claims.collect::<Result<_>>()?)? })
     }
 
-    /// With these claims, one for each shape; with none the device plugin serves.
+    /// The states of nodes that serve these claims, one for each shape. Without claims the device plugin serves pods.
     pub fn with_claims(machines: &'a [Machine], shapes: &'a Shapes, claims: Vec<Value>) -> Result<Self> {
         let model = |machine: &Machine| {
             Cluster::new(&machine.slices(NODE), &classes(), &[])
@@ -91,7 +92,7 @@ impl<'a> States<'a> {
         })
     }
 
-    /// The number of a state.
+    /// The number of a state. A new state is added.
     pub fn number(&mut self, machine: usize, free: GpuSet) -> usize {
         let (Some(numbers), Some(of)) = (self.numbers.get_mut(machine), self.machines.get(machine)) else { return 0 };
         let next = self.states.len();
@@ -118,7 +119,7 @@ impl<'a> States<'a> {
         self.states.get(number)
     }
 
-    /// The number of free GPUs that can be in fours: all of a machine that has fours, otherwise none.
+    /// The number of free GPUs if the machine has sets of four, otherwise 0.
     pub fn free_for_fours(&self, number: usize) -> usize {
         self.state(number)
             .filter(|state| self.fours.get(state.machine).is_some_and(Option::is_some))
@@ -176,8 +177,8 @@ fn chosen(machine: &Machine, free: GpuSet, gpus: usize) -> GpuSet {
     best_set(&machine.tables, free, gpus).0
 }
 
-/// The set that linkwise would prefer if rails were its last value: of the sets with the values of the best one, that
-/// with the lowest rails.
+/// The set that linkwise would prefer if rails were its last value: the one with the lowest rails among the sets that
+/// have the values of the best set.
 fn lowest_rails(machine: &Machine, free: GpuSet, gpus: usize) -> GpuSet {
     let best = chosen(machine, free, gpus);
     let wanted = values(&machine.tables, free, best);
@@ -186,7 +187,7 @@ fn lowest_rails(machine: &Machine, free: GpuSet, gpus: usize) -> GpuSet {
     sets.into_iter().min_by_key(|set| (machine.rails(*set), *set != best, *set)).unwrap_or(best)
 }
 
-/// The sets of so many of these GPUs.
+/// All sets of `size` of these GPUs.
 fn subsets(gpus: GpuSet, size: usize) -> Vec<GpuSet> {
     let first = gpus.lowest();
     match size {
@@ -200,8 +201,8 @@ fn subsets(gpus: GpuSet, size: usize) -> Vec<GpuSet> {
     }
 }
 
-/// The claim of a pod; `None` if the device plugin serves. Exact claims and those for a fleet are made for a cluster with as
-/// many nodes of each machine, whatever the mix.
+/// The claim of a pod, or `None` if the device plugin serves it. Exact claims and claims for a fleet are made for a
+/// cluster with equally many nodes of each machine, whatever the mix is.
 pub(super) fn claim(machines: &[Machine], door: Door, Shape { gpus, rails, .. }: Shape) -> Result<Option<Value>> {
     let count = u8::try_from(gpus).with_context(|| format!("{gpus} GPUs are too many for a claim"))?;
     let spec = match door {
@@ -226,12 +227,12 @@ pub(super) fn claim(machines: &[Machine], door: Door, Shape { gpus, rails, .. }:
     })))
 }
 
-/// The slices of a node of each machine.
+/// The slices of one node of each machine.
 fn slices(machines: &[Machine]) -> Vec<Value> {
     machines.iter().enumerate().flat_map(|(kind, machine)| machine.slices(&format!("node-{kind}"))).collect()
 }
 
-/// The DeviceClasses.
+/// The DeviceClasses of the cluster.
 pub(super) fn classes() -> Vec<Value> {
     vec![json!({"metadata": {"name": DRA_DRIVER}, "spec": {"selectors": [{"cel": {"expression": WHOLE_GPUS}}]}})]
 }

@@ -1,4 +1,4 @@
-//! The simulated cluster against the whole model of the allocator, and against books of its own.
+//! The simulated cluster against a model of the allocator that knows all nodes, and against the books of the tests.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,7 +10,7 @@ use oracle::{Oracle, Set, subsets};
 use serde_json::Value;
 
 use super::figures::Figures;
-use super::jobs::made_up;
+use super::jobs::generate;
 use super::machines::Machine;
 use super::replay::{Event, Replay};
 use super::scheduler::Scheduler;
@@ -19,16 +19,14 @@ use super::states::{States, allocation, claim, classes, set_of};
 
 mod recorded;
 
-#[allow(dead_code, clippy::cast_possible_truncation, reason = "the oracle of other tests")]
+#[allow(dead_code, clippy::cast_possible_truncation, reason = "the oracle is shared with other tests")]
 #[path = "../../../../tests/oracle/mod.rs"]
 mod oracle;
 
-const DRA: [Door; 3] = [Door::DraSingles, Door::DraGroups, Door::DraExact];
-const ALL: [Door; 3] = [Door::Plugin, Door::DraSingles, Door::DraGroups];
 const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
 
-/// Jobs of one pod.
-fn alone(sizes: &[usize]) -> Shapes {
+/// The shapes of jobs of one pod.
+fn shapes_of_one_pod(sizes: &[usize]) -> Shapes {
     let jobs: Vec<Job> = sizes.iter().map(|size| Job { size: *size, pods: 1, duration: 0, arrival: 0 }).collect();
     Shapes::of(&[], &jobs, Door::Plugin).unwrap()
 }
@@ -45,15 +43,15 @@ fn bits(set: GpuSet) -> Set {
     Set::try_from(set.0).unwrap()
 }
 
-/// All nodes in one model, as kube-scheduler knows them.
-struct Whole<'a> {
+/// All nodes in one model of the allocator, as kube-scheduler knows them.
+struct WholeModel<'a> {
     cluster: Cluster,
     names: Vec<String>,
     machines: Vec<&'a Machine>,
     free: Vec<GpuSet>,
 }
 
-impl<'a> Whole<'a> {
+impl<'a> WholeModel<'a> {
     fn new(machines: &'a [Machine], kinds: &[usize]) -> Self {
         let names: Vec<String> = (0..kinds.len()).map(|node| format!("node-{node:05}")).collect();
         let machines: Vec<&Machine> = kinds.iter().map(|kind| &machines[*kind]).collect();
@@ -62,7 +60,7 @@ impl<'a> Whole<'a> {
         Self { cluster: Cluster::new(&slices, &classes(), &[]).unwrap(), names, machines, free }
     }
 
-    /// The set that the claim gets on each node with its score, and the steps.
+    /// The set that the claim gets on each node, with the set's score, and the allocator's steps there.
     fn answers(&self, claim: &Value) -> Vec<(Option<(GpuSet, i64)>, u64)> {
         let answer =
             |(name, machine): (&String, &&Machine)| match self.cluster.allocate(name, std::slice::from_ref(claim)) {
@@ -76,7 +74,7 @@ impl<'a> Whole<'a> {
     fn change(&mut self, node: usize, set: GpuSet, takes: bool) {
         let devices = allocation(&self.names[node], self.machines[node].devices_of(set));
         if takes {
-            assert_eq!(set.without(self.free[node]), GpuSet::default(), "a GPU twice");
+            assert_eq!(set.without(self.free[node]), GpuSet::default(), "a GPU is given twice");
             self.cluster.occupy(&devices).unwrap();
             self.free[node] = self.free[node].without(set);
         } else {
@@ -86,11 +84,11 @@ impl<'a> Whole<'a> {
     }
 }
 
-/// Random claims that come and go on three nodes; at each step the simulated scheduler is compared with the model.
-fn follows_the_model(machines: &[Machine], kinds: &[usize], door: Door, cpu: CpuRequests, seed: u64) {
-    let shapes = alone(&SIZES);
+/// Lets random claims come and go on three nodes, and compares the simulated scheduler with the model at each step.
+fn compare_with_model(machines: &[Machine], kinds: &[usize], door: Door, cpu: CpuRequests, seed: u64) {
+    let shapes = shapes_of_one_pod(&SIZES);
     let mut scheduler = Scheduler::new(machines, kinds, &shapes, door, cpu).unwrap();
-    let mut whole = Whole::new(machines, kinds);
+    let mut whole = WholeModel::new(machines, kinds);
     let claims = SIZES.map(|size| claim(machines, door, shape(size)).unwrap().unwrap());
     let (mut draws, mut held, mut waits) = (Draws::new(seed), Vec::new(), 0);
     for _ in 0..60 {
@@ -114,8 +112,8 @@ fn follows_the_model(machines: &[Machine], kinds: &[usize], door: Door, cpu: Cpu
         let (set, score) = answers[placed.node].0.unwrap();
         assert_eq!(placed.set, set);
         assert_eq!(placed.steps, answers.iter().map(|(_, steps)| steps).sum::<u64>());
-        // The sum that kube-scheduler makes: the alternatives relative to the best node's, and the free CPU with the
-        // pod.
+        // kube-scheduler adds the score of the alternative, relative to the best node's, and the CPU that the pod would
+        // leave free.
         let total = |node: usize, score: i64| {
             let (free, all) = (whole.free[node].len() - SIZES[size], whole.machines[node].whole.len());
             let by_cpu = if cpu == CpuRequests::Share { i64::try_from(100 * free / all).unwrap() } else { 0 };
@@ -130,36 +128,36 @@ fn follows_the_model(machines: &[Machine], kinds: &[usize], door: Door, cpu: Cpu
         whole.change(placed.node, placed.set, true);
         held.push((placed.node, placed.set));
     }
-    assert!(waits > 0, "never full");
+    assert!(waits > 0, "the nodes were never full");
 }
 
 #[test]
 fn placement_is_that_of_the_whole_model() {
     let kinds = machines(&["dgx1-v100", "pcie-8x-pix-pairs", "dgx-h100"]);
-    for door in DRA {
+    for door in [Door::DraSingles, Door::DraGroups, Door::DraExact] {
         for (nodes, cpu, seed) in
             [([0, 0, 0], CpuRequests::None, 1), ([0, 1, 2], CpuRequests::None, 2), ([0, 1, 0], CpuRequests::Share, 3)]
         {
-            follows_the_model(&kinds, &nodes, door, cpu, seed);
+            compare_with_model(&kinds, &nodes, door, cpu, seed);
         }
     }
 }
 
 #[test]
 fn stuck_gpus_are_those_of_no_best_four() {
-    /// The most fours of these GPUs that have a collective and share no GPU.
-    fn most(oracle: &Oracle<'_>, free: Set, wanted: u64, known: &mut BTreeMap<Set, u32>) -> u32 {
+    /// The most sets of four of these GPUs that have the wanted collective and share no GPU.
+    fn most_fours(oracle: &Oracle<'_>, free: Set, wanted: u64, known: &mut BTreeMap<Set, u32>) -> u32 {
         if let Some(known) = known.get(&free) {
             return *known;
         }
         let fours = subsets(free).filter(|set| set.count_ones() == 4 && oracle.collective(*set) == wanted);
-        let found = fours.map(|four| 1 + most(oracle, free & !four, wanted, known)).max().unwrap_or(0);
+        let found = fours.map(|four| 1 + most_fours(oracle, free & !four, wanted, known)).max().unwrap_or(0);
         known.insert(free, found);
         found
     }
     let machines = machines(&["dgx1-v100", "pcie-8x-pix-pairs", "nvlink-bridge-pairs", "dgx-h100", "gb200-nvl72-node"]);
     for (kind, machine) in machines.iter().enumerate() {
-        let shapes = alone(&[1]);
+        let shapes = shapes_of_one_pod(&[1]);
         let mut states = States::new(&machines, &shapes, Door::Plugin).unwrap();
         let (oracle, all) = (Oracle::new(machine.tables.topology()), bits(machine.whole));
         let fours = subsets(all).filter(|set| set.count_ones() == 4);
@@ -167,14 +165,14 @@ fn stuck_gpus_are_those_of_no_best_four() {
         let mut known = BTreeMap::new();
         for free in subsets(all) {
             let number = states.number(kind, GpuSet(u64::from(free)));
-            let stuck = free.count_ones() - 4 * most(&oracle, free, best, &mut known);
+            let stuck = free.count_ones() - 4 * most_fours(&oracle, free, best, &mut known);
             assert_eq!(states.state(number).unwrap().stuck, stuck as usize, "{} {free:b}", machine.name);
         }
     }
 }
 
-/// Replays jobs and returns the events.
-fn replayed(machines: &[Machine], kinds: &[usize], jobs: &[Job], door: Door) -> (Figures, Vec<Event>) {
+/// Replays jobs. Returns the figures and the events.
+fn replay(machines: &[Machine], kinds: &[usize], jobs: &[Job], door: Door) -> (Figures, Vec<Event>) {
     let mut events = Vec::new();
     let shapes = Shapes::of(machines, jobs, door).unwrap();
     let scheduler = Scheduler::new(machines, kinds, &shapes, door, CpuRequests::Share).unwrap();
@@ -184,13 +182,13 @@ fn replayed(machines: &[Machine], kinds: &[usize], jobs: &[Job], door: Door) -> 
 }
 
 #[test]
-fn replay_agrees_with_its_books() {
+fn replay_agrees_with_independent_books() {
     let machines = machines(&["dgx1-v100", "pcie-8x-pix-pairs"]);
     let oracles: Vec<Oracle<'_>> = machines.iter().map(|machine| Oracle::new(machine.tables.topology())).collect();
     let kinds = [0, 1, 0];
-    for door in ALL {
-        let jobs = made_up(300, 24, 8, 950, &mut Draws::new(5));
-        let (figures, events) = replayed(&machines, &kinds, &jobs, door);
+    for door in [Door::Plugin, Door::DraSingles, Door::DraGroups] {
+        let jobs = generate(300, 24, 8, 950, &mut Draws::new(5));
+        let (figures, events) = replay(&machines, &kinds, &jobs, door);
         let mut free: Vec<Set> = kinds.iter().map(|kind| bits(machines[*kind].whole)).collect();
         let (mut started, mut ended) = (BTreeMap::new(), BTreeSet::new());
         let (mut several, mut bests, mut share, mut now) = (0, 0, 0, 0);
@@ -206,9 +204,9 @@ fn replay_agrees_with_its_books() {
             match event {
                 Event::Started { job, node, set, best, .. } => {
                     let set = bits(set);
-                    assert_eq!((set & !free[node], set.count_ones() as usize), (0, jobs[job].size), "GPUs twice");
+                    assert_eq!((set & !free[node], set.count_ones() as usize), (0, jobs[job].size), "GPUs given twice");
                     let offered = kinds.iter().zip(&free).flat_map(|(kind, free)| {
-                        let sets = subsets(*free).filter(|of| of.count_ones() == set.count_ones());
+                        let sets = subsets(*free).filter(|other| other.count_ones() == set.count_ones());
                         sets.map(|set| oracles[*kind].collective(set))
                     });
                     let (offered, got) = (offered.max().unwrap(), oracles[kinds[node]].collective(set));
@@ -231,7 +229,7 @@ fn replay_agrees_with_its_books() {
         assert_eq!((started.len(), ended.len(), figures.never_started), (300, 300, 0));
         let mut waits: Vec<u64> = started.iter().map(|(job, at)| at - jobs[*job].arrival).collect();
         waits.sort_unstable();
-        assert!(waits[299] > 0, "nobody waited");
+        assert!(waits[299] > 0, "no job waited");
         assert_eq!(
             (figures.mean_wait_seconds, figures.p99_wait_seconds),
             (waits.iter().sum::<u64>() / 300, waits[296])
@@ -248,18 +246,18 @@ fn replay_agrees_with_its_books() {
     }
 }
 
-/// Jobs of several pods on nodes of one kind; returns the figures, and the collectives of each job's pods.
-fn of_pods(machine: &str, nodes: usize, jobs: &[Job], door: Door) -> (Figures, BTreeMap<usize, Vec<u64>>) {
+/// Replays jobs of several pods on nodes of one kind. Returns the figures, and the collectives of each job's pods.
+fn replay_on(machine: &str, nodes: usize, jobs: &[Job], door: Door) -> (Figures, BTreeMap<usize, Vec<u64>>) {
     let machines = machines(&[machine]);
     let topology = machines[0].tables.topology();
     let oracle = Oracle::new(topology);
-    let (figures, events) = replayed(&machines, &vec![0; nodes], jobs, door);
+    let (figures, events) = replay(&machines, &vec![0; nodes], jobs, door);
     let mut free = vec![bits(machines[0].whole); nodes];
     let mut pods: BTreeMap<usize, Vec<(u64, Set)>> = BTreeMap::new();
     for event in events {
         match event {
             Event::Started { at, job, node, set, .. } => {
-                assert_eq!(bits(set) & !free[node], 0, "GPUs twice");
+                assert_eq!(bits(set) & !free[node], 0, "GPUs are given twice");
                 free[node] &= !bits(set);
                 pods.entry(job).or_default().push((at, bits(set)));
             }
@@ -299,13 +297,13 @@ fn pods_of_a_job_start_together_on_equal_rails() {
             arrival: 40 * at,
         })
         .collect();
-    // No whole number of the rails of two GPUs; on machines where a GPU has none, more GPUs than rails.
+    // Five GPUs are no whole number of rails with two GPUs each. On a machine with fewer rails they exceed the rails.
     jobs.push(Job { size: 5, pods: 2, duration: 9, arrival: 5000 });
     for machine in ["dgx-h100", "dgx1-v100", "dgx-a100"] {
-        let (plugin, preferred) = of_pods(machine, 5, &jobs, Door::Plugin);
-        let (fixed, on_rails) = of_pods(machine, 5, &jobs, Door::DraRails);
+        let (plugin, preferred) = replay_on(machine, 5, &jobs, Door::Plugin);
+        let (fixed, on_rails) = replay_on(machine, 5, &jobs, Door::DraRails);
         if machine != "dgx1-v100" {
-            // Behind NVSwitches no job loses by it.
+            // Behind NVSwitches fixed rails cost no job any collective.
             assert!(preferred.iter().all(|(job, pods)| on_rails[job].iter().min() >= pods.iter().min()), "{machine}");
         }
         assert_eq!((plugin.jobs, plugin.never_started, fixed.jobs, fixed.never_started), (121, 0, 121, 0));
@@ -315,17 +313,18 @@ fn pods_of_a_job_start_together_on_equal_rails() {
 
 #[test]
 fn figures_count_what_happens_over_time() {
-    // One node of 4 GPUs: two are busy for half of the 100 s in which jobs come, and a four waits for them.
+    // One node of 4 GPUs: two are busy for half of the 100 s in which jobs arrive, and a job of four waits for them.
     let machines = machines(&["gb200-nvl72-node"]);
     let job = |size, duration, arrival| Job { size, pods: 1, duration, arrival };
     let jobs = [job(2, 50, 0), job(4, 30, 10), job(1, 5, 100)];
-    let (figures, _) = replayed(&machines, &[0], &jobs, Door::DraGroups);
+    let (figures, _) = replay(&machines, &[0], &jobs, Door::DraGroups);
     assert_eq!((figures.jobs, figures.several, figures.waited), (3, 2, 333));
     assert_eq!((figures.mean_wait_seconds, figures.p99_wait_seconds), (40 / 3, 40));
-    // 2 GPUs for 50 s and 4 for 30 s of 400; the two beside them are no four for 50 s, then there are 4 for 20 s.
+    // Busy are 2 GPUs for 50 s and 4 for 30 s, of 400 GPU-seconds. The 2 free ones are no set of four for 50 s, then 4
+    // are free for 20 s.
     assert_eq!((figures.busy, figures.fragmentation), (Some((100 + 120) * 1000 / 400), Some(100 * 1000 / 180)));
-    // There are seven requests for each of three claims, in 100 s.
+    // Three claims make seven requests each, in 100 s.
     assert_eq!(figures.writes_per_hour, Some(3 * 7 * 36));
-    let (figures, _) = replayed(&machines, &[0], &jobs, Door::Plugin);
+    let (figures, _) = replay(&machines, &[0], &jobs, Door::Plugin);
     assert_eq!((figures.writes_per_hour, figures.steps_mean, figures.claim_bytes), (Some(0), 0, 0));
 }

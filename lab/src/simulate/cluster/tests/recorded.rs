@@ -1,33 +1,35 @@
-//! The choices of a real kube-scheduler (1.36.2, its defaults, on an API server with nodes that are objects alone): the
-//! simulated one makes them too, but for ties.
+//! The choices of a real kube-scheduler (1.36.2 with its defaults, on an API server with Node objects but no kubelets).
+//! The simulated scheduler makes the same choices, except among equal scores.
 //!
-//! Pods came one after the other, each with a claim of 1, 2 or 4 GPUs, and ended at random, the likelier the fuller the
-//! cluster was. A record has the machines of the nodes and the claims, then a line for each pod that was bound, that found
-//! no node, or that ended.
+//! Pods came one after the other, each with a claim of 1, 2 or 4 GPUs. They ended at random, the more likely the fuller
+//! the cluster was. The JSON file has the machines of the nodes and the claims. The CSV file has a line for each pod
+//! that was bound, that found no node, or that ended.
 
 use linkwise_core::allocation::GpuSet;
 use serde_json::Value;
 
 use super::oracle::{Oracle, subsets};
-use super::{alone, bits, machines};
+use super::{bits, machines, shapes_of_one_pod};
 use crate::simulate::CpuRequests;
 use crate::simulate::cluster::scheduler::{Scheduler, total};
 use crate::simulate::cluster::states::States;
 
 const GPUS: [usize; 3] = [1, 2, 4];
 
-/// What the claims of several GPUs got.
+/// The results of the claims for several GPUs.
 #[derive(Debug, Default)]
 struct Got {
     claims: u64,
+    /// The number of claims that got the best free set of the cluster.
     best: u64,
+    /// The sum of their collectives against the best free set's, in millionths.
     millionths: u64,
-    /// The number of pods for which several nodes had the best score. The real scheduler examines 16 at once, so that it is
-    /// chance which of them comes first.
+    /// The number of pods for which several nodes had the best score. The real scheduler examines 16 nodes at once, so
+    /// that chance decides which of them comes first.
     ties: u64,
 }
 
-/// Follows a record, and holds each choice against the simulated scheduler.
+/// Follows a record, and compares each choice with the simulated scheduler's.
 fn follow(record: &str, csv: &str, cpu: CpuRequests) -> Got {
     let record: Value = serde_json::from_str(record).unwrap();
     let names: Vec<&str> = record["machines"].as_array().unwrap().iter().map(|name| name.as_str().unwrap()).collect();
@@ -35,9 +37,12 @@ fn follow(record: &str, csv: &str, cpu: CpuRequests) -> Got {
     let oracles: Vec<Oracle<'_>> = machines.iter().map(|machine| Oracle::new(machine.tables.topology())).collect();
     let claims = GPUS.map(|gpus| {
         let spec = &record["claims"][gpus.to_string()];
-        serde_json::json!({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "c", "namespace": "default"}, "spec": spec})
+        serde_json::json!({
+            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
+            "metadata": {"name": "c", "namespace": "default"}, "spec": spec,
+        })
     });
-    let shapes = alone(&GPUS);
+    let shapes = shapes_of_one_pod(&GPUS);
     let states = States::with_claims(&machines, &shapes, claims.into()).unwrap();
     let kinds: Vec<usize> = (0..machines.len()).collect();
     let mut scheduler = Scheduler::of(states, &kinds, cpu);
@@ -96,35 +101,36 @@ fn follow(record: &str, csv: &str, cpu: CpuRequests) -> Got {
     got
 }
 
-/// A dgx1-v100, a pcie-8x-pix-pairs and a dgx-a100, with claims as `linkwise claim --cluster` prints them.
+/// The nodes are a dgx1-v100, a pcie-8x-pix-pairs and a dgx-a100. The claims are those that `linkwise claim --cluster`
+/// prints.
 #[test]
-fn mixed_fleet_is_scheduled_as_it_really_was() {
+fn mixed_fleet_is_scheduled_as_recorded() {
     let got =
         follow(include_str!("recorded/mixed-fleet.json"), include_str!("recorded/mixed-fleet.csv"), CpuRequests::None);
     assert!(got.claims >= 130 && got.millionths / got.claims >= 970_000, "{got:?}");
 }
 
-/// Three dgx1-v100, with claims for any machine.
+/// The nodes are three dgx1-v100. The claims are for any machine.
 #[test]
-fn equal_nodes_are_scheduled_as_they_really_were() {
+fn equal_nodes_are_scheduled_as_recorded() {
     let got =
         follow(include_str!("recorded/three-dgx1.json"), include_str!("recorded/three-dgx1.csv"), CpuRequests::None);
     assert!(got.claims >= 130 && got.millionths / got.claims >= 990_000 && got.ties > 30, "{got:?}");
 }
 
-/// The same with exact claims, after half of 16 single GPUs were given back: each gets a set of the best tier, or waits while
-/// none is free.
+/// Claims are exact, and come after half of 16 single GPUs were given back. Each claim gets a set of the best tier, or
+/// waits while no such set is free.
 #[test]
-fn exact_claims_are_scheduled_as_they_really_were() {
+fn exact_claims_are_scheduled_as_recorded() {
     let got =
         follow(include_str!("recorded/exact-dgx1.json"), include_str!("recorded/exact-dgx1.csv"), CpuRequests::None);
     assert!(got.claims == 52 && got.best == 52, "{got:?}");
 }
 
-/// The first fleet, with pods that request 16 CPUs and 256 GiB for each GPU: the nodes have 128 and 2 TiB. The weights of both
-/// scores decide.
+/// The nodes are those of the mixed fleet, with 128 CPUs and 2 TiB each. Pods request 16 CPUs and 256 GiB for each GPU,
+/// so that both scores and their weights decide.
 #[test]
-fn pods_with_cpu_are_scheduled_as_they_really_were() {
+fn pods_with_cpu_are_scheduled_as_recorded() {
     let (record, csv) = (include_str!("recorded/mixed-fleet-cpu.json"), include_str!("recorded/mixed-fleet-cpu.csv"));
     let got = follow(record, csv, CpuRequests::Share);
     assert!(got.claims >= 130 && got.ties < 60, "{got:?}");
