@@ -1,7 +1,8 @@
-//! Admits a pod: `affinity` gives the NUMA nodes, `selection` decides, `endpoint` asks and orders, `devices` records.
+//! Admits a pod: `affinity` gives the NUMA nodes, `selection` chooses the devices, `endpoint` calls the plugin, and
+//! `devices` records the result.
 //!
 //! Called by `KubeletBox` only, one pod at a time. The module holds no lock across a call, and every call has a
-//! deadline. The checks come in the order of the device manager, read at 1.33.
+//! deadline. The checks come in the order of the device manager (read in 1.33).
 
 use std::sync::Arc;
 
@@ -30,8 +31,8 @@ pub(super) async fn admit(life: &Arc<Life>, pod: &Pod, hint: Option<TopologyHint
     admitted
 }
 
-/// Allocates for every container in turn. In scope container, a container is settled after those before it have their
-/// devices.
+/// Allocates for one container after the other. In scope container, the Topology Manager decides on a container after
+/// the containers before it have their devices.
 async fn allocate_all(life: &Arc<Life>, pod: &Pod, hint: Option<TopologyHint>) -> Result<Admitted, AdmissionError> {
     let core = &life.core;
     let manager = &core.options.topology_manager;
@@ -119,6 +120,7 @@ impl Turn<'_> {
     }
 }
 
+/// The devices that the books have for a request.
 enum Found {
     /// The container has its devices already.
     Held(Allocation),
@@ -136,7 +138,7 @@ fn check(core: &Core, place: Box<Place>, requested: u32, still_running: bool) ->
         {
             return Err(AdmissionError::RequestChanged(place, requested, count));
         }
-        // A container that the program still runs has its devices already: nothing is checked.
+        // A container that still runs after a restart of the kubelet keeps its devices unchecked.
         if still_running {
             return Ok(held.map_or(Found::Nothing, Found::Held));
         }

@@ -1,7 +1,6 @@
-//! Asks every hint provider about a container or a pod and lets the Topology Manager decide. This module connects the
-//! books of devices with the pure `topology_manager`.
+//! Reads the hints for a container or a pod from the books of devices, and lets the pure `topology_manager` decide.
 //!
-//! Called by `admission` where the policy is not none. Reads the books, changes nothing.
+//! Called by `admission` if the policy is not none. Reads the books, changes nothing.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +10,7 @@ use super::topology_manager::{
     NumaMask, Refusal, ResourceHints, Scope, TopologyHint, TopologyManager, Units, device_hints, settle,
 };
 
-/// The containers of a pod that need a hint. In scope container this is a single container.
+/// The containers of a pod that need a hint together: a single one in scope container.
 pub(super) struct Affinity<'a> {
     pub(super) book: &'a Book,
     pub(super) manager: &'a TopologyManager,
@@ -20,7 +19,7 @@ pub(super) struct Affinity<'a> {
 }
 
 impl Affinity<'_> {
-    /// Returns one hint for all the containers: a kubelet adds up their requests.
+    /// Returns one hint for all the containers, because a kubelet adds up their requests.
     pub(super) fn hint(&self) -> Result<TopologyHint, Box<Refusal>> {
         let resources = self.resources();
         let settled = settle(self.manager, &resources);
@@ -40,10 +39,10 @@ impl Affinity<'_> {
             *requested.entry(resource).or_default() += whole(*count);
         }
         requested.retain(|resource, _| self.book.is_known(resource));
-        requested.into_iter().map(|(resource, count)| self.of_devices(resource, count)).collect()
+        requested.into_iter().map(|(resource, count)| self.hints(resource, count)).collect()
     }
 
-    fn of_devices(&self, resource: &str, requested: usize) -> ResourceHints {
+    fn hints(&self, resource: &str, requested: usize) -> ResourceHints {
         let numa = self.book.numa(resource);
         let mask = |id: &String| NumaMask::new(numa.and_then(|numa| numa.get(id)).into_iter().flatten().copied());
         let is_ours = |place: &Place| {

@@ -1,8 +1,8 @@
 //! The device manager's books: the health of each device, the devices that each container holds, and the current plugin
 //! connection of each resource.
 //!
-//! One `Book` lives in `life::Core`, behind its lock; `registration`, `endpoint`'s streams and `admission` write it.
-//! Pure: no I/O, no clock. Kubelets tell a resource's connections apart in odd ways, which `connections` repeats on
+//! One `Book` lives in `life::Core`, behind its lock. `registration`, `endpoint`'s streams and `admission` write it.
+//! Pure: no I/O, no clock. Kubelets tell a resource's connections apart in odd ways. `connections` repeats them on
 //! purpose, for each kind of kubelet.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -25,16 +25,16 @@ use connections::Clients;
 
 /// The identity of one connection to a plugin, never reused.
 pub(super) type ClientId = u64;
-/// The identity of one stop of one endpoint: a late grace period must not end anything newer.
+/// The identity of one stop of one endpoint, so that a late grace period ends nothing newer.
 pub(super) type StopStamp = u64;
 
 /// The devices that one pod holds.
 type PodBook = BTreeMap<Place, Allocation>;
 
-/// Longest device id that the API allows.
-const ID_MAX: usize = 63;
+/// The longest device id that the API allows.
+const MAX_ID: usize = 63;
 
-/// The endpoint of a resource; there is at most one.
+/// The endpoint of a registration.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Endpoint {
     /// `None` for the placeholder that a kubelet starts with.
@@ -45,41 +45,41 @@ pub(super) struct Endpoint {
 
 #[derive(Debug, Default)]
 struct Resource {
-    /// Set while the resource has a device list, even an empty one: registered, listed, and not removed since.
+    /// Set from the resource's first device list, which may be empty, until the resource is removed.
     registered: bool,
     /// The endpoint that calls go to.
     endpoint: Option<Endpoint>,
     /// The endpoint of every connected socket; used from 1.37.
     by_socket: BTreeMap<String, Endpoint>,
-    /// The visible state of the resource. `snapshot` fills in what the rest of the books decide.
+    /// The visible state of the resource. `snapshot` adds what follows from other parts of the books.
     seen: ResourceState,
 }
 
 /// All the books.
 #[derive(Debug, Default)]
 pub(super) struct Book {
-    /// The visible state; `snapshot` fills in resources.
+    /// The visible state, to which `snapshot` adds the resources.
     pub(super) seen: State,
     resources: BTreeMap<String, Resource>,
     /// The devices that containers hold. The checkpoint file keeps them across a restart.
     pub(super) held: BTreeMap<Place, Allocation>,
-    /// The devices of pods that have ended and that the kubelet has not taken from them yet.
+    /// The devices that the kubelet has not yet taken from pods that have ended.
     ended: BTreeMap<Place, Allocation>,
     /// The devices in the checkpoint file.
     written: BTreeMap<Place, Allocation>,
-    /// Set while the file is to be written.
+    /// Set while the checkpoint file is out of date.
     writes: bool,
     /// Containers that ran when the kubelet started: (pod, container).
     still_running: BTreeSet<(String, String)>,
     /// The connections of each resource, connecting ones included.
     clients: Clients,
-    /// Open ListAndWatch streams and their resource.
+    /// The open ListAndWatch streams, each with its resource.
     streams: BTreeMap<ClientId, String>,
     serial: u64,
 }
 
 impl Book {
-    /// The books of a kubelet that has never run.
+    /// Empty books, of a kubelet that has never run.
     pub(super) fn new(connections: Connections) -> Self {
         Self { clients: Clients::new(connections), ..Self::default() }
     }
@@ -93,7 +93,7 @@ impl Book {
         self.serial
     }
 
-    /// Removes the resource: the grace period of this stop is over. Does nothing if the endpoint has changed since.
+    /// Removes the resource, because the grace period of this stop is over. Does nothing if the endpoint changed since.
     pub(super) fn expire(&mut self, resource: &str, stamp: StopStamp) {
         let Some(entry) = self.resources.get_mut(resource) else { return };
         if entry.endpoint.is_some_and(|endpoint| endpoint.stopped == Some(stamp)) {
@@ -104,7 +104,7 @@ impl Book {
         }
     }
 
-    /// A stream has opened.
+    /// Records an opened stream.
     pub(super) fn stream_opened(&mut self, resource: &str, client: ClientId) {
         self.streams.insert(client, resource.to_owned());
     }
@@ -119,7 +119,7 @@ impl Book {
         entry.registered = true;
         entry.seen.clear_list();
         for wire::Device { id, health, topology } in devices {
-            if id.len() > ID_MAX {
+            if id.len() > MAX_ID {
                 harm(&id, Harm::IdTooLong);
                 continue;
             }
@@ -148,7 +148,7 @@ impl Book {
         }
     }
 
-    /// Returns true if a pod could get a device of the resource, given that one is free.
+    /// Returns true if a pod could get a free device of the resource.
     pub(super) fn is_usable(&self, resource: &str) -> bool {
         let usable = |entry: &Resource| {
             let stopped = entry.endpoint.is_none_or(|endpoint| endpoint.stopped.is_some());
@@ -183,13 +183,13 @@ impl Book {
         self.resources.get(resource).filter(|entry| entry.registered).map(|entry| &entry.seen.healthy)
     }
 
-    /// Returns true if a kubelet takes this name as a device plugin's: it is listed, or a container holds it.
+    /// Returns true if a kubelet knows this resource as a device plugin's: it has a list, or a container holds it.
     pub(super) fn is_known(&self, resource: &str) -> bool {
         let listed = self.resources.get(resource).is_some_and(|entry| entry.registered);
         listed || self.held.keys().any(|place| place.resource == resource)
     }
 
-    /// NUMA nodes of every device of the resource's last list.
+    /// The NUMA nodes of every device of the resource's last list.
     pub(super) fn numa(&self, resource: &str) -> Option<&BTreeMap<String, BTreeSet<i64>>> {
         self.resources.get(resource).map(|entry| &entry.seen.numa)
     }
@@ -201,13 +201,14 @@ impl Book {
         held.map(|(place, allocation)| (place.resource.clone(), allocation.clone())).collect()
     }
 
-    /// Returns true if a kubelet that has just started found the container running. Only the first call returns true: a
-    /// second admission is a new container.
+    /// Returns true if a kubelet that has just started found the container running. Only the first call returns true,
+    /// because a second admission is a new container.
     pub(super) fn take_still_running(&mut self, pod: &str, container: &str) -> bool {
         self.still_running.remove(&(pod.to_owned(), container.to_owned()))
     }
 
-    /// Records the devices of an Allocate call. Records a violation if an id has vanished since: a kubelet fails there.
+    /// Records the devices of an Allocate call. Records a violation if an id has vanished since, because a kubelet
+    /// fails on it.
     pub(super) fn commit(&mut self, place: Place, allocation: Allocation) {
         let entry = self.resources.get(&place.resource);
         let found = entry.map(|entry| vanished(entry, &place, &allocation).collect()).unwrap_or_default();
@@ -217,7 +218,7 @@ impl Book {
         self.writes = true;
     }
 
-    /// Takes everything from a pod; returns true if the pod held anything.
+    /// Takes all devices from a pod. Returns true if the pod held any.
     pub(super) fn remove_pod(&mut self, pod: &str) -> bool {
         self.still_running.retain(|(name, _)| name != pod);
         let held = std::mem::take(&mut self.held).into_iter();
@@ -228,14 +229,14 @@ impl Book {
         held_any
     }
 
-    /// `UpdateAllocatedDevices` of the device manager: takes the devices from pods that have ended, in memory alone. It
+    /// `UpdateAllocatedDevices` of the device manager: takes the devices from pods that have ended, in memory only. It
     /// runs when a pod with devices is admitted and when PodResources is listed (apis/podresources/server_v1.go).
     pub(super) fn update_allocated(&mut self) {
         self.ended.clear();
     }
 
-    /// The text of the checkpoint file, where it is to be written: at each allocation, at each device list, and when a
-    /// resource is removed (`writeCheckpoint` in pkg/kubelet/cm/devicemanager/manager.go).
+    /// The text of the checkpoint file, if a kubelet would write it now: at each allocation, at each device list, and
+    /// when a resource is removed (`writeCheckpoint` in pkg/kubelet/cm/devicemanager/manager.go).
     pub(super) fn checkpoint(&mut self) -> Option<String> {
         if !std::mem::take(&mut self.writes) {
             return None;
@@ -249,7 +250,10 @@ impl Book {
                 by_node.entry(node.to_string()).or_default().push(id);
             }
             let (pod, container, resource) = (&place.pod, &place.container, &place.resource);
-            json!({ "PodUID": pod, "ContainerName": container, "ResourceName": resource, "DeviceIDs": by_node, "AllocResp": "" })
+            json!({
+                "PodUID": pod, "ContainerName": container, "ResourceName": resource,
+                "DeviceIDs": by_node, "AllocResp": "",
+            })
         });
         let entries: Vec<Value> = entries.collect();
         let registered = self.resources.iter().filter(|(_, entry)| entry.registered);
@@ -264,14 +268,14 @@ impl Book {
         held.map(|(place, held)| (place.clone(), held.clone())).collect()
     }
 
-    /// Undoes what an interrupted admission did to the pod.
+    /// Undoes an interrupted admission of the pod.
     pub(super) fn restore_pod(&mut self, pod: &str, held: PodBook) {
         self.remove_pod(pod);
         self.ended.retain(|place, _| place.pod != pod);
         self.held.extend(held);
     }
 
-    /// Drops everything that is not in the checkpoint: the kubelet's process has ended.
+    /// Drops all that is not in the checkpoint, because the kubelet's process has ended.
     pub(super) fn ended(&mut self) {
         self.seen.running = false;
         self.clients.clear();
@@ -283,11 +287,11 @@ impl Book {
         }
     }
 
-    /// Starts a kubelet with this checkpoint. Resources of the checkpoint get a stopped endpoint; the stamps of these
-    /// stops are returned. `containers_run` is true if the program still runs the containers.
+    /// Starts a kubelet with this checkpoint. Resources of the checkpoint get a stopped endpoint. Returns the stamps of
+    /// these stops. `containers_run` is true if the containers still run.
     pub(super) fn started(&mut self, containers_run: bool) -> Vec<(String, StopStamp)> {
         self.seen.running = true;
-        // The file is what it knows, until its list of pods is complete.
+        // The kubelet believes the file until its list of pods is complete.
         self.ended = self.written.clone();
         self.ended.retain(|place, _| !self.held.contains_key(place));
         if containers_run {

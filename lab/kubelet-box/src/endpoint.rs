@@ -1,8 +1,8 @@
 //! The client of one plugin: dials its socket, and makes the five calls.
 //!
-//! Made by `life` for each registration, called by `life` (options, ListAndWatch) and `admission`. The client turns
-//! wire types into plain values and back and keeps no books. Every call ends: with its answer, at its deadline, or
-//! because the kubelet closed the connection.
+//! Made by `life` for each registration, called by `life` (options, ListAndWatch) and `admission`. The client converts
+//! wire types and keeps no books. Every call ends: with its answer, at its deadline, or because the kubelet closed the
+//! connection.
 
 use std::future::Future;
 use std::path::Path;
@@ -22,7 +22,7 @@ use super::errors::{CallError, DialError};
 use super::pod::Allocation;
 use linkwise_kubelet_api::v1beta1 as wire;
 
-/// One connection to a plugin. Clones share it; it closes when the last one is dropped.
+/// One connection to a plugin. Clones share it. It closes when the last clone is dropped.
 #[derive(Clone, Debug)]
 pub(super) struct Plugin {
     client: wire::device_plugin_client::DevicePluginClient<Channel>,
@@ -53,13 +53,12 @@ impl Plugin {
                 Err(_) => break,
             }
             sleep(retry.min(deadline.saturating_duration_since(Instant::now()))).await;
-            // Each further wait is longer.
             retry = retry.mul_f64(1.6);
         }
         Err(DialError::Connect { path: path.to_owned(), after, source })
     }
 
-    /// Closes the connection: calls under way end, and so does the stream.
+    /// Closes the connection, which ends the stream and the calls that have no answer yet.
     pub(super) fn close(&self) {
         self.closed.cancel();
     }
@@ -86,7 +85,7 @@ impl Plugin {
         }
     }
 
-    /// Calls GetDevicePluginOptions, within `after`: the call is a part of the dial.
+    /// Calls GetDevicePluginOptions, which must answer within `after`, because the call is a part of the dial.
     pub(super) async fn options(&self, after: Duration) -> Result<wire::DevicePluginOptions, CallError> {
         let call = async { self.client().get_device_plugin_options(wire::Empty {}).await };
         self.bounded("GetDevicePluginOptions", after, call).await
@@ -97,7 +96,7 @@ impl Plugin {
         Ok(self.client().list_and_watch(wire::Empty {}).await?.into_inner())
     }
 
-    /// Calls GetPreferredAllocation for one container; returns the ids of the first response.
+    /// Calls GetPreferredAllocation for one container. Returns the ids of the first response.
     pub(super) async fn preferred(
         &self,
         available: Vec<String>,
@@ -115,7 +114,7 @@ impl Plugin {
         Ok(answer.container_responses.into_iter().next().unwrap_or_default().device_i_ds)
     }
 
-    /// Calls Allocate for one container; `None` if the answer has no container.
+    /// Calls Allocate for one container. Returns `None` if the answer has no container.
     pub(super) async fn allocate(&self, devices_ids: Vec<String>) -> Result<Option<Allocation>, CallError> {
         let mut devices = devices_ids.clone();
         devices.sort_unstable();
@@ -144,7 +143,7 @@ async fn connect(path: &Path, connections: &TaskTracker) -> Result<Channel, toni
         let path = path.clone();
         async move { UnixStream::connect(path).await.map(TokioIo::new) }
     });
-    // The URI becomes `:authority: localhost`, as a kubelet sends it; the connector knows the path.
+    // The URI becomes `:authority: localhost`, as a kubelet sends it. The connector knows the path.
     let endpoint = Endpoint::from_static("http://localhost").executor(Tracked(connections.clone()));
     endpoint.connect_with_connector(connector).await
 }

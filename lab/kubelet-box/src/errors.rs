@@ -1,4 +1,4 @@
-//! The errors, one type for each operation. Each error names the thing that failed; none repeats its source.
+//! The errors, one type for each operation. Each error names the thing that failed and does not repeat its source.
 
 use std::io;
 use std::path::PathBuf;
@@ -23,7 +23,7 @@ pub enum BoxError {
         /// The reason.
         source: io::Error,
     },
-    /// `start` on a box that is running.
+    /// A start of a box that is running.
     #[error("the kubelet is already running")]
     Running,
     /// The Topology Manager does not work on this machine.
@@ -32,7 +32,7 @@ pub enum BoxError {
     /// A task of the box panicked.
     #[error("a task of the kubelet ended badly")]
     Task(#[source] tokio::task::JoinError),
-    /// Tasks or connections did not end in time; the tasks were aborted.
+    /// Tasks or connections did not end in time, and the tasks were aborted.
     #[error("tasks or connections of the kubelet were still there after {0:?}")]
     Stuck(Duration),
 }
@@ -41,9 +41,9 @@ pub enum BoxError {
 #[derive(Debug, thiserror::Error)]
 #[error("the awaited state did not come within {after:?}; the last one was {last:#?}")]
 pub struct WaitError<S> {
-    /// The time that it waited.
+    /// The time of the wait.
     pub after: Duration,
-    /// The last state that it saw.
+    /// The last state.
     pub last: S,
 }
 
@@ -53,7 +53,7 @@ pub(super) async fn wait_for<S: Clone>(
     after: Duration,
     wanted: impl FnMut(&S) -> bool,
 ) -> Result<S, WaitError<S>> {
-    // The sender lives as long as this call: the only possible error is that the time is up.
+    // The sender lives as long as this call, so that the only possible error is the timeout.
     match timeout(after, states.subscribe().wait_for(wanted)).await {
         Ok(Ok(state)) => Ok(state.clone()),
         Ok(Err(_)) | Err(_) => Err(WaitError { after, last: states.borrow().clone() }),
@@ -103,23 +103,23 @@ pub enum AdmissionError {
     /// The resource is there, but none of its devices is healthy.
     #[error("{0}: no device is healthy")]
     NoHealthyDevices(Box<Place>),
-    /// The container holds devices that are not healthy any more.
+    /// The container holds devices that are no longer healthy.
     #[error("{0}: devices it holds are not healthy: {ids}", ids = .1.join(", "))]
     HeldUnhealthy(Box<Place>, Vec<String>),
-    /// The container holds another number of devices than it asks for.
+    /// The container requests another number of devices than it holds.
     #[error("{0}: asks for {1} but holds {2}")]
     RequestChanged(Box<Place>, u32, usize),
     /// Too few devices are healthy and free.
     #[error("{place}: requested {requested}, available {available}")]
     Insufficient {
-        /// The pod.
+        /// The container and the resource.
         place: Box<Place>,
-        /// Devices it asks for.
+        /// The number of requested devices.
         requested: u32,
-        /// Devices that are healthy and free.
+        /// The number of devices that are healthy and free.
         available: usize,
     },
-    /// The Topology Manager refuses: `TopologyAffinityError`.
+    /// The Topology Manager refuses the pod: `TopologyAffinityError`.
     #[error("{0}")]
     TopologyAffinity(Box<Refusal>),
     /// GetPreferredAllocation failed.
@@ -128,7 +128,7 @@ pub enum AdmissionError {
     /// Allocate failed.
     #[error("{place}: no allocation of {}", devices.join(", "))]
     Allocate {
-        /// The pod.
+        /// The container and the resource.
         place: Box<Place>,
         /// The ids of the Allocate call, sorted.
         devices: Vec<String>,
@@ -138,7 +138,7 @@ pub enum AdmissionError {
     /// Allocate answered without a container.
     #[error("{0}: the plugin's allocation holds no container")]
     EmptyResponse(Box<Place>),
-    /// A restart of a container that holds nothing.
+    /// A restart of a container that holds no devices.
     #[error("pod {0}, container {1}: holds no devices")]
     NothingHeld(String, String),
 }

@@ -2,13 +2,13 @@
 //!
 //! Owns a folder's `kubelet.sock`, the connections to the plugins that register there, and the books of the devices
 //! that each container holds. Used by the `demo` command and by integration tests, so that a plugin that works here
-//! works with a kubelet. The semantics were read in the source of 1.33; they are the same up to 1.36 except where a
-//! file says so. Kubelets from 1.37 on tell a resource's connections apart; the box can behave like those too, see
-//! [`Connections`]. The box knows the wire types of `linkwise_kubelet_api` and nothing else of linkwise: with linkwise's
-//! own types, it would agree with linkwise's mistakes.
+//! works with a kubelet. The semantics were read in the source of 1.33. They are the same up to 1.36 except where a
+//! file says so. Kubelets from 1.37 on tell a resource's connections apart, which the box can do too (see
+//! [`Connections`]). The box knows the wire types of `linkwise_kubelet_api` and nothing else of linkwise, because it
+//! would share linkwise's mistakes with linkwise's own types.
 //!
-//! The DRA manager's half is separate, in [`dra`]: in a kubelet, too, claims and the devices of plugins have nothing to
-//! do with each other.
+//! The DRA manager's half is separate, in [`dra`], because a kubelet also keeps claims and the devices of plugins
+//! apart.
 //!
 //! Absent: init containers, the Memory Manager, and all parts of PodResources except devices and claims. A kubelet that
 //! starts has its books from memory, not from its checkpoint file.
@@ -57,15 +57,15 @@ use life::{Core, Life, lock};
 pub struct Options {
     /// The device-plugins folder; created if it is missing. Socket paths have at most 107 bytes.
     pub dir: PathBuf,
-    /// The seed of every random order; the same seed and the same calls give the same orders.
+    /// The seed of every random order. The same seed and the same calls give the same orders.
     pub seed: u64,
-    /// The time for which Register tries to dial the plugin and to get its options (10 s).
+    /// The time in which Register must dial the plugin and get its options (10 s).
     pub dial_timeout: Duration,
     /// The wait after the first failed dial; each further wait is 1.6 times as long (1 s).
     pub dial_retry: Duration,
     /// The deadline of each other call (30 s; a kubelet has none).
     pub call_timeout: Duration,
-    /// The time for which a resource outlives its endpoint (5 min).
+    /// The time from the stop of an endpoint to the removal of its resource (5 min).
     pub grace: Duration,
     /// The time that [`KubeletBox::wait`] waits (20 s).
     pub wait_timeout: Duration,
@@ -73,25 +73,24 @@ pub struct Options {
     pub topology_manager: TopologyManager,
     /// The socket on which PodResources is served, in a folder of its own (none).
     pub pod_resources: Option<PathBuf>,
-    /// True if the checkpoint file is written (true). Tests that write one by hand turn it off.
+    /// True if the box writes the checkpoint file (true). Tests that write one by hand turn it off.
     pub writes_checkpoint: bool,
-    /// The rule by which the kubelet tells a resource's connections apart (that of kubelets up to 1.36).
+    /// The rule by which the kubelet tells a resource's connections apart (the rule up to 1.36).
     pub connections: Connections,
 }
 
-/// The rule by which a kubelet tells the connections to a resource's plugins apart, and so chooses the connection that
-/// it closes when a stream ends.
+/// The rule by which a kubelet tells the connections to a resource's plugins apart. It decides which connection the
+/// kubelet closes when a stream ends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Connections {
-    /// The rule up to 1.36, by the resource alone: the end of any stream closes the connection that was registered last
-    /// and makes the devices unhealthy. A registration that came before that end is lost; a registration that comes
-    /// while the kubelet handles the end may be lost. The connection that a registration replaced is not closed, and a
-    /// call on it goes on.
+    /// The rule up to 1.36, by the resource alone. The end of any stream closes the connection that was registered last
+    /// and makes the devices unhealthy. So it undoes a registration that came before, and may undo one that comes while
+    /// the kubelet handles the end. The connection that a registration replaced is not closed, and calls on it go on.
     #[default]
     ByResource,
-    /// The rule from 1.37, by the resource and the plugin's socket: the end of a stream closes its own connection, and
-    /// the devices stay as they are while another socket is connected. A socket that is connected cannot be registered
-    /// again: the attempt is refused, and the end of its stream goes unnoticed from then on.
+    /// The rule from 1.37, by the resource and the plugin's socket. The end of a stream closes its own connection, and
+    /// the devices stay as they are while another socket is connected. A connected socket cannot be registered again:
+    /// the attempt is refused, and the kubelet no longer notices the end of the socket's stream.
     BySocket,
 }
 
@@ -99,7 +98,7 @@ impl Options {
     /// The file name of the registration socket in the folder.
     pub const SOCKET: &str = wire::KUBELET_SOCKET;
 
-    /// A kubelet's own values, seed 1.
+    /// A kubelet's own values, with seed 1.
     pub fn new(dir: impl Into<PathBuf>) -> Self {
         Self {
             dir: dir.into(),
@@ -134,23 +133,23 @@ pub enum Fault {
     Hang,
     /// Register answers, but never dials the plugin.
     AnswerWithoutDial,
-    /// Register dials, answers and follows the stream, but none of its lists gets into the books: kubelets up to 1.36
-    /// can lose a registration in this way when an older stream of the resource ends.
+    /// Register dials, answers and follows the stream, but the books ignore its lists. Kubelets up to 1.36 can lose a
+    /// registration in this way when an older stream of the resource ends.
     Forget,
 }
 
 /// The event between two runs of the kubelet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Restart {
-    /// Only the kubelet ended: containers go on running. Their pods are admitted again, once, without a check of their
-    /// devices.
+    /// Only the kubelet ended, and containers go on running. Their pods are admitted again, once, without a check of
+    /// their devices.
     Kubelet,
-    /// The node restarted: no container runs, and pods are admitted again only when the plugins are back.
+    /// The node restarted. No container runs, and pods are admitted again only after their plugins have registered.
     Node,
 }
 
-/// A kubelet's device manager. End it with [`KubeletBox::stop`]; dropping it ends it too, without
-/// waiting for the end.
+/// A kubelet's device manager. End it with [`KubeletBox::stop`]. Dropping it ends it too, but does not wait for the
+/// end.
 #[derive(Debug)]
 pub struct KubeletBox {
     core: Arc<Core>,
@@ -167,15 +166,16 @@ impl KubeletBox {
         Ok(this)
     }
 
-    /// Starts a stopped box again, in the same folder and with the same allocations. Plugins have to register again:
-    /// until then their resources have no healthy device.
+    /// Starts a stopped box again, in the same folder and with the same allocations. Resources have no healthy device
+    /// until their plugins have registered again.
     pub fn start_again(&self, after: Restart) -> Result<(), BoxError> {
         let mut current = lock(&self.life);
         if current.is_some() {
             return Err(BoxError::Running);
         }
         let life = Life::new(Arc::clone(&self.core));
-        // Before anybody can register, as `Start` of a kubelet's device manager reads its checkpoint first (manager.go).
+        // The books come before the registration socket, as a kubelet's device manager reads its checkpoint first
+        // (`Start` in manager.go).
         let stamps = self.core.change(|book| book.started(after == Restart::Kubelet));
         registration::serve(&life)?;
         pod_resources::serve(&life)?;
@@ -186,8 +186,8 @@ impl KubeletBox {
         Ok(())
     }
 
-    /// Ends the server, all streams and all connections, and returns when they have ended. The file `kubelet.sock`
-    /// stays, as it does when a kubelet's process ends. A second stop does nothing.
+    /// Ends the servers, streams and connections, and returns when they have ended. The file `kubelet.sock` stays, as
+    /// it does when a kubelet's process ends. A second stop does nothing.
     pub async fn stop(&self) -> Result<(), BoxError> {
         let life = lock(&self.life).take();
         match life {
@@ -203,17 +203,16 @@ impl KubeletBox {
     }
 
     /// Admits a pod and starts its containers, all of them or none. Admissions wait for each other. If the call is
-    /// dropped midway, the devices that it took stay taken until [`KubeletBox::remove_pod`].
+    /// dropped midway, the pod keeps the devices that it got until [`KubeletBox::remove_pod`].
     ///
-    /// A `hint` is for all containers and replaces the Topology Manager's; without one, the box's own Topology Manager
-    /// decides.
+    /// A `hint` is for all containers and replaces the Topology Manager's decision.
     pub async fn admit(&self, pod: &Pod, hint: Option<&TopologyHint>) -> Result<Admitted, AdmissionError> {
         let life = self.life(&pod.name)?;
         admission::admit(&life, pod, hint.copied()).await
     }
 
-    /// Starts a container again with the devices of its admission, by resource, from the kubelet's books. No plugin is
-    /// called: linkwise asks for no PreStartContainer.
+    /// Starts a container again with the devices of its admission, from the kubelet's books. Returns them by resource.
+    /// No plugin is called, because linkwise does not ask for PreStartContainer.
     pub fn restart_container(
         &self,
         pod: &str,
@@ -227,20 +226,20 @@ impl KubeletBox {
         Ok(held)
     }
 
-    /// Removes the pod: its devices are free. Returns true if the pod held any.
+    /// Removes the pod, so that its devices are free. Returns true if the pod held any.
     pub fn remove_pod(&self, pod: &str) -> bool {
         self.core.change(|book| book.remove_pod(pod))
     }
 
-    /// Records in the books that a container holds these devices, as the checkpoint of an earlier kubelet would: for a
-    /// node that begins half full.
+    /// Records in the books that a container holds these devices, as an earlier kubelet's checkpoint would. So a test
+    /// can begin with a node that is half full.
     pub fn hold(&self, place: Place, devices: impl IntoIterator<Item = String>) {
         let mut devices: Vec<String> = devices.into_iter().collect();
         devices.sort_unstable();
         self.core.change(|book| book.commit(place, Allocation { devices, ..Allocation::default() }));
     }
 
-    /// Makes PodResources list the claims of this DRA manager too: both belong to one kubelet.
+    /// Makes PodResources list the claims of this DRA manager too, because both belong to one kubelet.
     pub fn list_claims_of(&self, dra: &dra::DraKubelet) {
         *lock(&self.core.claims) = Some(dra.lister());
     }
@@ -250,7 +249,7 @@ impl KubeletBox {
         self.core.lists.load(Ordering::Relaxed)
     }
 
-    /// The visible state of now.
+    /// The present visible state.
     pub fn state(&self) -> Arc<State> {
         self.core.state.borrow().clone()
     }
@@ -265,7 +264,7 @@ impl KubeletBox {
         errors::wait_for(&self.core.state, self.core.options.wait_timeout, |state| wanted(state)).await
     }
 
-    /// Makes Register misbehave from now on; [`Fault::None`] ends this.
+    /// Makes Register misbehave from now on. [`Fault::None`] ends this.
     pub fn set_fault(&self, fault: Fault) {
         self.core.fault.send_replace(fault);
     }
@@ -277,8 +276,8 @@ impl KubeletBox {
         life.is_some_and(|life| life.disconnect(resource))
     }
 
-    /// The durations of the resource's gaps, in order. A gap lasts from the end of the stream that took the resource's
-    /// devices to the list that brought them back. A gap that has not ended is left out.
+    /// The durations of the resource's gaps that have ended, in order. A gap lasts from the end of the stream that made
+    /// the resource's devices unhealthy to the list that made them healthy again.
     pub fn gaps(&self, resource: &str) -> Vec<Duration> {
         lock(&self.core.gaps).of(resource)
     }

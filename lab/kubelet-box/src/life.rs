@@ -4,11 +4,10 @@
 //! `stop`. `registration` calls [`Life::connect`], `admission` takes plugins from here, and `KubeletBox` starts and
 //! ends the run. No other module of the box spawns a task.
 //!
-//! The steps around a connection come in the device manager's order, with its gaps: the registration server knows a
-//! connection before the connection is dialled. When a stream ends, the registration server looks a connection up
-//! again, forgets it and closes it; only then does the device manager stop its endpoint. Each step takes a lock of its
-//! own, so that a registration can come between any two of them. `devices::connections` describes each step for each
-//! kind of kubelet.
+//! The steps around a connection come in a kubelet's order. The registration server knows a connection before it dials.
+//! When a stream ends, the registration server looks up a connection again, forgets it and closes it. Only then does
+//! the device manager stop the endpoint. Each step takes a lock of its own, so that a registration can come between any
+//! two of them. `devices::connections` describes each step for each kind of kubelet.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -31,13 +30,13 @@ use super::rng::Rng;
 use super::state::State;
 use super::{Fault, Options};
 
-/// The file of the device manager's books, in the device-plugins folder (`kubeletDeviceManagerCheckpoint`).
+/// The device manager's checkpoint file, in the device-plugins folder (`kubeletDeviceManagerCheckpoint`).
 const CHECKPOINT: &str = "kubelet_internal_checkpoint";
 
 /// The time that `stop` waits for the tasks that it has cancelled.
 pub(super) const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Locks the mutex. If a holder panicked, the mutex still guards plain values, and the box goes on with them.
+/// Locks the mutex, even if a holder panicked, because the mutex guards only plain values.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -78,7 +77,8 @@ impl Core {
         let mut book = lock(&self.book);
         let result = f(&mut book);
         if let Some(text) = book.checkpoint().filter(|_| self.options.writes_checkpoint) {
-            // Under the lock, so that the last state is in the file. A kubelet whose disk fails goes on, too.
+            // The lock is held, so that the file ends with the last state. Like a kubelet, the box goes on after an
+            // error of the disk.
             let path = self.options.dir.join(CHECKPOINT);
             let draft = path.with_extension("draft");
             let _ = std::fs::write(&draft, text).and_then(|()| std::fs::rename(&draft, &path));
@@ -101,7 +101,7 @@ pub(super) struct Life {
     pub(super) core: Arc<Core>,
     /// Cancelled when the process ends.
     pub(super) end: CancellationToken,
-    /// Open connections. One whose resource was registered again stays here, as it does in a kubelet.
+    /// The open connections. A connection stays here after its resource is registered again, as it does in a kubelet.
     plugins: Mutex<BTreeMap<ClientId, Plugin>>,
     tasks: Mutex<JoinSet<()>>,
     /// The tasks of the connections to plugins.
@@ -114,7 +114,7 @@ impl Life {
         Arc::new(Self { core, end, plugins: Mutex::default(), tasks: Mutex::default(), connections })
     }
 
-    /// Spawns a task of this run. If the run has ended, the task is dropped unrun.
+    /// Spawns a task of this run. If the run has ended, the task is dropped.
     pub(super) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         let mut tasks = lock(&self.tasks);
         if !self.end.is_cancelled() {
@@ -122,7 +122,7 @@ impl Life {
         }
     }
 
-    /// Registers and dials a plugin, asks for its options and starts its stream.
+    /// Registers and dials a plugin, gets its options and starts its stream.
     pub(super) async fn connect(self: &Arc<Self>, resource: &str, endpoint: &str) -> Result<(), DialError> {
         let options = &self.core.options;
         let path = options.dir.join(endpoint);
@@ -147,8 +147,8 @@ impl Life {
                 Ok(())
             }
             Err(error) => {
-                // A connection is forgotten by name or by socket, so that the one of another registration may be
-                // forgotten. A connection that was dialled is never closed.
+                // The books forget a connection by resource or by socket, which may be another registration's. A
+                // connection that was dialled is never closed.
                 self.core.change(|book| book.deregister_client(resource, endpoint));
                 Err(error)
             }
@@ -196,8 +196,8 @@ impl Life {
         }
     }
 
-    /// The second half of `Disconnect`: the device manager stops the endpoint. The ended stream counts as open until
-    /// then.
+    /// The second half of `Disconnect`: the device manager stops the endpoint. Until then the ended stream counts as
+    /// open.
     fn disconnected(self: &Arc<Self>, resource: &str, client: &Client, ended: Option<ClientId>, since: Instant) {
         let pick = |count: usize| lock(&self.core.rng).below(count);
         let stamp = self.core.change(|book| {
@@ -222,7 +222,7 @@ impl Life {
         });
     }
 
-    /// Closes the connection of a resource that was registered last, without a cause. Returns false if there was none.
+    /// Closes the resource's connection that was registered last, without a cause. Returns false if there was none.
     pub(super) fn disconnect(self: &Arc<Self>, resource: &str) -> bool {
         let Some(client) = self.core.read(|book| book.last_client(resource)) else { return false };
         self.close(resource, &client);

@@ -1,6 +1,6 @@
-//! A load of pods that come and go: admissions at a steady rate, one at a time, as a kubelet admits.
+//! A load of pods that start and end: admissions at a steady rate, one at a time, as in a kubelet.
 //!
-//! Started by `KubeletBox::load`. It admits and removes pods and keeps no books; its result is the [`Tally`].
+//! Started by `KubeletBox::load`. It admits and removes pods and keeps no books. Its result is the [`Tally`].
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -21,11 +21,11 @@ use super::rng::Rng;
 pub struct Load {
     /// The resource's name.
     pub resource: String,
-    /// Admissions in a second. Late admissions are caught up.
+    /// Admissions in a second. Late admissions are caught up with.
     pub per_second: NonZeroU32,
     /// The range of the random number of devices of a pod.
     pub sizes: RangeInclusive<u32>,
-    /// The most devices that the pods hold together: before a pod would exceed it, the oldest pods end.
+    /// The most devices that the pods hold together. The oldest pods end before a new pod would exceed it.
     pub held: u32,
     /// The seed of the random sizes.
     pub seed: u64,
@@ -43,8 +43,8 @@ pub struct Tally {
 }
 
 impl KubeletBox {
-    /// Admits pods until `end`, and shows each result to `see`. The pods that hold devices at the end are removed. An
-    /// admission that has begun is finished.
+    /// Admits pods until `end`, and shows each result to `see`. An admission that has begun is finished. Then all pods
+    /// are removed.
     pub async fn load(
         &self,
         load: &Load,
@@ -66,10 +66,10 @@ impl KubeletBox {
             let more = rng.below(usize::try_from(most.saturating_sub(least)).unwrap_or(0) + 1);
             let size = least + u32::try_from(more).unwrap_or(0);
             while held + size > load.held
-                && let Some((oldest, its)) = running.pop_front()
+                && let Some((oldest, devices)) = running.pop_front()
             {
                 self.remove_pod(&oldest);
-                held -= its;
+                held -= devices;
             }
             let pod = Pod::single(format!("load-{number}"), load.resource.as_str(), size);
             let since = Instant::now();

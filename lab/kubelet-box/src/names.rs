@@ -2,12 +2,12 @@
 //!
 //! Called by `registration`. Pure. The rules are those of Kubernetes' extended resource names.
 
-/// The prefix under which quotas name a resource; it counts towards the length limits.
+/// The prefix under which quotas name a resource. It counts towards the length limits.
 const QUOTA_PREFIX: &str = "requests.";
 /// The longest DNS subdomain.
-const DOMAIN_MAX: usize = 253;
+const MAX_DOMAIN: usize = 253;
 /// The longest name after the slash.
-const NAME_MAX: usize = 63;
+const MAX_NAME: usize = 63;
 
 /// Returns true if `name` is an extended resource name: `domain/name`, not of kubernetes.io, and still a qualified name
 /// with `requests.` in front of it.
@@ -15,12 +15,12 @@ pub fn is_extended_resource(name: &str) -> bool {
     let Some((domain, rest)) = name.split_once('/') else { return false };
     !name.contains("kubernetes.io/")
         && !name.starts_with(QUOTA_PREFIX)
-        && domain.len() + QUOTA_PREFIX.len() <= DOMAIN_MAX
+        && domain.len() + QUOTA_PREFIX.len() <= MAX_DOMAIN
         && domain.split('.').all(is_label)
         && is_name(rest)
 }
 
-/// Returns true if `endpoint` names a file in the kubelet's own folder, not a path out of it.
+/// Returns true if `endpoint` names a file in the kubelet's own folder.
 pub(super) fn is_file_name(endpoint: &str) -> bool {
     !matches!(endpoint, "" | "." | "..") && !endpoint.contains(['/', '\0'])
 }
@@ -33,7 +33,7 @@ fn is_label(label: &str) -> bool {
 fn is_name(name: &str) -> bool {
     let inner = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
     let ends = |b: Option<u8>| b.is_some_and(|b| b.is_ascii_alphanumeric());
-    name.len() <= NAME_MAX && name.bytes().all(inner) && ends(name.bytes().next()) && ends(name.bytes().last())
+    name.len() <= MAX_NAME && name.bytes().all(inner) && ends(name.bytes().next()) && ends(name.bytes().last())
 }
 
 #[cfg(test)]
@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn extended_resource_names() {
+    fn only_extended_resource_names_are_accepted() {
         for good in ["nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-1g.10gb", "a/B_c"] {
             assert!(is_extended_resource(good), "{good}");
         }

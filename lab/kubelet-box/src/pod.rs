@@ -1,7 +1,7 @@
 //! The input and the result of an admission, as plain values.
 //!
 //! Made by callers of [`super::KubeletBox`] and by `admission`. Resource names and device ids are plain strings here,
-//! because a kubelet knows no more about them. No behaviour.
+//! because a kubelet knows no more about them.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,7 +12,7 @@ use linkwise_kubelet_api::v1beta1::{DeviceSpec, Mount};
 /// A pod: containers that are admitted together or not at all.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pod {
-    /// The pod's name, unique on the node; stands for the UID.
+    /// The pod's name, unique on the node; it also stands for the pod's UID.
     pub name: String,
     /// The containers, in the order of their admission.
     pub containers: Vec<Container>,
@@ -68,8 +68,8 @@ impl fmt::Display for Place {
     }
 }
 
-/// The plugin's answer to Allocate, with the devices of the call. The kubelet keeps it as long as the container exists
-/// and hands it to the program at each start.
+/// The plugin's answer to Allocate, with the devices of the call. The kubelet keeps it while the container exists and
+/// passes it to the container runtime at each start.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Allocation {
     /// Device ids, sorted.
@@ -98,7 +98,7 @@ pub struct Admitted {
 pub struct AdmittedContainer {
     /// The devices by resource name.
     pub resources: BTreeMap<String, Grant>,
-    /// The Topology Manager's decision for the container; `None` under policy none.
+    /// The Topology Manager's decision for the container, or `None` under policy none.
     pub hint: Option<TopologyHint>,
 }
 
@@ -114,7 +114,7 @@ impl Admitted {
 pub struct Grant {
     /// The devices and the plugin's answer.
     pub allocation: Allocation,
-    /// The GetPreferredAllocation call; `None` if the kubelet did not make it.
+    /// The GetPreferredAllocation call, or `None` if the kubelet did not make it.
     pub asked: Option<Asked>,
     /// Set if the container held these devices already, so that no call was made.
     pub reused: bool,
@@ -129,6 +129,6 @@ pub struct Asked {
     pub must_include: Vec<String>,
     /// `allocation_size`.
     pub size: u32,
-    /// The ids of the first container response, all of them, usable or not.
+    /// All ids of the first container response, usable or not.
     pub preferred: Vec<String>,
 }

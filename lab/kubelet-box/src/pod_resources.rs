@@ -1,8 +1,8 @@
 //! The PodResources service, on a socket of its own if [`super::Options::pod_resources`] names one.
 //!
-//! Started whenever the kubelet starts. The service answers from the books, as a kubelet answers from its device
-//! manager and its DRA manager: the devices that containers hold, the healthy devices, and the claims of containers. A
-//! list takes the devices from pods that have ended, in the kubelet's memory.
+//! Started whenever the kubelet starts. Like a kubelet, the service answers from the books of the device manager and of
+//! the DRA manager: the devices that containers hold, the healthy devices, and the claims of containers. A list takes
+//! the devices from pods that have ended, in the kubelet's memory.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -49,7 +49,7 @@ impl PodResourcesLister for Service {
             let namespace = NAMESPACE.to_owned();
             wire::PodResources { name: place.pod.clone(), namespace, containers: vec![container] }
         };
-        // A pod may be listed several times; its readers collect the devices.
+        // A pod may be listed several times, because readers collect its devices.
         let mut pod_resources: Vec<_> = self.core.change(|book| {
             book.update_allocated();
             book.held.iter().map(pod).collect()

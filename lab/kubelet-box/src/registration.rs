@@ -1,7 +1,7 @@
 //! The Registration service on `kubelet.sock`.
 //!
-//! Started by `KubeletBox::start`; hands registrations that pass its checks to `life`. The service keeps no books and
-//! does not dial. Injected faults act here, before the request is checked.
+//! Started by `KubeletBox::start`. Registrations that pass its checks go to `life`. The service keeps no books and does
+//! not dial. Injected faults act here, before the request is checked.
 
 use std::fs;
 use std::io;
@@ -23,7 +23,7 @@ use super::names;
 use linkwise_kubelet_api::v1beta1 as wire;
 use wire::registration_server::{Registration, RegistrationServer};
 
-/// Binds one of the kubelet's sockets, replaces the file of an earlier kubelet, and makes its folder.
+/// Binds one of the kubelet's sockets. Makes its folder first, and removes the sockets in the folder.
 fn bind(path: &Path) -> Result<UnixListener, BoxError> {
     let failed = |action, path: &Path| {
         let path = path.to_owned();
@@ -37,13 +37,13 @@ fn bind(path: &Path) -> Result<UnixListener, BoxError> {
     Ok(listener)
 }
 
-/// Makes the folder, removes every socket in it, binds `kubelet.sock` and serves it.
+/// Serves registrations on `kubelet.sock`.
 pub(super) fn serve(life: &Arc<Life>) -> Result<(), BoxError> {
     let service = RegistrationServer::new(Service { life: Arc::clone(life) });
     serve_at(life, &life.core.options.dir.join(wire::KUBELET_SOCKET), Routes::new(service))
 }
 
-/// Serves on a socket in a task of `life`, which does not end before the last connection does.
+/// Serves on a socket in a task of `life`, which ends after the last connection.
 pub(super) fn serve_at(life: &Arc<Life>, path: &Path, routes: Routes) -> Result<(), BoxError> {
     let (listener, end) = (bind(path)?, life.end.clone());
     let copy = listener.as_fd().try_clone_to_owned();
@@ -51,22 +51,23 @@ pub(super) fn serve_at(life: &Arc<Life>, path: &Path, routes: Routes) -> Result<
     let incoming = UnixListenerStream::new(listener);
     life.spawn(async move {
         let server = tonic::transport::Server::builder().add_routes(routes);
-        // The server ends with the box; a failure to accept shows as registrations that cannot connect.
+        // A failure to accept shows as registrations that cannot connect.
         let _ = server.serve_with_incoming_shutdown(incoming, end.cancelled_owned()).await;
-        // A kubelet that has ended has no listener: here a process that is being started has a copy of it until its exec.
+        // A child process that has not called exec yet has a copy of the listener, which would still accept
+        // connections.
         let _ = rustix::net::shutdown(copy, rustix::net::Shutdown::Both);
     });
     Ok(())
 }
 
-/// Removes sockets only: a kubelet's checkpoint and other files in the folder stay.
+/// Removes the sockets in a folder. The kubelet's checkpoint and other files stay.
 fn remove_sockets(dir: &Path) -> io::Result<()> {
     for entry in fs::read_dir(dir)? {
         let path = entry?.path();
         let is_socket = fs::metadata(&path).is_ok_and(|metadata| metadata.file_type().is_socket());
         if is_socket {
             match fs::remove_file(&path) {
-                // A plugin that ends removes its own socket.
+                // A plugin that ends may have removed its own socket.
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
                 _ => {}
             }
@@ -104,7 +105,7 @@ impl Registration for Service {
     }
 }
 
-/// Counts a call until it has an answer, even if its caller goes away.
+/// Counts a call until it is answered or its caller has gone away.
 struct Unanswered<'a>(&'a Core);
 
 impl<'a> Unanswered<'a> {
@@ -130,8 +131,8 @@ impl Service {
         }
     }
 
-    /// Makes the checks of a kubelet, then dials. As in a kubelet, a caller that goes away does not stop the dial,
-    /// which runs in a task of its own. Refusals have the code Unknown, as Go's plain errors do.
+    /// Makes the checks of a kubelet, then dials. As in a kubelet, the dial goes on without its caller, because it runs
+    /// in a task of its own. Refusals have the code Unknown, as plain errors of Go have.
     async fn accept(&self, request: wire::RegisterRequest) -> Result<(), Status> {
         let wire::RegisterRequest { version, endpoint, resource_name: resource, .. } = request;
         if version != wire::VERSION {
@@ -150,7 +151,7 @@ impl Service {
                 biased;
                 () = life.end.cancelled() => {}
                 outcome = life.connect(&resource, &endpoint) => {
-                    // The caller may have gone away; the registration is valid all the same.
+                    // The registration is valid even if its caller has gone away.
                     let _ = answer.send(outcome.map_err(|error| Status::unknown(chain(&error))));
                 }
             }

@@ -1,31 +1,32 @@
-//! The container runtime's half of CDI: what a container gets for the names that the kubelet hands on.
+//! The container runtime's half of CDI: resolves the CDI names of a container into device nodes, mounts and variables.
 //!
-//! As the CDI library does (container-device-interface: `Cache.InjectDevices` in pkg/cdi/cache.go, `ContainerEdits.Apply`
-//! in pkg/cdi/container-edits.go), and containerd before it (`WithCDI` in pkg/cri/opts: a name that comes twice counts
-//! once). All specs of the folder are read each time. A file that is no spec is skipped.
+//! It follows the CDI library (container-device-interface: `Cache.InjectDevices` in pkg/cdi/cache.go,
+//! `ContainerEdits.Apply` in pkg/cdi/container-edits.go), and containerd, which calls the library (`WithCDI` in
+//! pkg/cri/opts: a repeated name counts once). All specs of the folder are read each time. A file that is not a spec is
+//! skipped.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use serde_json::Value;
 
-/// What a container gets.
+/// The changes that CDI devices make to a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ContainerEdits {
     /// The device nodes, by their paths in the container, in the order in which they were added.
     pub nodes: Vec<String>,
-    /// The host's paths of the device nodes, by those in the container.
+    /// The host's paths of the device nodes, by their paths in the container.
     pub hosts: BTreeMap<String, String>,
-    /// The environment.
+    /// The environment variables.
     pub env: BTreeMap<String, String>,
-    /// The host's paths, by those in the container.
+    /// The host's paths of the mounts, by their paths in the container.
     pub mounts: BTreeMap<String, String>,
-    /// The targets of the links that hooks make, by the links' paths: `create-symlinks --link TARGET::LINK`.
+    /// The targets of the links that hooks make, by the paths of the links: `create-symlinks --link TARGET::LINK`.
     pub links: BTreeMap<String, String>,
 }
 
 impl ContainerEdits {
-    /// The nodes of GPUs: `/dev/nvidia0` ...
+    /// The device nodes of GPUs: `/dev/nvidia0` ...
     pub fn gpus(&self) -> Vec<String> {
         let is_gpu = |node: &&String| {
             node.strip_prefix("/dev/nvidia").is_some_and(|rest| rest.bytes().all(|byte| byte.is_ascii_digit()))
@@ -50,18 +51,17 @@ impl ContainerEdits {
         for mount in entries("mounts") {
             self.mounts.insert(text(&mount["containerPath"]), text(&mount["hostPath"]));
         }
-        let words = entries("hooks").into_iter().flat_map(|hook| hook["args"].as_array().cloned().unwrap_or_default());
-        let links =
-            words.filter_map(|word| word.as_str()?.split_once("::").map(|(to, at)| (at.to_owned(), to.to_owned())));
+        let args = entries("hooks").into_iter().flat_map(|hook| hook["args"].as_array().cloned().unwrap_or_default());
+        let links = args.filter_map(|arg| {
+            let (target, link) = arg.as_str()?.split_once("::")?;
+            Some((link.to_owned(), target.to_owned()))
+        });
         self.links.extend(links);
     }
 }
 
-/// Resolves CDI names by the specs in a folder.
-///
-/// # Errors
-///
-/// The text with which a runtime refuses the container: no spec has a name, or several have it.
+/// Resolves CDI names by the specs in a folder. If no spec or more than one has a name, returns the error with which a
+/// runtime refuses the container.
 pub fn container(folder: &Path, names: &[String]) -> Result<ContainerEdits, String> {
     let files = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
     let files = files.filter(|path| path.extension().is_some_and(|end| end == "json"));
@@ -77,7 +77,7 @@ pub fn container(folder: &Path, names: &[String]) -> Result<ContainerEdits, Stri
     let (mut edits, mut seen, mut unresolvable) = (ContainerEdits::default(), BTreeSet::new(), Vec::new());
     let mut used = BTreeSet::new();
     for name in names.iter().filter(|name| seen.insert(*name)) {
-        // A name that several specs have is a conflict, and resolves to none of them.
+        // A name that several specs have is a conflict and is not resolved.
         let Some([(spec, own)]) = devices.get(name).map(Vec::as_slice) else {
             unresolvable.push(name.as_str());
             continue;

@@ -1,7 +1,6 @@
 //! The visible state of the box: one immutable snapshot after every change.
 //!
-//! Built by `devices`, published by `life::Core`, read through `KubeletBox::state` and
-//! `KubeletBox::wait`. Plain values; nothing here changes the box.
+//! Built by `devices`, published by `life::Core`, read through `KubeletBox::state` and `KubeletBox::wait`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::{Deref, Index};
@@ -24,8 +23,8 @@ pub struct State {
     pub violations: Vec<Violation>,
 }
 
-/// Resources by name. Indexing with a name that was never registered gives an empty state, so that a predicate given to
-/// `wait` also works before the plugin has registered.
+/// Resources by name. A name that was never registered has an empty state, so that a predicate given to `wait` also
+/// works before the plugin has registered.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Resources(pub(super) BTreeMap<String, ResourceState>);
 
@@ -52,7 +51,7 @@ pub struct ResourceState {
     pub connected: bool,
     /// Open ListAndWatch streams, those of replaced registrations included.
     pub open_streams: usize,
-    /// Set if the resource left the node's capacity: the grace period after the endpoint's end is over.
+    /// Set if the grace period after the endpoint's stop is over, so that the resource left the node's capacity.
     pub removed: bool,
     /// Registrations that succeeded.
     pub registrations: u64,
@@ -60,7 +59,7 @@ pub struct ResourceState {
     pub healthy: BTreeSet<String>,
     /// Ids of devices that are not healthy, used or not.
     pub unhealthy: BTreeSet<String>,
-    /// The NUMA nodes of every device of the last list; empty if the plugin named none.
+    /// The NUMA nodes of every device of the last list. The set is empty if the plugin named none.
     pub numa: BTreeMap<String, BTreeSet<i64>>,
     /// The held ids by pod name and container name.
     pub allocated: BTreeMap<String, BTreeMap<String, BTreeSet<String>>>,
@@ -114,11 +113,11 @@ pub struct Violation {
 /// The fault of a device that a plugin lists, or no longer lists.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Harm {
-    /// The id is longer than the 63 characters that the API allows; the device was left out.
+    /// The id is longer than the 63 characters that the API allows, and the device was left out.
     IdTooLong,
-    /// The id is twice in one list.
+    /// The id is in one list twice.
     DuplicateId,
-    /// The health is neither `Healthy` nor `Unhealthy`; the kubelet treats it as unhealthy.
+    /// The health is neither `Healthy` nor `Unhealthy`, and the kubelet treats it as unhealthy.
     UnknownHealth(String),
     /// The device is no longer advertised although this container holds it.
     VanishedWhileHeld(Place),

@@ -1,7 +1,8 @@
-//! The connections to plugins in the books: those of each resource, and the one whose end stops the resource.
+//! The part of the books about connections to plugins: all of a resource, and the one that stops the resource by its
+//! end.
 //!
-//! The steps are those of a kubelet's registration server and of its device manager. There is one method for each time
-//! that one of them holds its lock, so that anything that can come between two steps in a kubelet can come between two
+//! The steps are those of a kubelet's registration server and of its device manager. Each method does what one of them
+//! does while it holds its lock. So anything that can happen between two steps in a kubelet can happen between two
 //! methods here. Read in pkg/kubelet/cm/devicemanager (`manager.go`, `plugin/v1beta1/handler.go`, `client.go`) of
 //! 1.36.2 and of the development branch after it.
 
@@ -19,7 +20,7 @@ pub(crate) struct Client {
     pub(crate) socket: String,
 }
 
-/// The error for a socket that is connected for the resource already; used from 1.37.
+/// The error for a socket that is already connected for the resource; used from 1.37.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct AlreadyConnected;
 
@@ -27,20 +28,20 @@ pub(crate) struct AlreadyConnected;
 #[derive(Debug, Default)]
 pub(super) struct Clients {
     connections: Connections,
-    of: BTreeMap<String, Vec<Client>>,
+    by_resource: BTreeMap<String, Vec<Client>>,
 }
 
 impl Clients {
     pub(super) fn new(connections: Connections) -> Self {
-        Self { connections, of: BTreeMap::new() }
+        Self { connections, by_resource: BTreeMap::new() }
     }
 
     pub(super) fn clear(&mut self) {
-        self.of.clear();
+        self.by_resource.clear();
     }
 
     /// Returns true if a lookup with this socket finds this connection.
-    fn is_meant(&self, client: &Client, socket: &str) -> bool {
+    fn is_found_by(&self, client: &Client, socket: &str) -> bool {
         self.connections == Connections::ByResource || client.socket == socket
     }
 }
@@ -50,7 +51,7 @@ impl Book {
     /// the one before it.
     pub(crate) fn register_client(&mut self, resource: &str, socket: &str) -> ClientId {
         let id = self.next();
-        let clients = self.clients.of.entry(resource.to_owned()).or_default();
+        let clients = self.clients.by_resource.entry(resource.to_owned()).or_default();
         if self.clients.connections == Connections::ByResource {
             clients.clear();
         }
@@ -58,29 +59,29 @@ impl Book {
         id
     }
 
-    /// `deregisterClient`: forgets the current connection of the resource, even if it is not the caller's. From 1.37
-    /// forgets every connection with this socket.
+    /// `deregisterClient`: up to 1.36 forgets the current connection of the resource, even if it is not the caller's.
+    /// From 1.37 forgets every connection with this socket.
     pub(crate) fn deregister_client(&mut self, resource: &str, socket: &str) {
-        let mut clients = self.clients.of.remove(resource).unwrap_or_default();
-        clients.retain(|client| !self.clients.is_meant(client, socket));
+        let mut clients = self.clients.by_resource.remove(resource).unwrap_or_default();
+        clients.retain(|client| !self.clients.is_found_by(client, socket));
         if !clients.is_empty() {
-            self.clients.of.insert(resource.to_owned(), clients);
+            self.clients.by_resource.insert(resource.to_owned(), clients);
         }
     }
 
-    /// `getClient`: the current connection of the resource; from 1.37, the first with this socket.
+    /// `getClient`: up to 1.36 the current connection of the resource, from 1.37 the first with this socket.
     pub(crate) fn client(&self, resource: &str, socket: &str) -> Option<Client> {
-        let mut clients = self.clients.of.get(resource)?.iter();
-        clients.find(|client| self.clients.is_meant(client, socket)).cloned()
+        let mut clients = self.clients.by_resource.get(resource)?.iter();
+        clients.find(|client| self.clients.is_found_by(client, socket)).cloned()
     }
 
     /// The connection of the resource that was registered last.
     pub(crate) fn last_client(&self, resource: &str) -> Option<Client> {
-        self.clients.of.get(resource)?.last().cloned()
+        self.clients.by_resource.get(resource)?.last().cloned()
     }
 
-    /// `PluginConnected`: the plugin was dialled and returned its options; calls go to it from now on. The devices stay
-    /// as they are until its first list. From 1.37 a socket that is connected already is refused.
+    /// `PluginConnected`: the plugin was dialled and returned its options, so that calls go to it from now on. The
+    /// devices stay as they are until its first list. From 1.37 a socket that is already connected is refused.
     pub(crate) fn plugin_connected(
         &mut self,
         resource: &str,
@@ -108,9 +109,9 @@ impl Book {
     }
 
     /// `PluginDisconnected`. Up to 1.36 this stops the endpoint of the resource, even if a newer plugin owns it. From
-    /// 1.37 this stops the endpoint of this socket: the devices stay if another socket is connected, and `pick` chooses
-    /// the connected socket that takes the calls. The stamp of a stop that made the devices unhealthy is for
-    /// [`Book::expire`].
+    /// 1.37 this stops the endpoint of this socket. If another socket is connected, the devices stay, and `pick`
+    /// chooses the connected socket that gets the calls. If the devices became unhealthy, returns the stamp of the
+    /// stop, for [`Book::expire`].
     pub(crate) fn plugin_disconnected(
         &mut self,
         resource: &str,

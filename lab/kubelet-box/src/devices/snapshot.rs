@@ -1,4 +1,4 @@
-//! The part of the books that is visible from outside. Called after every change; changes nothing.
+//! The part of the books that is visible from outside. Called after every change. Changes nothing.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! The books alone: no sockets, no runtime.
+//! The books alone, without sockets and runtime.
 
 use super::*;
 
@@ -8,7 +8,7 @@ fn ids(list: &str) -> Ids {
     list.split_whitespace().map(String::from).collect()
 }
 
-/// `"a b! c"`: devices, `!` marks the unhealthy ones.
+/// A device list from `"a b! c"`: `!` marks the unhealthy devices.
 fn advertised(devices: &str) -> Vec<wire::Device> {
     let device = |word: &str| wire::Device {
         id: word.trim_end_matches('!').into(),
@@ -41,7 +41,7 @@ fn connect_at(book: &mut Book, socket: &str) -> Option<ClientId> {
     Some(id)
 }
 
-/// All steps of a disconnect, with nothing in between.
+/// All steps of a disconnect, without another event between them.
 fn disconnect(book: &mut Book, socket: &str, ended: Option<ClientId>) -> Option<(ClientId, Option<StopStamp>)> {
     ended.into_iter().for_each(|ended| book.stream_ended(ended));
     let client = book.client(GPU, socket)?;
@@ -66,7 +66,7 @@ fn gpu(book: &Book) -> ResourceState {
     book.snapshot().resources[GPU].clone()
 }
 
-/// The pods in the checkpoint's text, where the file is written now.
+/// The pods in the checkpoint's text, if the file would be written now.
 fn written(book: &mut Book) -> Option<Vec<String>> {
     let text: Value = serde_json::from_str(&book.checkpoint()?).unwrap();
     let entries = text["Data"]["PodDeviceEntries"].as_array().unwrap();
@@ -82,16 +82,16 @@ fn checkpoint_keeps_ended_pods_until_a_list() {
     book.remove_pod("one");
     assert_eq!(written(&mut book), None, "a pod's end writes nothing");
     book.list(GPU, advertised("a b c"));
-    assert_eq!(written(&mut book).unwrap(), ["one", "two"], "nobody has asked for the holders");
+    assert_eq!(written(&mut book).unwrap(), ["one", "two"], "the holders have not been listed");
     book.update_allocated();
-    assert_eq!(written(&mut book), None, "the holders are asked for: memory changes, the file does not");
+    assert_eq!(written(&mut book), None, "a list of the holders changes the memory, not the file");
     book.list(GPU, advertised("a b c"));
     assert_eq!(written(&mut book).unwrap(), ["two"]);
     let stamp = stop(&mut book);
     book.remove_pod("two");
     book.update_allocated();
     book.expire(GPU, stamp);
-    assert_eq!(written(&mut book).unwrap(), [""; 0], "five minutes after the plugin's end");
+    assert_eq!(written(&mut book).unwrap(), [""; 0], "the removal of the resource writes the file");
 }
 
 #[test]
@@ -155,7 +155,7 @@ fn grace_period_ends_no_newer_registration() {
 }
 
 #[test]
-fn failed_registration_forgets_the_previous_one() {
+fn failed_registration_forgets_previous_connection() {
     let (mut book, old) = connected("a");
     book.register_client(GPU, "new.sock");
     book.deregister_client(GPU, "new.sock");
@@ -204,5 +204,5 @@ fn by_resource_old_end_gives_up_another_socket() {
     connect(&mut book);
     book.register_client(GPU, "failed.sock");
     book.deregister_client(GPU, "failed.sock");
-    assert_eq!(book.client(GPU, "gpu.sock"), None, "a registration that fails takes the name from whoever has it");
+    assert_eq!(book.client(GPU, "gpu.sock"), None, "a failed registration forgets the connection of another socket");
 }

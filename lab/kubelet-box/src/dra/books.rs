@@ -12,47 +12,53 @@ use linkwise_kubelet_api::podresources;
 use super::state::ClaimState;
 use super::{ClaimRef, DraError, PodClaims};
 
-/// One claim.
+/// A claim in the cache: claiminfo.go's `ClaimInfo`.
 #[derive(Debug)]
-struct Info {
+struct ClaimInfo {
     claim: ClaimRef,
     pods: BTreeSet<String>,
     drivers: BTreeSet<String>,
-    /// Every device that a driver ever answered for the claim, by driver name. Each answer is appended, also to what
-    /// the checkpoint kept over a restart or a reboot (claiminfo.go, `addDevice`, `newClaimInfoFromState`).
+    /// Every device that a driver ever answered for the claim, by driver name. Each answer is appended, even to devices
+    /// that the checkpoint kept over a restart or a reboot (claiminfo.go, `addDevice`, `newClaimInfoFromState`).
     devices: BTreeMap<String, Vec<wire::Device>>,
-    /// Set if all drivers of all claims of a pod prepared them since the kubelet started.
+    /// Set if all drivers have prepared all claims of a pod since the kubelet started.
     prepared: bool,
     calls: u64,
 }
 
-/// The claims, by UID, and the pods that the kubelet knows.
+/// The cache of the kubelet.
 #[derive(Debug, Default)]
-pub(super) struct Books(BTreeMap<String, Info>, BTreeMap<String, PodClaims>);
+pub(super) struct Books {
+    /// The claims by UID.
+    claims: BTreeMap<String, ClaimInfo>,
+    /// The pods that the kubelet knows, by name.
+    pods: BTreeMap<String, PodClaims>,
+}
 
 /// Claims for a call, by driver.
 type Batches = BTreeMap<String, Vec<ClaimRef>>;
 
 impl Books {
-    /// Forgets which claims are prepared: a kubelet that starts again prepares every claim that a sandbox needs.
+    /// Forgets which claims are prepared, because a kubelet that starts again prepares every claim of a new sandbox.
     pub fn restarted(&mut self) {
-        self.0.values_mut().for_each(|info| info.prepared = false);
+        self.claims.values_mut().for_each(|info| info.prepared = false);
     }
 
-    /// Records that the pod uses its claims; returns those that must be prepared.
+    /// Records that the pod uses its claims. Returns the claims that must be prepared.
     pub fn add(&mut self, pod: &PodClaims) -> Result<Batches, DraError> {
         let mut batches = Batches::new();
-        self.1.insert(pod.pod.clone(), pod.clone());
+        self.pods.insert(pod.pod.clone(), pod.clone());
         for of_pod in &pod.claims {
             let claim = &of_pod.claim;
-            let same_name = |info: &&Info| (&info.claim.namespace, &info.claim.name) == (&claim.namespace, &claim.name);
-            if let Some(old) = self.0.values().filter(same_name).find(|info| info.claim.uid != claim.uid) {
+            let same_name =
+                |info: &&ClaimInfo| (&info.claim.namespace, &info.claim.name) == (&claim.namespace, &claim.name);
+            if let Some(old) = self.claims.values().filter(same_name).find(|info| info.claim.uid != claim.uid) {
                 let name = format!("{}/{}", claim.namespace, claim.name);
                 let old = &old.claim.uid;
                 let why = format!("old ResourceClaim with same name {name} and different UID {old} still exists");
                 return Err(DraError::Other(why));
             }
-            let info = self.0.entry(claim.uid.clone()).or_insert_with(|| Info {
+            let info = self.claims.entry(claim.uid.clone()).or_insert_with(|| ClaimInfo {
                 claim: claim.clone(),
                 pods: BTreeSet::new(),
                 drivers: of_pod.drivers.clone(),
@@ -72,8 +78,8 @@ impl Books {
         Ok(batches)
     }
 
-    /// Records a driver's answer to Prepare. The kubelet reads its entries in the order of a Go map: all that are good
-    /// may come before the first error, and their devices stay.
+    /// Records a driver's answer to Prepare. A kubelet reads its entries in the order of a Go map. Here all good
+    /// entries come before the first error, so that their devices stay.
     pub fn answered(
         &mut self,
         driver: &str,
@@ -83,39 +89,40 @@ impl Books {
         let entries: Vec<_> = answer.iter().map(|(uid, entry)| (uid, &entry.error)).collect();
         let good = |uid: &str| asked.iter().any(|claim| claim.uid == uid);
         for (uid, entry) in answer.iter().filter(|(uid, entry)| good(uid) && entry.error.is_empty()) {
-            if let Some(info) = self.0.get_mut(uid) {
+            if let Some(info) = self.claims.get_mut(uid) {
                 info.devices.entry(driver.to_owned()).or_default().extend(entry.devices.iter().cloned());
             }
         }
         check("NodePrepareResources", asked, entries.into_iter())
     }
 
-    /// Records that all drivers have prepared these claims of a pod.
+    /// Records that all drivers of a pod have prepared these claims.
     pub fn prepared(&mut self, claims: &[ClaimRef]) {
         for claim in claims {
-            if let Some(info) = self.0.get_mut(&claim.uid) {
+            if let Some(info) = self.claims.get_mut(&claim.uid) {
                 info.prepared = true;
             }
         }
     }
 
-    /// The CDI devices of each container of a pod: those of the request that it names, or those of the whole claim.
+    /// The CDI devices of each container of a pod: those of the request that the container names, or of the whole
+    /// claim.
     pub fn cdi_devices(&mut self, pod: &PodClaims) -> Result<BTreeMap<String, Vec<String>>, DraError> {
         let mut all = BTreeMap::new();
         for (container, uses) in &pod.containers {
             let mut devices = Vec::new();
             for used in uses {
                 let named = pod.claims.iter().find(|claim| claim.name == used.claim);
-                let info = named.and_then(|named| self.0.get(&named.claim.uid));
+                let info = named.and_then(|named| self.claims.get(&named.claim.uid));
                 let info = info.ok_or_else(|| {
                     let claim = &used.claim;
                     DraError::Other(format!("container {container} uses the claim {claim}, which its pod has not"))
                 })?;
-                let of_use = |device: &&wire::Device| {
+                let is_used = |device: &&wire::Device| {
                     let names = &device.request_names;
                     used.request.as_ref().is_none_or(|request| names.is_empty() || names.contains(request))
                 };
-                let found = info.devices.values().flatten().filter(of_use);
+                let found = info.devices.values().flatten().filter(is_used);
                 devices.extend(found.flat_map(|device| device.cdi_device_ids.iter().cloned()));
             }
             all.insert(container.clone(), devices);
@@ -123,10 +130,10 @@ impl Books {
         Ok(all)
     }
 
-    /// The claims that this pod is the last to use, by driver.
+    /// The claims that no other pod uses, by driver.
     pub fn last_uses(&mut self, pod: &str) -> Batches {
         let mut batches = Batches::new();
-        for info in self.0.values().filter(|info| info.pods.len() == 1 && info.pods.contains(pod)) {
+        for info in self.claims.values().filter(|info| info.pods.len() == 1 && info.pods.contains(pod)) {
             for driver in &info.drivers {
                 batches.entry(driver.clone()).or_default().push(info.claim.clone());
             }
@@ -134,18 +141,18 @@ impl Books {
         batches
     }
 
-    /// Records that the pod uses no claim any more; forgets claims that no pod uses.
+    /// Records that the pod no longer uses any claim, and forgets claims that no pod uses.
     pub fn remove(&mut self, pod: &str) {
         self.forget_pod(pod);
-        for info in self.0.values_mut() {
+        for info in self.claims.values_mut() {
             info.pods.remove(pod);
         }
-        self.0.retain(|_, info| !info.pods.is_empty());
+        self.claims.retain(|_, info| !info.pods.is_empty());
     }
 
-    /// Drops the pod from the list of pods; its claims stay.
+    /// Drops the pod from the list of pods. Its claims stay.
     pub fn forget_pod(&mut self, pod: &str) {
-        self.1.remove(pod);
+        self.pods.remove(pod);
     }
 
     /// The claims of containers, with the devices that drivers answered, as PodResources lists them. A pod whose claims
@@ -154,7 +161,7 @@ impl Books {
         let container = |pod: &PodClaims, name: &String, uses: &Vec<super::ClaimUse>| {
             let claims = uses.iter().filter_map(|used| {
                 let named = pod.claims.iter().find(|claim| claim.name == used.claim)?;
-                let info = self.0.get(&named.claim.uid)?;
+                let info = self.claims.get(&named.claim.uid)?;
                 let devices = info.devices.iter().flat_map(|(driver, devices)| {
                     devices.iter().map(move |device| podresources::ClaimResource {
                         cdi_devices: device.cdi_device_ids.iter().map(|name| cdi(name)).collect(),
@@ -177,12 +184,12 @@ impl Books {
             namespace: "default".to_owned(),
             containers: pod.containers.iter().map(|(name, uses)| container(pod, name, uses)).collect(),
         };
-        self.1.values().map(pod).collect()
+        self.pods.values().map(pod).collect()
     }
 
     /// The visible state of the claims.
     pub fn seen(&self) -> BTreeMap<String, ClaimState> {
-        let seen = |info: &Info| ClaimState {
+        let seen = |info: &ClaimInfo| ClaimState {
             name: format!("{}/{}", info.claim.namespace, info.claim.name),
             pods: info.pods.clone(),
             prepared: info.prepared,
@@ -190,11 +197,11 @@ impl Books {
             cdi: info.devices.values().flatten().flat_map(|device| device.cdi_device_ids.iter().cloned()).collect(),
             resource_ids: info.devices.values().flatten().rev().filter_map(resource_id).collect(),
         };
-        self.0.iter().map(|(uid, info)| (uid.clone(), seen(info))).collect()
+        self.claims.iter().map(|(uid, info)| (uid.clone(), seen(info))).collect()
     }
 }
 
-/// The id of a device in the status of pods, with its pool and name.
+/// The id of a device in the status of pods, with the device's pool and name.
 fn resource_id(device: &wire::Device) -> Option<(String, (String, String))> {
     Some((device.cdi_device_ids.first()?.clone(), (device.pool_name.clone(), device.device_name.clone())))
 }
@@ -203,7 +210,7 @@ fn cdi(name: &str) -> podresources::CdiDevice {
     podresources::CdiDevice { name: name.to_owned() }
 }
 
-/// Checks the entries of an answer: errors and claims that were not asked for, then claims that are missing.
+/// Checks an answer for errors and for claims that the call did not name, then for missing claims.
 pub(super) fn check<'a>(
     method: &'static str,
     asked: &[ClaimRef],
@@ -283,9 +290,9 @@ mod tests {
         let error = books.add(&PodClaims::single("q", other, "d")).unwrap_err().to_string();
         assert!(error.starts_with("old ResourceClaim with same name default/claim-a"), "{error}");
         books.restarted();
-        assert_eq!(books.add(&pod).unwrap().len(), 1, "a new life prepares it again");
+        assert_eq!(books.add(&pod).unwrap().len(), 1, "after a restart the claim is prepared again");
         books.answered("d", &[claim("a")], answer).unwrap();
-        assert_eq!(books.cdi_devices(&pod).unwrap()["one"], ["k=1", "k=1"], "and appends the answer");
+        assert_eq!(books.cdi_devices(&pod).unwrap()["one"], ["k=1", "k=1"], "the new answer is appended");
         assert_eq!(books.add(&pod).unwrap().len(), 1, "another driver of the pod may have failed");
     }
 }

@@ -1,5 +1,5 @@
-//! The connections to one driver: its registration socket, dialled for one registration, and the socket of its
-//! services, which stays connected while the driver is registered.
+//! The connections to one driver. The registration socket is dialled for one registration. The socket of the driver's
+//! services stays connected while the driver is registered.
 
 use std::collections::HashMap;
 use std::io;
@@ -36,8 +36,8 @@ pub enum DialError {
     Connect(PathBuf, #[source] tonic::transport::Error),
 }
 
-/// The `:authority` that grpc-go derives from a target: everything is percent-encoded except alphanumerics and these
-/// characters (grpc-go 1.81, clientconn.go, `encodeAuthority`).
+/// The `:authority` that grpc-go derives from a target. It percent-encodes all but alphanumerics and some characters
+/// (grpc-go 1.81, clientconn.go, `encodeAuthority`).
 pub fn authority(target: &str) -> String {
     let mut encoded = String::new();
     for byte in target.bytes() {
@@ -50,7 +50,7 @@ pub fn authority(target: &str) -> String {
     encoded
 }
 
-/// Dials a registration socket by its bare path; the authority is made of that path.
+/// Dials a registration socket by its bare path, from which grpc-go makes the authority.
 pub(super) async fn dial_registration(path: &Path, connections: &TaskTracker) -> Result<Channel, DialError> {
     let authority = authority(&path.display().to_string());
     let uri = Uri::builder().scheme("http").authority(authority.as_str()).path_and_query("/").build();
@@ -58,8 +58,8 @@ pub(super) async fn dial_registration(path: &Path, connections: &TaskTracker) ->
     dial(path, uri, connections, watch::Sender::default()).await
 }
 
-/// Dials the socket with a driver's services as `unix:` and a path, for which grpc-go sends the authority `localhost`.
-/// `open` counts the connection as long as it is open.
+/// Dials the socket of a driver's services as `unix:` and a path, for which grpc-go sends the authority `localhost`.
+/// `open` counts the connection while it is open.
 pub(super) async fn dial_services(
     path: &Path,
     connections: &TaskTracker,
@@ -95,12 +95,12 @@ pub(super) struct Driver {
     pub registration: PathBuf,
     /// The socket of the driver's services.
     pub endpoint: PathBuf,
-    /// The health service that is watched, if one is.
+    /// The health service that the kubelet watches, if any.
     pub health: Option<&'static str>,
     /// The current connection.
     pub channel: watch::Sender<Option<Channel>>,
-    /// The number of open connections. Each counts from the connect on, before anything is sent (grpc-go,
-    /// internal/transport/http2_client.go: `ConnBegin` comes before the preface; `HandleConn` in
+    /// The number of open connections. A connection counts as soon as it is connected, before anything is sent
+    /// (grpc-go, internal/transport/http2_client.go: `ConnBegin` comes before the preface; `HandleConn` in
     /// pkg/kubelet/cm/dra/plugin/dra_plugin_manager.go).
     pub open: watch::Sender<usize>,
     /// Cancelled when the driver is deregistered.
@@ -112,7 +112,7 @@ impl Driver {
         *self.open.borrow() > 0
     }
 
-    /// The connection; a call waits for one that has begun.
+    /// The connection. Waits for one that is being made.
     async fn connected(&self) -> Result<Channel, Status> {
         let (mut channel, mut open) = (self.channel.subscribe(), self.open.subscribe());
         tokio::select! {
@@ -123,8 +123,8 @@ impl Driver {
         .ok_or_else(|| Status::unavailable("no connection to the driver"))
     }
 
-    /// A call in the connection. A kubelet closes the connection when the driver is deregistered, and the calls under
-    /// way fail (pkg/kubelet/cm/dra/plugin/dra_plugin_manager.go: `remove`).
+    /// Makes a call, which fails if the driver is deregistered, because a kubelet closes the connection then
+    /// (pkg/kubelet/cm/dra/plugin/dra_plugin_manager.go: `remove`).
     async fn until_closed<T>(&self, call: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
         let closing = || Err(Status::cancelled("grpc: the client connection is closing"));
         self.closed.run_until_cancelled(call).await.unwrap_or_else(closing)
@@ -168,7 +168,7 @@ fn on_wire(claim: ClaimRef) -> wire::Claim {
     wire::Claim { namespace: claim.namespace, uid: claim.uid, name: claim.name }
 }
 
-/// A connection that is counted as long as it is open.
+/// A connection that is counted while it is open.
 struct Counted {
     stream: UnixStream,
     open: watch::Sender<usize>,

@@ -1,12 +1,12 @@
 //! The DRA manager's half of a kubelet: finds drivers by their registration sockets, prepares the claims of pods with
 //! them, and follows their health streams (semantics read in the source of 1.34 to 1.36).
 //!
-//! Owns the cache of claims, which outlives a restart as the kubelet's checkpoint does, and the connections to drivers,
-//! which do not. Used by the `demo` command and by integration tests. Like the rest of the box, this module knows the
-//! wire types and nothing of linkwise.
+//! Owns the cache of claims, which outlives a restart as a kubelet's checkpoint does, and the connections to drivers,
+//! which do not outlive it. Used by the `demo` command and by integration tests. Like the rest of the box, this module
+//! knows the wire types and nothing of linkwise.
 //!
-//! The API server is absent. A kubelet reads claims there; here the caller names a pod's claims with the drivers of
-//! their allocation, and the caller is told when the kubelet would delete slices.
+//! The API server is absent. A kubelet reads claims there. Here the caller names a pod's claims with the drivers of
+//! their allocation, and learns by a callback when the kubelet would delete slices.
 
 mod books;
 mod endpoint;
@@ -35,10 +35,10 @@ use super::life::{STOP_TIMEOUT, lock};
 use books::Books;
 use endpoint::Driver;
 
-/// Deadline of Prepare and Unprepare.
+/// The deadline of Prepare and Unprepare.
 const CALL_TIMEOUT: Duration = Duration::from_secs(45);
 
-/// Receives the name of a driver whose slices the kubelet deletes; `None` means all drivers, at the kubelet's start.
+/// Receives the name of the driver of which the kubelet deletes the slices, or `None` for all drivers at its start.
 pub type Wipe = Arc<dyn Fn(Option<&str>) + Send + Sync>;
 
 /// The behaviour of the DRA manager. [`DraOptions::new`] gives a kubelet's own values.
@@ -46,17 +46,18 @@ pub type Wipe = Arc<dyn Fn(Option<&str>) + Send + Sync>;
 pub struct DraOptions {
     /// The folder of registration sockets; created if it is missing.
     pub registry: PathBuf,
-    /// The time between two walks through that folder. A kubelet reconciles every second (pkg/kubelet/pluginmanager:
-    /// `loopSleepDuration` in plugin_manager.go, `Run` in reconciler.go); that is too long for most tests.
+    /// The time between two walks through that folder. A kubelet reconciles every second, which is too long for most
+    /// tests (pkg/kubelet/pluginmanager: `loopSleepDuration` in plugin_manager.go, `Run` in reconciler.go).
     pub reconcile: Duration,
     /// The root of the kubelet's host (`/`). The paths of the endpoints that drivers name lie below it.
     pub host_root: PathBuf,
     /// The time without a connection after which a driver's slices are deleted (30 s).
     pub wipe_after: Duration,
-    /// Whether it opens health streams of what is advertised alone, v1 first (from 1.37); else v1alpha1 of every driver.
+    /// True if the kubelet opens only health streams that a driver advertises, v1 first (from 1.37). False if it opens
+    /// the v1alpha1 stream of every driver.
     pub advertised_health: bool,
-    /// The least pause before a pod that could not be started is tried again; the longest is half as much more (10 s:
-    /// kubelet.go, `backOffPeriod`; pod_workers.go, `workerBackOffPeriodJitterFactor`).
+    /// The shortest pause before a failed pod is started again (10 s: kubelet.go, `backOffPeriod`). The longest is 1.5
+    /// times as long (pod_workers.go, `workerBackOffPeriodJitterFactor`).
     pub back_off: Duration,
     /// The time that [`DraKubelet::wait`] waits (20 s).
     pub wait_timeout: Duration,
@@ -69,7 +70,7 @@ impl DraOptions {
     pub fn new(registry: impl Into<PathBuf>) -> Self {
         Self {
             registry: registry.into(),
-            reconcile: watcher::SOON,
+            reconcile: watcher::RETRY_DELAY,
             host_root: PathBuf::from("/"),
             wipe_after: Duration::from_secs(30),
             advertised_health: false,
@@ -168,7 +169,7 @@ struct Core {
     options: DraOptions,
     books: Mutex<Books>,
     state: watch::Sender<DraState>,
-    /// The reason for which registrations are refused; `None` while they are accepted.
+    /// The error for registrations while they are refused, or `None` while they are accepted.
     refusal: watch::Sender<Option<String>>,
 }
 
@@ -179,7 +180,7 @@ struct Life {
     tasks: Mutex<JoinSet<()>>,
     /// The tasks of the connections to drivers.
     connections: TaskTracker,
-    /// Registered endpoints, by driver, in the order in which they registered.
+    /// The registered endpoints by driver, in the order of their registrations.
     drivers: Mutex<BTreeMap<String, Vec<Driver>>>,
 }
 
@@ -190,11 +191,7 @@ pub struct DraKubelet {
 }
 
 impl DraKubelet {
-    /// Starts to look for drivers. Must be called within a tokio runtime.
-    ///
-    /// # Errors
-    ///
-    /// The folder cannot be made.
+    /// Starts to look for drivers. Must be called within a tokio runtime. Fails if the folder cannot be made.
     pub fn start(options: DraOptions) -> std::io::Result<Self> {
         let core = Core {
             options,
@@ -207,12 +204,8 @@ impl DraKubelet {
         Ok(this)
     }
 
-    /// Starts a kubelet that was stopped. It has its claims, and counts none of them as prepared. The slices of its
-    /// node are deleted.
-    ///
-    /// # Errors
-    ///
-    /// The folder cannot be made.
+    /// Starts a stopped kubelet again. It knows its claims, but counts none of them as prepared. It deletes the slices
+    /// of its node. Fails if the folder cannot be made.
     pub fn start_again(&self) -> std::io::Result<()> {
         let mut current = lock(&self.life);
         if current.is_some() {
@@ -252,23 +245,15 @@ impl DraKubelet {
     }
 
     /// [`DraKubelet::stop`], then [`DraKubelet::start_again`].
-    ///
-    /// # Errors
-    ///
-    /// The folder cannot be made.
     pub async fn restart(&self) -> std::io::Result<()> {
         self.stop().await;
         self.start_again()
     }
 
-    /// Prepares the claims of a pod, with one call for each driver, and returns the CDI devices of each container. As in
-    /// a kubelet, other pods may be started and stopped meanwhile (pkg/kubelet/cm/dra/manager.go: `prepareResources`
-    /// calls drivers without the lock of its cache).
-    /// Claims that are prepared already, for this pod or another, are not prepared again.
-    ///
-    /// # Errors
-    ///
-    /// The pod would not start; a kubelet tries again ([`DraKubelet::start_pod_at_last`]).
+    /// Prepares the claims of a pod, with one call for each driver, and returns the CDI devices of each container.
+    /// Claims that are already prepared, for this pod or another, are not prepared again. As in a kubelet, other pods
+    /// may be started and stopped meanwhile (pkg/kubelet/cm/dra/manager.go: `prepareResources` calls drivers without
+    /// the lock of its cache). After an error a kubelet tries again, as [`DraKubelet::start_pod_at_last`] does.
     pub async fn start_pod(&self, pod: &PodClaims) -> Result<BTreeMap<String, Vec<String>>, DraError> {
         let life = self.life(&pod.pod)?;
         let batches = self.core.change(|books| books.add(pod))?;
@@ -285,12 +270,8 @@ impl DraKubelet {
         })
     }
 
-    /// The CDI devices with which the containers of a running pod start again: what the kubelet has noted, without a call
-    /// (`GetResources` in pkg/kubelet/cm/dra/manager.go). The runtime looks for their specs then.
-    ///
-    /// # Errors
-    ///
-    /// The kubelet knows no such claim.
+    /// The CDI devices with which the containers of a running pod start again, from the kubelet's cache without a call
+    /// (`GetResources` in pkg/kubelet/cm/dra/manager.go). Fails if the kubelet does not know a claim.
     pub fn restarted_containers(&self, pod: &PodClaims) -> Result<BTreeMap<String, Vec<String>>, DraError> {
         self.core.change(|books| books.cdi_devices(pod))
     }
@@ -305,11 +286,7 @@ impl DraKubelet {
         }
     }
 
-    /// Unprepares the claims of an ended pod that no other pod uses.
-    ///
-    /// # Errors
-    ///
-    /// A claim could not be unprepared; the kubelet tries again.
+    /// Unprepares the claims of an ended pod that no other pod uses. After an error a kubelet tries again.
     pub async fn stop_pod(&self, pod: &str) -> Result<(), DraError> {
         let life = self.life(pod)?;
         for (driver, claims) in self.core.change(|books| books.last_uses(pod)) {
@@ -322,8 +299,8 @@ impl DraKubelet {
         Ok(())
     }
 
-    /// Deletes the pod by force: no list has it any more. Its claims stay until [`Self::stop_pod`] unprepares them,
-    /// which a kubelet tries every minute.
+    /// Deletes the pod by force, so that PodResources no longer lists it. Its claims stay until [`Self::stop_pod`]
+    /// unprepares them, which a kubelet tries every minute.
     pub fn delete_by_force(&self, pod: &str) {
         self.core.change(|books| books.forget_pod(pod));
     }
@@ -335,37 +312,33 @@ impl DraKubelet {
         Lister(Arc::new(move || lock(&core.books).listed()))
     }
 
-    /// Loses its state of claims, as where somebody deletes `dra_manager_state` and the kubelet restarts: nothing is
-    /// unprepared. Its connections stay.
+    /// Loses the cache of claims, as a kubelet does that restarts without its file `dra_manager_state`. Nothing is
+    /// unprepared, and the connections stay.
     pub fn lose_state(&self) {
         self.core.change(|books| *books = Books::default());
     }
 
-    /// Counts no claim as prepared any more, as after a restart, and keeps its connections.
+    /// Counts no claim as prepared any more, as after a restart, but keeps its connections.
     pub fn forget_prepared(&self) {
         self.core.change(|books| books.restarted());
     }
 
-    /// Refuses registrations from now on with this text; `None` ends that.
+    /// Refuses registrations from now on with this text, or accepts them again with `None`.
     pub fn refuse(&self, why: Option<&str>) {
         self.core.refusal.send_replace(why.map(str::to_owned));
     }
 
-    /// Its behaviour.
+    /// The behaviour of the DRA manager.
     pub fn options(&self) -> &DraOptions {
         &self.core.options
     }
 
-    /// The visible state of now.
+    /// The present visible state.
     pub fn state(&self) -> DraState {
         self.core.state.borrow().clone()
     }
 
-    /// Waits until the state is as wanted and returns it.
-    ///
-    /// # Errors
-    ///
-    /// The state did not come in time.
+    /// Waits until the state is as wanted and returns it. Fails after the timeout of the options.
     pub async fn wait(&self, wanted: impl FnMut(&DraState) -> bool) -> Result<DraState, WaitError<DraState>> {
         wait_for(&self.core.state, self.core.options.wait_timeout, wanted).await
     }
@@ -375,7 +348,7 @@ impl DraKubelet {
     }
 }
 
-/// A pause of a kubelet: up to half as much longer (apimachinery's `wait.Jitter`).
+/// Makes a pause longer by a random part of up to half of it (apimachinery's `wait.Jitter`).
 fn jittered(pause: Duration) -> Duration {
     let random = RandomState::new().build_hasher().finish() % 512;
     pause + pause * u32::try_from(random).unwrap_or_default() / 1024
@@ -409,7 +382,7 @@ impl Core {
 }
 
 impl Life {
-    /// Spawns a task of this run; the task ends with the run.
+    /// Spawns a task that ends with this run.
     fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         let end = self.end.clone();
         if !end.is_cancelled() {
@@ -423,7 +396,7 @@ impl Life {
         self.connections.close();
     }
 
-    /// Calls the driver's endpoint that connected last.
+    /// Calls the driver's endpoint that registered last among the connected ones.
     async fn call<T>(
         &self,
         name: &str,

@@ -1,4 +1,4 @@
-//! The visible state of the DRA manager. Plain values; nothing here changes the manager.
+//! The visible state of the DRA manager, as plain values. Nothing here changes the manager.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -58,13 +58,14 @@ pub struct ClaimState {
     pub name: String,
     /// The pods that use it.
     pub pods: BTreeSet<String>,
-    /// Set if all drivers of the claim have prepared it since the kubelet started.
+    /// Set if all drivers have prepared all claims of a pod with this claim since the kubelet started.
     pub prepared: bool,
     /// The number of Prepare calls for the claim.
     pub calls: u64,
     /// The CDI devices in the answers of its drivers.
     pub cdi: Vec<String>,
-    /// Pool and device of each id in `allocatedResourcesStatus` of its pods. The id is a device's first CDI name, and a
-    /// device whose id is another's is left out (`pkg/kubelet/cm/dra/manager.go`, `UpdateAllocatedResourcesStatus`, of 1.36).
+    /// The pool and device of each id in the `allocatedResourcesStatus` of its pods. The id is a device's first CDI
+    /// name. Of devices with the same id only the first is listed (`pkg/kubelet/cm/dra/manager.go`,
+    /// `UpdateAllocatedResourcesStatus`, of 1.36).
     pub resource_ids: BTreeMap<String, (String, String)>,
 }

@@ -1,7 +1,7 @@
 //! Finds registration sockets, registers the plugins behind them, and keeps the connections to registered plugins.
 //!
-//! A kubelet follows its folder with inotify and reconciles every second; here the folder is walked. Names that begin
-//! with a dot are skipped, and so are files that are not sockets.
+//! A kubelet follows its folder with inotify and reconciles every second. Here the folder is walked again and again.
+//! Names that begin with a dot are skipped, and so are files that are not sockets.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,40 +22,42 @@ use super::endpoint::{Driver, dial_registration, dial_services};
 use super::state::DeviceHealth;
 use super::{Life, lock};
 
-/// The time between two walks through the folder if the options say no other, the wait after the first failed registration (in a kubelet 500 ms; it doubles each time), and the wait before a connection or a
-/// health stream that ended is opened again (in a kubelet 5 s).
-pub(super) const SOON: Duration = Duration::from_millis(5);
+/// The default time between two walks through the folder. Also the delay after a first failed registration, which
+/// doubles each time (500 ms in a kubelet), and the delay before an ended connection or health stream is opened again
+/// (5 s in a kubelet).
+pub(super) const RETRY_DELAY: Duration = Duration::from_millis(5);
 
-/// The number of times that the wait after a failed registration doubles.
-const DOUBLINGS: u32 = 8;
+/// The number of times that the delay after a failed registration doubles.
+const MAX_DOUBLINGS: u32 = 8;
 
-/// Deadlines of GetInfo and of NotifyRegistrationStatus.
+/// The deadline of GetInfo.
 const INFO_TIMEOUT: Duration = Duration::from_secs(1);
+/// The deadline of NotifyRegistrationStatus.
 const NOTIFY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The identity of a file: a new file at the same path is another plugin.
 type FileId = (u64, u64, Option<SystemTime>);
 
-/// The sockets in a folder and its sub-folders.
-fn sockets(folder: &Path, found: &mut BTreeMap<PathBuf, FileId>) {
+/// Adds the sockets in a folder and its sub-folders.
+fn find_sockets(folder: &Path, found: &mut BTreeMap<PathBuf, FileId>) {
     for entry in fs::read_dir(folder).into_iter().flatten().filter_map(Result::ok) {
         let is_hidden = entry.file_name().to_str().is_none_or(|name| name.starts_with('.'));
         let Some(metadata) = fs::symlink_metadata(entry.path()).ok().filter(|_| !is_hidden) else { continue };
         if metadata.is_dir() {
-            sockets(&entry.path(), found);
+            find_sockets(&entry.path(), found);
         } else if metadata.file_type().is_socket() {
             found.insert(entry.path(), (metadata.dev(), metadata.ino(), metadata.created().ok()));
         }
     }
 }
 
-/// Registers and deregisters plugins as long as the kubelet runs.
+/// Registers and deregisters plugins while the kubelet runs.
 pub(super) async fn watch(life: Arc<Life>) {
     let mut known: BTreeMap<PathBuf, (FileId, CancellationToken)> = BTreeMap::new();
     let mut away = BTreeMap::new();
     loop {
         let mut found = BTreeMap::new();
-        sockets(&life.core.options.registry, &mut found);
+        find_sockets(&life.core.options.registry, &mut found);
         known.retain(|path, (id, end)| {
             let stays = found.get(path) == Some(id);
             if !stays {
@@ -78,8 +80,8 @@ pub(super) async fn watch(life: Arc<Life>) {
     }
 }
 
-/// Deletes the slices of drivers that have had no connection for too long. `away` holds the time since when a driver
-/// has had none, until its slices are deleted.
+/// Deletes the slices of drivers that have had no connection for too long. `away` has an entry for each unconnected
+/// driver: the time since when, or `None` after its slices were deleted.
 fn wipe(life: &Life, away: &mut BTreeMap<String, Option<Instant>>) {
     let drivers = life.core.state.borrow().drivers.clone();
     for (name, state) in drivers {
@@ -105,17 +107,14 @@ async fn follow(life: Arc<Life>, path: PathBuf, end: CancellationToken) {
             Ok(registered) => break registered,
             Err(why) => {
                 life.core.state.send_modify(|state| state.refused.push((path.display().to_string(), why)));
-                let wait = SOON.saturating_mul(1 << failures);
-                failures = DOUBLINGS.min(failures + 1);
-                sleep(wait).await;
+                let delay = RETRY_DELAY.saturating_mul(1 << failures);
+                failures = MAX_DOUBLINGS.min(failures + 1);
+                sleep(delay).await;
             }
         }
     };
-    let health = Arc::clone(&life);
-    let (of_health, health_name) = (driver.clone(), name.clone());
-    life.spawn(async move {
-        end.run_until_cancelled(follow_health(health, health_name, of_health)).await.unwrap_or_default();
-    });
+    let following = follow_health(Arc::clone(&life), name.clone(), driver.clone());
+    life.spawn(async move { end.run_until_cancelled(following).await.unwrap_or_default() });
     keep_connected(&life, &name, &driver).await;
 }
 
@@ -132,7 +131,7 @@ async fn register(life: &Arc<Life>, path: &Path) -> Result<(String, Driver), Str
         plugin_registered: checked.is_ok(),
         error: checked.as_ref().err().cloned().unwrap_or_default(),
     };
-    // The plugin is registered before it is told so.
+    // A kubelet registers the plugin before it notifies the plugin.
     if let Ok(driver) = &checked {
         lock(&life.drivers).entry(info.name.clone()).or_default().push(driver.clone());
     }
@@ -205,17 +204,17 @@ async fn keep_connected(life: &Arc<Life>, name: &str, driver: &Driver) {
         if let Ok(channel) = dial_services(&driver.endpoint, &life.connections, driver.open.clone()).await {
             driver.channel.send_replace(Some(channel));
             life.core.driver(name, |state| state.connected += 1);
-            // Waits until the driver closes the connection, or dies.
+            // The driver closes the connection or dies.
             drop(closed.wait_for(|open| *open == 0).await);
             if driver.channel.send_replace(None).is_some() {
                 life.core.driver(name, |state| state.connected = state.connected.saturating_sub(1));
             }
         }
-        sleep(SOON).await;
+        sleep(RETRY_DELAY).await;
     }
 }
 
-/// Follows the health stream of a driver; opens it again when it ends.
+/// Follows the health stream of a driver, and opens it again when it ends.
 async fn follow_health(life: Arc<Life>, name: String, driver: Driver) {
     let mut channels = driver.channel.subscribe();
     loop {
@@ -238,6 +237,6 @@ async fn follow_health(life: Arc<Life>, name: String, driver: Driver) {
             }
             life.core.driver(&name, |state| state.health_streams = state.health_streams.saturating_sub(1));
         }
-        sleep(SOON).await;
+        sleep(RETRY_DELAY).await;
     }
 }

@@ -1,14 +1,14 @@
-//! The hints of one resource: every set of NUMA nodes that has enough of it, and the preferred ones among them.
+//! The hints of one resource: every set of NUMA nodes with enough devices, and the preferred ones among them.
 //!
 //! Called by `admission`. Pure.
 
 use super::TopologyManager;
 use super::mask::NumaMask;
 
-/// A set of NUMA nodes from which a request could be met.
+/// A set of NUMA nodes that could meet a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TopologyHint {
-    /// The nodes; `None` if any node will do.
+    /// The nodes, or `None` if any node will do.
     pub mask: Option<NumaMask>,
     /// Set if no smaller set of nodes could ever meet the request.
     pub preferred: bool,
@@ -28,22 +28,22 @@ pub struct ResourceHints {
     pub resource: String,
     /// The number of requested units.
     pub requested: usize,
-    /// Every mask that can meet the request, possibly none. `None`: the resource has no preference.
+    /// Every mask that can meet the request, possibly none, or `None` if the resource has no preference.
     pub hints: Option<Vec<TopologyHint>>,
     /// The fewest nodes that could meet the request if everything were healthy and free.
     pub fewest: u32,
 }
 
-/// The units of one resource by the nodes they sit on. A unit that names no node is an empty mask.
+/// The NUMA nodes of each unit of one resource. A unit that names no node has an empty mask.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Units {
     /// All units, healthy or not, used or not.
     pub(crate) all: Vec<NumaMask>,
-    /// The healthy and free ones.
+    /// The healthy and free units.
     pub(crate) available: Vec<NumaMask>,
 }
 
-/// The device manager's hints for a request: none if no device names a NUMA node.
+/// The device manager's hints for a request. There is no preference if no device names a NUMA node.
 pub(crate) fn device_hints(
     manager: &TopologyManager,
     resource: &str,

@@ -1,6 +1,5 @@
-//! Sets of NUMA nodes as a kubelet has them: 64 bits, so nodes 0 to 63.
-//!
-//! Plain values. [`super::TopologyManager::check`] refuses nodes that have no such bit.
+//! Sets of NUMA nodes as a kubelet has them: 64 bits, for nodes 0 to 63.
+//! [`super::TopologyManager::check`] refuses other nodes.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -13,7 +12,7 @@ impl NumaMask {
     /// The most nodes that a mask can have.
     pub const BITS: i64 = 64;
 
-    /// The mask of these nodes. Nodes that no mask can hold are left out: a kubelet reads them as not set.
+    /// The mask of these nodes. Nodes that no mask can hold are left out, because a kubelet reads them as not set.
     pub fn new(nodes: impl IntoIterator<Item = i64>) -> Self {
         let bit = |node: i64| u32::try_from(node).ok().and_then(|node| 1u64.checked_shl(node)).unwrap_or(0);
         Self(nodes.into_iter().fold(0, |mask, node| mask | bit(node)))
@@ -34,19 +33,19 @@ impl NumaMask {
         self.0 & other.0 != 0
     }
 
-    /// The nodes that are in both.
+    /// The nodes that are in both masks.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         Self(self.0 & other.0)
     }
 
-    /// Returns true if the mask has fewer nodes, or as many and lower ones.
+    /// Returns true if the mask has fewer nodes than the other, or as many but lower ones.
     pub fn is_narrower_than(self, other: Self) -> bool {
         (self.count(), self.0) < (other.count(), other.0)
     }
 
-    /// Every mask with at least one of these nodes and no other, the small ones first. There are 2^n - 1 of
-    /// them: n is at most eight here.
+    /// Every mask with some of these nodes and no other, the smallest masks first. There are 2^n - 1 of them, and n is
+    /// at most eight here.
     pub(super) fn within(self) -> Vec<Self> {
         let mut masks = Vec::new();
         let mut part = self.0;

@@ -1,19 +1,19 @@
 //! Merges the hints of all resources into one mask, by the rules of the policy.
 //!
-//! Called by `admission`. Pure; the result does not depend on the order of the resources.
+//! Called by `admission`. Pure. The result does not depend on the order of the resources.
 
 use super::hints::{ResourceHints, TopologyHint};
 use super::mask::NumaMask;
 use super::{Policy, TopologyManager};
 
-/// The Topology Manager's decision: the hint, and whether the pod is admitted.
+/// The Topology Manager's decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Settled {
     pub(crate) hint: TopologyHint,
     pub(crate) admitted: bool,
 }
 
-/// A hint that has its mask: the result of a combination of hints.
+/// The result of a combination of hints: a hint that always has a mask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Candidate {
     mask: NumaMask,
@@ -38,8 +38,8 @@ pub(crate) fn settle(manager: &TopologyManager, resources: &[ResourceHints]) -> 
     Settled { hint: TopologyHint { mask, preferred }, admitted: preferred || policy == Policy::BestEffort }
 }
 
-/// The hints of one resource as input of the merge. A resource without hints accepts any mask. A resource that cannot
-/// be satisfied also accepts any mask, but not as preferred.
+/// The hints of one resource as input of the merge. A resource without preference accepts any mask as preferred. A
+/// resource that cannot be satisfied accepts any mask, but not as preferred.
 fn list(resource: &ResourceHints) -> Vec<TopologyHint> {
     let any = |preferred| vec![TopologyHint { mask: None, preferred }];
     match &resource.hints {
@@ -49,10 +49,10 @@ fn list(resource: &ResourceHints) -> Vec<TopologyHint> {
     }
 }
 
-/// The best of all combinations of one hint from each list. If no combination has a node in common: all nodes, not
-/// preferred.
+/// The best of all combinations of one hint from each list, or all nodes, not preferred, if no combination has a common
+/// node.
 fn merge(all: NumaMask, lists: &[Vec<TopologyHint>]) -> Candidate {
-    // If no combination is preferred, the goal is the number of nodes that the neediest resource needs alone.
+    // If no combination is preferred, the goal is the largest number of nodes that any resource needs alone.
     let narrowest = |list: &Vec<TopologyHint>| list.iter().filter_map(|hint| hint.mask).map(NumaMask::count).min();
     let enough = lists.iter().filter_map(narrowest).max().unwrap_or(0);
     let mut best: Option<Candidate> = None;
@@ -65,7 +65,7 @@ fn merge(all: NumaMask, lists: &[Vec<TopologyHint>]) -> Candidate {
 }
 
 /// Calls `each` with the result of every combination: the nodes that all its hints share. The result is preferred if
-/// every hint is preferred and all masks are equal.
+/// all hints are preferred and all masks are equal.
 fn combinations(all: NumaMask, lists: &[Vec<TopologyHint>], each: &mut impl FnMut(Candidate)) {
     fn go(lists: &[Vec<TopologyHint>], so_far: Candidate, first: Option<NumaMask>, each: &mut impl FnMut(Candidate)) {
         let Some((list, rest)) = lists.split_first() else { return each(so_far) };
@@ -79,8 +79,9 @@ fn combinations(all: NumaMask, lists: &[Vec<TopologyHint>], each: &mut impl FnMu
     go(lists, Candidate { mask: all, preferred: true }, None, each);
 }
 
-/// The better of two candidates: preferred before not preferred, then the narrower. If neither is preferred, the one
-/// that is not wider than `enough` and nearest to it; if both are wider, the narrower.
+/// The better of two candidates. A preferred one is better than one that is not. Of two preferred ones the narrower is
+/// better. Of two that are not preferred, the better is not wider than `enough` and nearest to it. If both are wider,
+/// it is the narrower.
 fn better(current: Candidate, other: Candidate, enough: u32) -> Candidate {
     let narrower = if other.mask.is_narrower_than(current.mask) { other } else { current };
     match (current.preferred, other.preferred) {

@@ -1,13 +1,13 @@
 //! The kubelet's Topology Manager: chooses the NUMA nodes of a container or a pod before any plugin is called.
 //!
-//! `hints` gives the preferences of each resource, `merge` decides on one mask or refuses, `refusal` explains; all are
-//! pure. `admission` calls them through [`super::devices::Book`], and hands the mask to `selection`. The scopes and the
-//! hints were read in the kubelet's source of 1.32 (pkg/kubelet/cm/topologymanager, devicemanager/topology_hints.go).
-//! The merge was read there and in the development branch after 1.36, which scores equal
-//! masks if an alpha option asks for it and is the same otherwise.
+//! `hints` gives the preferences of each resource, `merge` decides on one mask or refuses, and `refusal` explains. All
+//! are pure. `admission` calls them through `affinity`, and gives the mask to `selection`. The scopes and the hints
+//! were read in the kubelet's source of 1.32 (pkg/kubelet/cm/topologymanager, devicemanager/topology_hints.go). The
+//! merge was read there and in the development branch after 1.36, which differs only by an alpha option that scores
+//! equal masks.
 //!
-//! Absent: policy options (`prefer-closest-numa-nodes`, `max-allowable-numa-nodes`), the CPU Manager, the
-//! Memory Manager, and init containers and so devices that a container hands on to the next.
+//! Absent: policy options (`prefer-closest-numa-nodes`, `max-allowable-numa-nodes`), the CPU Manager, the Memory
+//! Manager, and init containers, which pass their devices on to the next container.
 
 mod hints;
 mod mask;
@@ -33,9 +33,9 @@ pub enum Policy {
     None,
     /// Takes the best mask and admits every pod.
     BestEffort,
-    /// Admits a pod if it gets as few nodes as it would need on an idle machine.
+    /// Admits a pod only if it gets as few nodes as it would need on an idle machine.
     Restricted,
-    /// Admits a pod that fits one node.
+    /// Admits a pod only if it fits one node.
     SingleNumaNode,
 }
 
@@ -53,7 +53,7 @@ impl fmt::Display for Policy {
 /// The unit of alignment: the kubelet's `--topology-manager-scope`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Scope {
-    /// Each container for itself.
+    /// Each container alone.
     #[default]
     Container,
     /// All containers of the pod together.
@@ -76,7 +76,7 @@ pub struct TopologyManager {
     pub policy: Policy,
     /// The unit of alignment.
     pub scope: Scope,
-    /// The kernel's numbers of the machine's NUMA nodes, memory-only ones included, as a kubelet counts them.
+    /// The kernel's numbers of the machine's NUMA nodes. Nodes without CPUs are included, as in a kubelet.
     pub numa_nodes: Vec<i64>,
 }
 
@@ -90,13 +90,13 @@ impl Default for TopologyManager {
 /// A machine on which a kubelet with a Topology Manager does not work.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UnsupportedMachine {
-    /// The kubelet does not start: it would try every mask, and there are 2^n of them.
+    /// The kubelet does not start, because it would have to try 2^n masks.
     #[error(
         "policy {0}: unsupported on machines with more than {most} NUMA nodes; this one has {1}",
         most = TopologyManager::MAX_NODES
     )]
     TooManyNodes(Policy, usize),
-    /// A kubelet starts, and dies when it merges the first pod's hints: a mask has 64 bits.
+    /// The kubelet starts, but dies when it merges the first pod's hints, because a mask has 64 bits.
     #[error("policy {0}: the kubelet cannot count NUMA node {1}, for its masks hold nodes 0 to 63")]
     NodeNumber(Policy, i64),
 }

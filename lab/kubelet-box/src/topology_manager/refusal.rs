@@ -1,4 +1,4 @@
-//! The reasons for which the Topology Manager refused a pod, in words. A kubelet reports only `TopologyAffinityError`.
+//! The reason why the Topology Manager refused a pod, as text. A kubelet reports only `TopologyAffinityError`.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use super::hints::ResourceHints;
 pub struct Refusal {
     /// The pod.
     pub pod: String,
-    /// The container; `None` in scope pod.
+    /// The container, or `None` in scope pod.
     pub container: Option<String>,
     /// The policy that refused.
     pub policy: Policy,
@@ -29,38 +29,39 @@ impl fmt::Display for Refusal {
 }
 
 impl Refusal {
-    /// Returns the obstacle: each resource that cannot have its own preference, or else the preferences that conflict.
+    /// Returns the obstacles: the resources that cannot be satisfied alone, or else the preferences that conflict.
     pub fn why(&self) -> String {
-        let unhappy: Vec<String> = self.resources.iter().filter_map(|hints| self.unhappy(hints)).collect();
-        if !unhappy.is_empty() {
-            return unhappy.join("; ");
+        let obstacles: Vec<String> = self.resources.iter().filter_map(|hints| self.obstacle(hints)).collect();
+        if !obstacles.is_empty() {
+            return obstacles.join("; ");
         }
-        let wishes: Vec<String> = self.resources.iter().map(wish).collect();
-        format!("no set of NUMA nodes suits all: {}", wishes.join(", "))
+        let preferences: Vec<String> = self.resources.iter().map(preference).collect();
+        format!("no set of NUMA nodes suits all: {}", preferences.join(", "))
     }
 
-    /// Returns the reason why one resource alone cannot be satisfied; `None` if it can.
-    fn unhappy(&self, of: &ResourceHints) -> Option<String> {
-        let what = format!("{} {}", of.requested, of.resource);
-        let hints = of.hints.as_ref()?;
+    /// Returns the reason why one resource alone cannot be satisfied, or `None` if it can.
+    fn obstacle(&self, resource: &ResourceHints) -> Option<String> {
+        let ResourceHints { requested, resource: name, fewest, .. } = resource;
+        let request = format!("{requested} {name}");
+        let hints = resource.hints.as_ref()?;
         let Some(narrowest) = hints.iter().filter_map(|hint| hint.mask).reduce(narrower) else {
-            return Some(format!("{what}: on no set of NUMA nodes are so many free"));
+            return Some(format!("{request}: on no set of NUMA nodes are so many free"));
         };
-        let at_best = if of.fewest == 1 { "1 NUMA node".to_owned() } else { format!("{} NUMA nodes", of.fewest) };
+        let at_best = if *fewest == 1 { "1 NUMA node".to_owned() } else { format!("{fewest} NUMA nodes") };
         if !hints.iter().any(|hint| hint.preferred) {
-            return Some(format!("{what} would fit {at_best}, but what is free needs {narrowest}"));
+            return Some(format!("{request} would fit {at_best}, but what is free needs {narrowest}"));
         }
-        let too_wide = self.policy == Policy::SingleNumaNode && of.fewest > 1;
-        too_wide.then(|| format!("{what} need {at_best}, such as {narrowest}"))
+        let too_wide = self.policy == Policy::SingleNumaNode && *fewest > 1;
+        too_wide.then(|| format!("{request} need {at_best}, such as {narrowest}"))
     }
 }
 
 /// The masks that a resource prefers.
-fn wish(of: &ResourceHints) -> String {
-    let preferred = of.hints.iter().flatten().filter(|hint| hint.preferred).filter_map(|hint| hint.mask);
+fn preference(resource: &ResourceHints) -> String {
+    let preferred = resource.hints.iter().flatten().filter(|hint| hint.preferred).filter_map(|hint| hint.mask);
     let masks: Vec<String> = preferred.map(|mask| mask.to_string()).collect();
     let masks = if masks.is_empty() { "any".to_owned() } else { masks.join(" or ") };
-    format!("{} {} on {masks}", of.requested, of.resource)
+    format!("{} {} on {masks}", resource.requested, resource.resource)
 }
 
 fn narrower(a: super::NumaMask, b: super::NumaMask) -> super::NumaMask {

@@ -1,18 +1,28 @@
 //! The Topology Manager against the kubelet's, case by case. Each row names the function from which it was derived by
-//! hand, in kubernetes 1.32 under pkg/kubelet/cm; the rows of `policy.go` also hold in the development branch after
+//! hand, in kubernetes 1.32 under pkg/kubelet/cm. The rows of `policy.go` also hold in the development branch after
 //! 1.36.
 
 use super::*;
 
-/// One case. A resource is `"2 of 0 0* 1"`: the number of requested units, then each unit by its NUMA nodes: `0+1` is
-/// on two, `-` on none, `*` is not available.
+/// One case. A resource is `"2 of 0 0* 1"`: the number of requested units, then each unit by its NUMA nodes. `0+1` is
+/// on two nodes, `-` on none, and `*` marks a unit that is not available.
 struct Row {
     source: &'static str,
     policy: Policy,
     nodes: &'static [i64],
     resources: &'static [&'static str],
-    /// The mask (`any` where none is set), `preferred` or not, `admitted` or not.
+    /// The mask (`any` if there is none), `preferred` or nothing, `admitted` or `refused`.
     settled: &'static str,
+}
+
+const fn row(
+    source: &'static str,
+    policy: Policy,
+    nodes: &'static [i64],
+    resources: &'static [&'static str],
+    settled: &'static str,
+) -> Row {
+    Row { source, policy, nodes, resources, settled }
 }
 
 const DEVICES: &str = "devicemanager/topology_hints.go generateDeviceTopologyHints";
@@ -32,68 +42,68 @@ use Policy::{BestEffort as B, Restricted as R, SingleNumaNode as S};
 #[rustfmt::skip]
 const ROWS: &[Row] = &[
     // The hints of the devices.
-    Row { source: DEVICES, policy: B, nodes: &[0, 1], resources: &["1 of 0 0 1 1"], settled: "{0} preferred admitted" },
-    Row { source: DEVICES, policy: B, nodes: &[0, 1], resources: &["2 of 0* 0 1 1"], settled: "{1} preferred admitted" },
-    // The number of nodes that is enough counts all devices, used and unhealthy ones too ...
-    Row { source: DEVICES, policy: B, nodes: &[0, 1], resources: &["2 of 0* 0 1* 1"], settled: "{0,1} admitted" },
-    Row { source: RESTRICTED, policy: R, nodes: &[0, 1], resources: &["2 of 0* 0 1* 1"], settled: "{0,1} refused" },
+    row(DEVICES, B, &[0, 1], &["1 of 0 0 1 1"], "{0} preferred admitted"),
+    row(DEVICES, B, &[0, 1], &["2 of 0* 0 1 1"], "{1} preferred admitted"),
+    // The fewest nodes that could meet the request are those of all devices, even of used and unhealthy ones ...
+    row(DEVICES, B, &[0, 1], &["2 of 0* 0 1* 1"], "{0,1} admitted"),
+    row(RESTRICTED, R, &[0, 1], &["2 of 0* 0 1* 1"], "{0,1} refused"),
     // ... so a request that never fits one node is preferred on two.
-    Row { source: RESTRICTED, policy: R, nodes: &[0, 1], resources: &["3 of 0 0 1 1"], settled: "{0,1} preferred admitted" },
-    Row { source: DEVICES, policy: B, nodes: &[0, 1, 2], resources: &["2 of 0 1 2"], settled: "{0,1} preferred admitted" },
-    Row { source: DEVICES, policy: B, nodes: &[0, 1, 2], resources: &["2 of 0* 1 2"], settled: "{1,2} preferred admitted" },
-    // A device of several nodes counts for a mask that has one of them.
-    Row { source: DEVICES, policy: S, nodes: &[0, 1, 2, 3], resources: &["4 of 0+1 0+1 0+1 0+1 2+3 2+3"], settled: "{0} preferred admitted" },
-    // A device without nodes counts for no mask where another device has some.
-    Row { source: DEVICES, policy: R, nodes: &[0, 1], resources: &["2 of 0 - -"], settled: "{0,1} refused" },
-    Row { source: DEVICES, policy: B, nodes: &[0, 1], resources: &["2 of 0 - -"], settled: "{0,1} admitted" },
+    row(RESTRICTED, R, &[0, 1], &["3 of 0 0 1 1"], "{0,1} preferred admitted"),
+    row(DEVICES, B, &[0, 1, 2], &["2 of 0 1 2"], "{0,1} preferred admitted"),
+    row(DEVICES, B, &[0, 1, 2], &["2 of 0* 1 2"], "{1,2} preferred admitted"),
+    // A device of several nodes counts for a mask with one of them.
+    row(DEVICES, S, &[0, 1, 2, 3], &["4 of 0+1 0+1 0+1 0+1 2+3 2+3"], "{0} preferred admitted"),
+    // If another device has nodes, a device without nodes counts for no mask.
+    row(DEVICES, R, &[0, 1], &["2 of 0 - -"], "{0,1} refused"),
+    row(DEVICES, B, &[0, 1], &["2 of 0 - -"], "{0,1} admitted"),
     // If no device has nodes, the resource has no preference.
-    Row { source: NO_TOPOLOGY, policy: R, nodes: &[0, 1], resources: &["2 of - -"], settled: "{0,1} preferred admitted" },
-    Row { source: NO_TOPOLOGY, policy: S, nodes: &[0, 1], resources: &["2 of - -"], settled: "any preferred admitted" },
-    // Nodes need not begin at 0 nor follow each other.
-    Row { source: DEVICES, policy: S, nodes: &[0, 8], resources: &["2 of 0* 0 8 8"], settled: "{8} preferred admitted" },
+    row(NO_TOPOLOGY, R, &[0, 1], &["2 of - -"], "{0,1} preferred admitted"),
+    row(NO_TOPOLOGY, S, &[0, 1], &["2 of - -"], "any preferred admitted"),
+    // The numbers of nodes need not begin at 0, and may have gaps.
+    row(DEVICES, S, &[0, 8], &["2 of 0* 0 8 8"], "{8} preferred admitted"),
     // A request for zero units accepts any one node.
-    Row { source: DEVICES, policy: S, nodes: &[0, 1], resources: &["0 of 0 1"], settled: "{0} preferred admitted" },
+    row(DEVICES, S, &[0, 1], &["0 of 0 1"], "{0} preferred admitted"),
 
     // Too few units: no mask can satisfy the request.
-    Row { source: FILTER, policy: B, nodes: &[0, 1], resources: &["3 of 0 1"], settled: "{0,1} admitted" },
-    Row { source: FILTER, policy: R, nodes: &[0, 1], resources: &["3 of 0 1"], settled: "{0,1} refused" },
-    Row { source: FILTER, policy: S, nodes: &[0, 1], resources: &["3 of 0 1"], settled: "any refused" },
-    // The request does not keep other resources from their nodes.
-    Row { source: FILTER, policy: B, nodes: &[0, 1], resources: &["3 of 0 1", "1 of 0* 1"], settled: "{1} admitted" },
+    row(FILTER, B, &[0, 1], &["3 of 0 1"], "{0,1} admitted"),
+    row(FILTER, R, &[0, 1], &["3 of 0 1"], "{0,1} refused"),
+    row(FILTER, S, &[0, 1], &["3 of 0 1"], "any refused"),
+    // Such a request does not change the mask of another resource.
+    row(FILTER, B, &[0, 1], &["3 of 0 1", "1 of 0* 1"], "{1} admitted"),
     // There is no request.
-    Row { source: FILTER, policy: R, nodes: &[0, 1], resources: &[], settled: "{0,1} preferred admitted" },
-    Row { source: FILTER, policy: S, nodes: &[0, 1], resources: &[], settled: "any preferred admitted" },
+    row(FILTER, R, &[0, 1], &[], "{0,1} preferred admitted"),
+    row(FILTER, S, &[0, 1], &[], "any preferred admitted"),
 
-    // The result is the common nodes; it is preferred if both prefer the same.
-    Row { source: PERMUTATION, policy: B, nodes: &[0, 1], resources: &["2 of 0 0 1 1", "2 of 0* 0 1 1"], settled: "{1} preferred admitted" },
-    Row { source: PERMUTATION, policy: R, nodes: &[0, 1], resources: &["2 of 0 0 1* 1", "2 of 0* 0 1 1"], settled: "{0} refused" },
-    Row { source: PERMUTATION, policy: R, nodes: &[0, 1], resources: &["3 of 0 0 1 1", "3 of 0 0 1 1"], settled: "{0,1} preferred admitted" },
-    Row { source: PERMUTATION, policy: R, nodes: &[0, 1], resources: &["1 of 0 1", "3 of 0 0 1 1"], settled: "{0,1} refused" },
-    Row { source: PERMUTATION, policy: B, nodes: &[0, 1], resources: &["1 of 0 1", "3 of 0 0 1 1"], settled: "{0,1} admitted" },
-    Row { source: PERMUTATION, policy: R, nodes: &[0, 1], resources: &["2 of - -", "1 of 0* 1"], settled: "{1} preferred admitted" },
+    // The result is the common nodes. It is preferred if both resources prefer the same nodes.
+    row(PERMUTATION, B, &[0, 1], &["2 of 0 0 1 1", "2 of 0* 0 1 1"], "{1} preferred admitted"),
+    row(PERMUTATION, R, &[0, 1], &["2 of 0 0 1* 1", "2 of 0* 0 1 1"], "{0} refused"),
+    row(PERMUTATION, R, &[0, 1], &["3 of 0 0 1 1", "3 of 0 0 1 1"], "{0,1} preferred admitted"),
+    row(PERMUTATION, R, &[0, 1], &["1 of 0 1", "3 of 0 0 1 1"], "{0,1} refused"),
+    row(PERMUTATION, B, &[0, 1], &["1 of 0 1", "3 of 0 0 1 1"], "{0,1} admitted"),
+    row(PERMUTATION, R, &[0, 1], &["2 of - -", "1 of 0* 1"], "{1} preferred admitted"),
 
-    // Preferred before narrow, narrow before wide, low before high.
-    Row { source: COMPARE, policy: B, nodes: &[0, 1, 2], resources: &["1 of 0 1 2", "1 of 0* 1* 2"], settled: "{2} preferred admitted" },
-    Row { source: NARROWEST, policy: B, nodes: &[0, 1, 2, 3], resources: &["2 of 0* 0* 1 2 2 3 3"], settled: "{2} preferred admitted" },
-    Row { source: NARROWEST, policy: B, nodes: &[0, 1, 2, 3], resources: &["3 of 0 0 1 1 2 2 3 3"], settled: "{0,1} preferred admitted" },
-    Row { source: NARROWEST, policy: B, nodes: &[0, 1, 2, 3], resources: &["3 of 0* 0* 1* 1 2 2 3* 3"], settled: "{1,2} preferred admitted" },
-    // Among the not preferred: as many nodes as the neediest resource needs alone, not fewer, and the lowest of these,
-    // even if another resource has no free unit on them ...
-    Row { source: COMPARE, policy: B, nodes: &[0, 1, 2, 3], resources: &["2 of 0 0* 1 1* 2 2* 3 3*", "1 of 0* 1* 2* 3"], settled: "{0,1} admitted" },
-    Row { source: COMPARE, policy: B, nodes: &[0, 1, 2, 3], resources: &["2 of 0 0* 1 1* 2 2* 3 3*", "1 of 0 1 2 3"], settled: "{0,1} admitted" },
+    // Preferred masks come before narrow ones, narrow before wide, low before high.
+    row(COMPARE, B, &[0, 1, 2], &["1 of 0 1 2", "1 of 0* 1* 2"], "{2} preferred admitted"),
+    row(NARROWEST, B, &[0, 1, 2, 3], &["2 of 0* 0* 1 2 2 3 3"], "{2} preferred admitted"),
+    row(NARROWEST, B, &[0, 1, 2, 3], &["3 of 0 0 1 1 2 2 3 3"], "{0,1} preferred admitted"),
+    row(NARROWEST, B, &[0, 1, 2, 3], &["3 of 0* 0* 1* 1 2 2 3* 3"], "{1,2} preferred admitted"),
+    // If no mask is preferred, the result has as many nodes as the resource that needs the most alone. It has the
+    // lowest such nodes, even if another resource has no free unit on them ...
+    row(COMPARE, B, &[0, 1, 2, 3], &["2 of 0 0* 1 1* 2 2* 3 3*", "1 of 0* 1* 2* 3"], "{0,1} admitted"),
+    row(COMPARE, B, &[0, 1, 2, 3], &["2 of 0 0* 1 1* 2 2* 3 3*", "1 of 0 1 2 3"], "{0,1} admitted"),
     // ... and not more.
-    Row { source: COMPARE, policy: B, nodes: &[0, 1, 2, 3], resources: &["2 of 0* 0* 1* 1 2 2* 3 3*"], settled: "{1,2} admitted" },
+    row(COMPARE, B, &[0, 1, 2, 3], &["2 of 0* 0* 1* 1 2 2* 3 3*"], "{1,2} admitted"),
     // No combination has a common node.
-    Row { source: MERGE, policy: S, nodes: &[0, 1], resources: &["1 of 0 1*", "1 of 0* 1"], settled: "any refused" },
-    Row { source: MERGE, policy: B, nodes: &[0, 1], resources: &["1 of 0 1*", "1 of 0* 1"], settled: "{0} admitted" },
+    row(MERGE, S, &[0, 1], &["1 of 0 1*", "1 of 0* 1"], "any refused"),
+    row(MERGE, B, &[0, 1], &["1 of 0 1*", "1 of 0* 1"], "{0} admitted"),
 
-    // One node or nothing.
-    Row { source: SINGLE_FILTER, policy: S, nodes: &[0, 1], resources: &["3 of 0 0 1 1"], settled: "any refused" },
-    Row { source: SINGLE_FILTER, policy: S, nodes: &[0, 1], resources: &["2 of 0 0* 1 1*"], settled: "any refused" },
-    Row { source: SINGLE_FILTER, policy: S, nodes: &[0, 1], resources: &["2 of 0 0 1 1", "1 of 0* 1"], settled: "{1} preferred admitted" },
+    // Policy single-numa-node admits on one node or not at all.
+    row(SINGLE_FILTER, S, &[0, 1], &["3 of 0 0 1 1"], "any refused"),
+    row(SINGLE_FILTER, S, &[0, 1], &["2 of 0 0* 1 1*"], "any refused"),
+    row(SINGLE_FILTER, S, &[0, 1], &["2 of 0 0 1 1", "1 of 0* 1"], "{1} preferred admitted"),
     // On a machine with one node, a mask of that node constrains nothing.
-    Row { source: SINGLE, policy: S, nodes: &[0], resources: &["2 of 0 0 0"], settled: "any preferred admitted" },
-    Row { source: BEST_EFFORT, policy: B, nodes: &[0], resources: &["2 of 0 0 0"], settled: "{0} preferred admitted" },
+    row(SINGLE, S, &[0], &["2 of 0 0 0"], "any preferred admitted"),
+    row(BEST_EFFORT, B, &[0], &["2 of 0 0 0"], "{0} preferred admitted"),
 ];
 
 fn manager(policy: Policy, nodes: &[i64]) -> TopologyManager {
@@ -113,7 +123,7 @@ fn hints(manager: &TopologyManager, text: &str) -> ResourceHints {
     }
     let requested = requested.parse().unwrap();
     let hints = device_hints(manager, "r", requested, &units);
-    // A provider with too few devices fails before it checks masks: GetTopologyHints.
+    // A provider with too few devices fails before it checks masks (GetTopologyHints).
     let too_few = units.available.len() < requested;
     ResourceHints { hints: hints.hints.map(|hints| if too_few { Vec::new() } else { hints }), ..hints }
 }
@@ -126,14 +136,14 @@ fn settled(manager: &TopologyManager, resources: &[ResourceHints]) -> String {
 }
 
 #[test]
-fn it_settles_as_a_kubelet_does() {
+fn each_policy_settles_as_in_a_kubelet() {
     for row in ROWS {
         let manager = manager(row.policy, row.nodes);
         let mut resources: Vec<_> = row.resources.iter().map(|text| hints(&manager, text)).collect();
         let result = settled(&manager, &resources);
         assert_eq!(result, row.settled, "{} {:?} ({})", row.policy, row.resources, row.source);
         resources.reverse();
-        assert_eq!(settled(&manager, &resources), row.settled, "a map has no order: {:?}", row.resources);
+        assert_eq!(settled(&manager, &resources), row.settled, "in reverse order: {:?}", row.resources);
     }
 }
 

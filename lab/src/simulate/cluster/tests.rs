@@ -297,7 +297,7 @@ fn pods_of_a_job_start_together_on_equal_rails() {
             arrival: 40 * at,
         })
         .collect();
-    // Five GPUs are no whole number of rails with two GPUs each. On a machine with fewer rails they exceed the rails.
+    // Five GPUs do not fill whole rails of two GPUs each. On a machine with fewer rails they exceed the rails.
     jobs.push(Job { size: 5, pods: 2, duration: 9, arrival: 5000 });
     for machine in ["dgx-h100", "dgx1-v100", "dgx-a100"] {
         let (plugin, preferred) = replay_on(machine, 5, &jobs, Door::Plugin);
