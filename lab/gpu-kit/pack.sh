@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Packs the kit for the first GPU into a folder: pack.sh BUILT FOLDER. BUILT has linkwise and linkwise-lab.
 #
-# The machine with the GPU needs bash and a driver. The programs bring their libraries and their loader, since its C library
-# may be older. A program's loader is found by an absolute path in the program: it becomes the one in LINK, which run.sh
-# makes a link to the kit. linkwise starts itself again, so that naming the loader on the command line would not do.
+# The machine with the GPU needs bash and a driver. The programs bring their libraries and their loader, because the
+# machine's C library may be older. A program names its loader by an absolute path, which becomes a path below LINK, a
+# link to the kit that run.sh makes. Naming the loader on the command line would not do, because linkwise starts itself
+# again.
 set -euo pipefail
 built=$1 kit=$2
 link=/tmp/linkwise-kit
@@ -23,7 +24,7 @@ done
 for program in "$kit"/bin/*; do
   ldd "$program" | awk '$2 == "=>" {print $3}' | while read -r library; do cp -L "$library" "$kit/lib/"; done
 done
-# The driver's libraries want these too: parts of glibc that ours do not name, of the same version.
+# The driver's libraries also need these parts of glibc, of the same version. Our programs do not name them.
 folder=$(dirname "$(ldd "$kit/bin/linkwise" | awk '$1 == "libc.so.6" {print $3}')")
 for library in libdl.so.2 libpthread.so.0 librt.so.1; do
   [[ -e $folder/$library ]] || { echo "gpu-kit: no $library beside libc.so.6: glibc is needed"; exit 1; }

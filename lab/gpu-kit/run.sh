@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# What linkwise sees and does on a machine with a GPU: run.sh REPORT. Needs bash and NVIDIA's driver, takes less than
-# eight minutes, changes no setting and resets nothing. A process of its own faults on a GPU on purpose, as a broken CUDA
-# program does; as root, or where users may have namespaces, again with just the device nodes and mounts of a claim's
-# CDI spec. linkwise lets go of the driver and takes it again; the driver and other programs are left as they are.
+# Tries linkwise on a machine with a GPU and writes a report: run.sh REPORT. Needs bash and NVIDIA's driver, takes less
+# than eight minutes, changes no setting and resets nothing. A program of the kit faults on a GPU on purpose, as a broken
+# CUDA program does. As root, or if users may make namespaces, it does so again with only the device nodes and mounts of
+# a claim's CDI spec. linkwise releases the driver and resumes it. The driver and other programs are left as they are.
 #
 # REPORT becomes a folder: summary.txt, every NVML call with code and time (nvml-calls*.tsv), the machine as a node file
 # without serial numbers (machine.yaml), doctor, topology, labels, the answer to an admission (allocate.txt), with DRA
@@ -37,20 +37,21 @@ fi
 ln -sfn "$kit" "$link" || exit 1
 [[ $(readlink "$link") == "$kit" ]] || { echo "$link is not ours: remove it"; exit 1; }
 export LINKWISE_NVML_LIBRARY=$library
-# For our programs alone: the system's have a C library of their own. libcuda is beside the driver's library.
+# Only the kit's programs get the kit's libraries, because the system's programs need the system's C library. libcuda is
+# beside the driver's library.
 ours=(env "LD_LIBRARY_PATH=$kit/lib:$(dirname "$library")")
 failed=0
 # A driver container has a root of its own.
 if [[ $library == /run/nvidia/driver/* ]]; then export NVIDIA_DRIVER_ROOT=${NVIDIA_DRIVER_ROOT:-/run/nvidia/driver}; fi
 
-# The seconds that a step has: its limit, or what is left in all.
+# Prints the seconds that a step may take: its limit, or the rest of the whole time.
 left() {
   local left=$((most - SECONDS))
   ((left > 0)) || left=1
   echo $((left < limit ? left : limit))
 }
 
-# Runs a command; its output is a file of the report.
+# Runs a command and writes its output to a file of the report.
 step() {
   local file=$1 begin=$SECONDS status
   shift
@@ -69,7 +70,7 @@ step version.txt "$link/bin/linkwise" --version
 LINKWISE_NVML_CALLS=$report/nvml-calls-snapshot.tsv step machine.yaml "$link/bin/linkwise" snapshot --redact
 step topology.txt "$link/bin/linkwise" topology
 step labels.txt "$link/bin/linkwise" labels --oneshot --output-file ""
-# The doctor ends with 1 where it finds something; without a kubelet it does.
+# The doctor ends with 1 if it finds something, and it finds that there is no kubelet.
 timeout "$(left)" "${ours[@]}" "$link/bin/linkwise" doctor >"$report/doctor.txt" 2>&1
 echo "ok: doctor.txt (ended with $?)"
 limit=$most step kit.txt "$link/bin/linkwise-lab" kit --linkwise "$link/bin/linkwise" --report "$report" \

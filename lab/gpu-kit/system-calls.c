@@ -1,7 +1,7 @@
-/* Counts the system calls of a process: `system-calls PROCESS SECONDS`. Prints a line for each kind, its number in the
- * kernel's table (of x86-64) and the count. It traces the threads that the process has at the start and those that they
- * start; when it ends, the kernel lets them go on. A thread's call that is interrupted at the start is made again, and
- * counts. Ends with 1 where the machine does not let it trace. */
+/* Counts the system calls of a process: `system-calls PROCESS SECONDS`. Prints a line for each call that was made: its
+ * number in the kernel's table (of x86-64) and the count. Traces the threads that the process has at the start and the
+ * threads that they start. When this program ends, the kernel lets them go on. A call that is interrupted at the start
+ * is made again, and counts. Ends with 1 if the machine does not allow tracing. */
 #include <dirent.h>
 #include <errno.h>
 #include <signal.h>
@@ -38,9 +38,9 @@ int main(int count, char **words) {
         return 1;
     }
     memset(&action, 0, sizeof action);
-    action.sa_handler = end; /* without SA_RESTART: waitpid ends with it */
+    action.sa_handler = end; /* Without SA_RESTART the signal ends waitpid. */
     sigaction(SIGALRM, &action, 0);
-    /* Again and again: the first signal may come while no waitpid is there to end. */
+    /* The timer repeats, because the first signal may come while waitpid is not running. */
     struct itimerval timer = {{0, 100000}, {strtol(words[2], 0, 10), 0}};
     setitimer(ITIMER_REAL, &timer, 0);
     for (;;) {
@@ -51,7 +51,7 @@ int main(int count, char **words) {
         if (!WIFSTOPPED(status)) continue;
         int stop = WSTOPSIG(status), delivered = 0;
         if (stop == (SIGTRAP | 0x80)) {
-            /* The kernel has -ENOSYS as the result until the call is made. */
+            /* The result is -ENOSYS until the call is made, so that only its entry counts. */
             if (!ptrace(PTRACE_GETREGS, thread, 0, &registers) && (long)registers.rax == -ENOSYS)
                 counts[registers.orig_rax & 1023]++;
         } else if (!(status >> 16)) {

@@ -1,4 +1,4 @@
-//! The demo ends well on every machine under every policy and scope, and stays watchable.
+//! The demo succeeds on every machine under every policy and scope, and its page can be watched.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
 
@@ -16,10 +16,9 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const POLICIES: [&str; 4] = ["none", "best-effort", "restricted", "single-numa-node"];
 const SCOPES: [&str; 2] = ["container", "pod"];
-/// Demos at a time: more would compete for the two workers, and the kubelet waits 20 s for a plugin at most.
-const CONCURRENT: usize = 2;
+/// The most demos at a time. More would compete for the two workers, and the kubelet waits only 20 s for a plugin.
+const MAX_CONCURRENT: usize = 2;
 
-/// The options of `linkwise-lab demo`.
 #[derive(Parser)]
 struct Options {
     #[command(flatten)]
@@ -30,38 +29,39 @@ fn args(options: &[&str]) -> DemoArgs {
     Options::try_parse_from(["demo"].iter().chain(options)).unwrap().demo
 }
 
-/// What a demo prints.
-pub async fn played(machine: Machine, options: &[&str]) -> String {
+/// Plays a demo, which must succeed. Returns the printed text.
+pub async fn play(machine: Machine, options: &[&str]) -> String {
     let printed = Mutex::new(String::new());
-    let say = |text: &str| {
+    let print = |text: &str| {
         printed.lock().unwrap().push_str(text);
         Ok(())
     };
     let name = machine.name.clone();
     let args = args(options);
-    let ended = match args.dra {
-        true => play_with_dra(&args, machine, &say).await,
-        false => demo(&args, machine, &say).await,
+    let result = match args.dra {
+        true => play_with_dra(&args, machine, &print).await,
+        false => demo(&args, machine, &print).await,
     };
     let printed = printed.into_inner().unwrap();
-    ended.unwrap_or_else(|error| panic!("{name} {options:?}: {error:#}\n{printed}"));
+    result.unwrap_or_else(|error| panic!("{name} {options:?}: {error:#}\n{printed}"));
     printed
 }
 
-/// Each machine under each policy, with one of the scopes; half of the machines have a policy with the other one.
+/// Each machine runs under each policy. Policies take turns at the scopes, and every second machine begins with the
+/// other scope.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn demo_succeeds_on_each_machine_policy_and_scope() {
     let mut demos = tokio::task::JoinSet::new();
     for (at, machine) in machines::built_in().enumerate() {
         for (policy, scope) in POLICIES.into_iter().zip(SCOPES.into_iter().cycle().skip(at % 2)) {
             let machine = machines::load(machine.name).unwrap();
-            if demos.len() == CONCURRENT {
+            if demos.len() == MAX_CONCURRENT {
                 demos.join_next().await.unwrap().unwrap();
             }
             demos.spawn(async move {
                 let nodes = linkwise_lab::demo::numa_nodes(&machine.observed.host).len();
                 let (name, gpus) = (machine.name.clone(), machine.observed.gpus.len());
-                let printed = played(machine, &["--topology-manager-policy", policy, "--scope", scope]).await;
+                let printed = play(machine, &["--topology-manager-policy", policy, "--scope", scope]).await;
                 assert!(gpus == 0 || printed.contains("nothing left behind"), "{name} {policy} {scope}\n{printed}");
                 let refuses = printed.contains("unsupported on machines with more than 8 NUMA nodes");
                 assert_eq!(
@@ -77,7 +77,7 @@ async fn demo_succeeds_on_each_machine_policy_and_scope() {
     }
 }
 
-/// Machines that are not built in: few GPUs, no NUMA nodes, too many of them, node numbers that no mask holds.
+/// Machines that are not built in: with few GPUs, no NUMA nodes, too many, or node numbers that no mask can hold.
 fn odd_machines() -> Vec<Machine> {
     let odd = |name: &str, change: &dyn Fn(&mut NodeObservation)| {
         let mut machine = machines::load("dgx-h100").unwrap();
@@ -108,7 +108,7 @@ async fn demo_succeeds_on_odd_machines() {
         for policy in POLICIES {
             for hints in ["node", "package", "off"] {
                 let printed =
-                    played(machine.clone(), &["--topology-manager-policy", policy, "--numa-hints", hints]).await;
+                    play(machine.clone(), &["--topology-manager-policy", policy, "--numa-hints", hints]).await;
                 assert!(printed.contains("nothing left behind") || printed.contains("no GPU"), "{printed}");
             }
         }
@@ -127,16 +127,16 @@ fn piped_demo_prints_plain_lines_of_100_columns() {
         for line in text.lines() {
             assert!(line.chars().count() <= 100, "{}: {line}", machine.name);
         }
-        // A pod that no NUMA node has room for is refused, with the reason.
+        // On a DGX H100 a pod that fits no single NUMA node is refused, with the reason.
         let why = "TopologyAffinityError\n  why: 4 nvidia.com/gpu would fit 1 NUMA node, but what is free needs {0,1}";
         assert!(machine.name != "dgx-h100" || text.contains(why), "{text}");
     }
 }
 
-/// A process that ends with its test.
-struct Ends(Child);
+/// A child process that ends with its test.
+struct KillOnDrop(Child);
 
-impl Drop for Ends {
+impl Drop for KillOnDrop {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -152,47 +152,47 @@ async fn get(address: &str, path: &str) -> String {
     answer
 }
 
-/// Asks until the answer has all of these.
-async fn shows(address: &str, path: &str, wanted: &[&str]) -> String {
-    let mut again = tokio::time::interval(Duration::from_millis(100));
+/// Requests the path again and again until the answer has all of the wanted texts.
+async fn get_until(address: &str, path: &str, wanted: &[&str]) -> String {
+    let mut ticks = tokio::time::interval(Duration::from_millis(100));
     let mut last = String::new();
-    let asking = async {
+    let polling = async {
         loop {
-            again.tick().await;
+            ticks.tick().await;
             last = get(address, path).await;
-            if wanted.iter().all(|words| last.contains(words)) {
+            if wanted.iter().all(|text| last.contains(text)) {
                 return last.clone();
             }
         }
     };
-    let shown = tokio::time::timeout(Duration::from_secs(60), asking).await.ok();
-    shown.unwrap_or_else(|| panic!("{path} has not all of {wanted:?}:\n{last}"))
+    let answer = tokio::time::timeout(Duration::from_secs(60), polling).await.ok();
+    answer.unwrap_or_else(|| panic!("{path} has not all of {wanted:?}:\n{last}"))
 }
 
 #[tokio::test]
 async fn held_demo_shows_free_gpus_after_its_last_pod() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise-lab"));
     command.args(["demo", "--hold", "--machine", "dgx-h100", "--metrics-address", "127.0.0.1:0"]);
-    let mut demo = Ends(command.stdout(Stdio::piped()).spawn().unwrap());
+    let mut demo = KillOnDrop(command.stdout(Stdio::piped()).spawn().unwrap());
     let mut printed = BufReader::new(demo.0.stdout.take().unwrap()).lines().map_while(Result::ok);
     let page = printed.find_map(|line| line.strip_prefix("The node's page: http://").map(str::to_owned)).unwrap();
     let address = page.trim_end_matches('/');
     assert!(printed.any(|line| line.starts_with("Serving until interrupted")), "the last pod has ended");
-    // No pod holds any, though the kubelet's lists may have missed all of them.
+    // No pod holds a GPU, although the short-lived pods may have been in none of the kubelet's lists.
     let counts = ["held\"} 0", "free\"} 8", "mig\"} 0", "unhealthy\"} 0", "unknown\"} 0"];
     let counts = counts.map(|count| format!("linkwise_gpus_by_availability{{availability=\"{count}"));
-    let metrics = shows(address, "/metrics", &counts.each_ref().map(String::as_str)).await;
+    let metrics = get_until(address, "/metrics", &counts.each_ref().map(String::as_str)).await;
     let by_node = metrics.lines().filter(|line| line.starts_with("linkwise_free_gpus{"));
     assert_eq!(by_node.map(|line| line.split(' ').nth(1).unwrap().parse::<u32>().unwrap()).sum::<u32>(), 8);
     for size in [2, 4, 8] {
         assert!(metrics.contains(&format!("linkwise_free_collective_megabytes_per_second{{size=\"{size}\"}}")));
     }
     let tiles = ["<dt>Held</dt><dd>0</dd>", "<dt>Free</dt><dd>8</dd>", "<dt>Unhealthy</dt><dd>0</dd>"];
-    let page = shows(address, "/", &tiles).await;
-    let met = |size: &str| {
-        let of_size = page.split(&format!("data-size=\"{size}\"")).nth(1).unwrap();
-        !of_size.split("</li>").next().unwrap().contains("cannot be met")
+    let page = get_until(address, "/", &tiles).await;
+    let can_be_met = |size: &str| {
+        let item = page.split(&format!("data-size=\"{size}\"")).nth(1).unwrap();
+        !item.split("</li>").next().unwrap().contains("cannot be met")
     };
-    assert_eq!(["1", "2", "4", "8"].map(met), [true; 4], "{page}");
+    assert_eq!(["1", "2", "4", "8"].map(can_be_met), [true; 4], "{page}");
     assert!(page.contains("8 GPUs: 0 held, 8 free, 0 unhealthy."), "{page}");
 }

@@ -4,11 +4,12 @@ use futures_util::{StreamExt, stream};
 use linkwise_core::topology::NodeTopology;
 use linkwise_host::machines::{self, Machine};
 
-use crate::demo::played;
+use crate::demo::play;
 use crate::oracle::Oracle;
 
-/// The sums of the collectives of sets with groups and without, as printed, where a brute force finds each the same.
-fn compared(machine: &Machine, printed: &str) -> (u64, u64) {
+/// Adds up the printed collectives of the sets with groups and without. An independent search must find the same
+/// values.
+fn sum_collectives(machine: &Machine, printed: &str) -> (u64, u64) {
     let (topology, _) = NodeTopology::assemble(&machine.observed);
     let oracle = Oracle::new(&topology);
     let collective = |devices: &str| {
@@ -31,14 +32,14 @@ fn compared(machine: &Machine, printed: &str) -> (u64, u64) {
     (with, without)
 }
 
-/// Demos at a time: each waits for the kubelet and for lists of pods most of its time.
-const CONCURRENT: usize = 5;
+/// The most demos at a time. Each of them waits for the kubelet and for lists of pods most of its time.
+const MAX_CONCURRENT: usize = 5;
 
 #[tokio::test]
 async fn dra_demo_succeeds_on_each_machine() {
     let load = |name| machines::load(name).unwrap();
-    let demos = machines::built_in().map(|it| async move { (it.name, played(load(it.name), &["--dra"]).await) });
-    let mut demos = stream::iter(demos).buffer_unordered(CONCURRENT);
+    let demos = machines::built_in().map(|it| async move { (it.name, play(load(it.name), &["--dra"]).await) });
+    let mut demos = stream::iter(demos).buffer_unordered(MAX_CONCURRENT);
     let mut count = 0;
     while let Some((machine, printed)) = demos.next().await {
         count += 1;
@@ -57,16 +58,16 @@ async fn dra_demo_succeeds_on_each_machine() {
         for part in always {
             assert!(printed.contains(part), "{machine}: {part}\n{printed}");
         }
-        // Half of the GPUs are for train-b: with one of the others taken, its claim waits.
+        // train-a and train-b want half of the GPUs each. With the notebook's GPU taken too, train-b's claim waits.
         if gpus >= 4 {
             assert!(printed.contains("✗ train-b wants") && printed.contains("in use"), "{machine}\n{printed}");
         }
         assert_eq!(printed.contains("a claim from linkwise-gpus-"), gpus >= 4, "{machine}\n{printed}");
-        let (with, without) = compared(&load(machine), &printed);
+        let (with, without) = sum_collectives(&load(machine), &printed);
         let summary = format!("templates: {with} MB/s in all; of the first free GPUs: {without} MB/s");
         assert_eq!(printed.contains(&summary), gpus >= 4, "{machine}: {summary}\n{printed}");
         assert!(with >= without, "{machine}\n{printed}");
-        // A mesh, in which the order alone is not enough: the demo's pods show what the groups are for.
+        // In a mesh of NVLinks the published order alone is not enough, so that groups double the bandwidth.
         assert!(machine != "dgx1-v100" || (with, without) == (146_000, 72_000), "{printed}");
     }
     assert_eq!(count, machines::built_in().count());
@@ -77,7 +78,7 @@ async fn dra_demo_succeeds_with_few_gpus_or_none() {
     for gpus in [0, 1, 3] {
         let mut machine = machines::load("dgx1-v100").unwrap();
         machine.observed.gpus.truncate(gpus);
-        let printed = played(machine, &["--dra"]).await;
+        let printed = play(machine, &["--dra"]).await;
         let end = if gpus == 0 { "publishes nothing" } else { "nothing left behind" };
         assert!(printed.contains(end), "{gpus}\n{printed}");
     }

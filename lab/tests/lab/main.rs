@@ -1,17 +1,17 @@
-//! The laboratory's programs: the demo on every machine, with and without DRA, and simulations.
+//! Tests of the laboratory: the demo on every machine, with and without DRA, the node's page, and the simulations.
 
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
     clippy::panic,
     clippy::indexing_slicing,
-    reason = "what a helper cannot do fails the test"
+    reason = "a test may panic"
 )]
 
 mod demo;
 mod demo_dra;
 mod numa_hints;
-#[allow(dead_code, reason = "other tests judge more by it")]
+#[allow(dead_code, reason = "other tests use the rest of it")]
 #[path = "../../../tests/oracle/mod.rs"]
 mod oracle;
 mod page;
@@ -30,22 +30,22 @@ fn lab(args: &[impl AsRef<OsStr>]) -> Command {
     command
 }
 
-/// Runs a command that succeeds with nothing on standard error; returns what it printed.
-fn text(command: &mut Command) -> String {
+/// Runs a command, which must succeed and print nothing to standard error. Returns its standard output.
+fn stdout(command: &mut Command) -> String {
     let output = command.output().unwrap();
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Runs a command with something on its standard input.
-fn fed(command: &mut Command, input: &[u8]) -> Output {
+/// Runs a command with this standard input.
+fn run_with_input(command: &mut Command, input: &[u8]) -> Output {
     let mut child =
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the binary starts");
     let mut stdin = child.stdin.take().unwrap();
     let input = input.to_vec();
-    // In a thread: a command that answers while it reads would block on a full pipe.
-    let feeding = std::thread::spawn(move || stdin.write_all(&input));
+    // A thread writes the input, because a command that prints while it reads would block on a full pipe.
+    let writing = std::thread::spawn(move || stdin.write_all(&input));
     let output = child.wait_with_output().unwrap();
-    feeding.join().unwrap().unwrap();
+    writing.join().unwrap().unwrap();
     output
 }

@@ -1,4 +1,5 @@
-//! What our devices claim of NUMA nodes, what a kubelet's Topology Manager makes of it, and the metric that tells.
+//! The NUMA nodes that linkwise's devices report, their effect on a kubelet's Topology Manager, and the metric about
+//! it.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -18,7 +19,7 @@ use tokio::sync::watch;
 
 const GPU: &str = "nvidia.com/gpu";
 
-/// A DGX H100 in NPS4: four NUMA nodes to a package, two GPUs on every second one.
+/// A DGX H100 in NPS4: four NUMA nodes in each package, and two GPUs on every second node.
 fn nps4() -> NodeObservation {
     let mut seen = machines::load("dgx-h100").unwrap().observed;
     let node = |id| NumaNodeObservation {
@@ -27,7 +28,7 @@ fn nps4() -> NodeObservation {
         cpus: format!("{}-{}", 8 * id, 8 * id + 7),
     };
     seen.host.numa_nodes = (0..8).map(node).collect();
-    // GPUs 0 to 7 on nodes 0, 0, 2, 2, 4, 4, 6, 6; no tree, so that NVML's word stands.
+    // Without a PCI tree NVML's NUMA nodes count: GPUs 0 to 7 are on nodes 0, 0, 2, 2, 4, 4, 6, 6.
     seen.host.host_bridges.clear();
     for gpu in &mut seen.gpus {
         gpu.numa = Some(NumaNodeId(gpu.index / 2 * 2));
@@ -38,8 +39,8 @@ fn nps4() -> NodeObservation {
 /// The report of a node's latest choice.
 pub type Report = watch::Receiver<Option<Arc<AllocationReport>>>;
 
-/// Plays `script` on a node with this machine, policy and hints, unless a kubelet would not start with them.
-pub async fn on<T>(
+/// Plays `script` on a node with this machine, policy and hints. Fails if a kubelet would not start with them.
+pub async fn play_on<T>(
     seen: NodeObservation,
     policy: Policy,
     numa_hints: NumaHints,
@@ -68,24 +69,24 @@ pub async fn on<T>(
     Ok(outcome)
 }
 
-fn narrowed(metrics: &Metrics) -> u64 {
+fn narrowed_requests(metrics: &Metrics) -> u64 {
     let text = metrics.encode().unwrap();
     let line = text.lines().find(|line| line.starts_with("linkwise_narrowed_requests_total{")).unwrap();
     line.rsplit(' ').next().unwrap().parse().unwrap()
 }
 
 #[tokio::test]
-async fn with_several_nodes_to_a_package_four_gpus_fit_one_only_where_they_claim_the_package() {
-    let claims = [
+async fn numa_hints_decide_what_single_numa_node_admits() {
+    let cases = [
         (NumaHints::Node, vec![vec![0], vec![2], vec![4], vec![6]], false),
         (NumaHints::Package, vec![vec![0, 1, 2, 3], vec![4, 5, 6, 7]], true),
         (NumaHints::Off, vec![vec![]], true),
     ];
-    for (hints, claimed, admitted) in claims {
-        on(nps4(), Policy::SingleNumaNode, hints, async |kubelet, _, _| {
+    for (hints, reported, admitted) in cases {
+        play_on(nps4(), Policy::SingleNumaNode, hints, async |kubelet, _, _| {
             let numa = kubelet.state().resources[GPU].numa.clone();
             let expected: BTreeSet<BTreeSet<i64>> =
-                claimed.into_iter().map(|nodes| nodes.into_iter().collect()).collect();
+                reported.into_iter().map(|nodes| nodes.into_iter().collect()).collect();
             assert_eq!(numa.into_values().collect::<BTreeSet<_>>(), expected, "{hints:?}");
             let pod = Pod::single("pod", GPU, 4);
             assert_eq!(kubelet.admit(&pod, None).await.is_ok(), admitted, "{hints:?}");
@@ -96,22 +97,23 @@ async fn with_several_nodes_to_a_package_four_gpus_fit_one_only_where_they_claim
 }
 
 #[tokio::test]
-async fn requests_are_counted_as_narrowed_where_the_topology_manager_holds_gpus_back() {
+async fn request_narrowed_by_topology_manager_is_counted() {
     for (policy, hints, counted) in [
         (Policy::None, NumaHints::Node, 0),
         (Policy::BestEffort, NumaHints::Off, 0),
         (Policy::BestEffort, NumaHints::Node, 1),
     ] {
         let seen = machines::load("dgx-h100").unwrap().observed;
-        on(seen, policy, hints, async |kubelet, metrics, _| {
-            // One side fills up, the other is offered, and then the first again: now the second is known to be free.
+        play_on(seen, policy, hints, async |kubelet, metrics, _| {
+            // Pods fill one side, so that the other side is offered. Then the first side is offered again, although
+            // linkwise knows that the other has free GPUs.
             for (pod, size) in [("a", 3), ("b", 1), ("c", 2)] {
                 kubelet.admit(&Pod::single(pod, GPU, size), None).await.unwrap();
             }
-            assert_eq!(narrowed(metrics), 0, "{policy} {hints:?}: others may be in use");
+            assert_eq!(narrowed_requests(metrics), 0, "{policy} {hints:?}: the other GPUs may be in use");
             kubelet.remove_pod("a");
             kubelet.admit(&Pod::single("d", GPU, 1), None).await.unwrap();
-            assert_eq!(narrowed(metrics), counted, "{policy} {hints:?}");
+            assert_eq!(narrowed_requests(metrics), counted, "{policy} {hints:?}");
         })
         .await
         .unwrap();

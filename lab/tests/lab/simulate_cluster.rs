@@ -5,19 +5,19 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::{lab, text};
+use crate::{lab, stdout};
 
 fn simulate(args: &[&str]) -> Command {
     lab(&[&["simulate"], args].concat())
 }
 
-/// What it prints; nothing on standard error, which is no terminal.
+/// The standard output of a simulation. Standard error is not a terminal and stays empty.
 fn printed(args: &[&str]) -> String {
-    text(&mut simulate(args))
+    stdout(&mut simulate(args))
 }
 
-/// Compares with tests/snapshots/NAME.snap.
-pub fn holds(name: &str, text: &str) {
+/// Compares a text with snapshots/NAME.snap.
+pub fn check_snapshot(name: &str, text: &str) {
     let mut settings = insta::Settings::clone_current();
     settings.set_snapshot_path("snapshots");
     settings.set_prepend_module_to_snapshot(false);
@@ -29,9 +29,9 @@ const SMALL: [&str; 6] = ["--nodes", "6", "--mix", "dgx1-v100=2,pcie-8x-pix-pair
 
 #[test]
 fn small_cluster_has_its_figures() {
-    holds("simulate-cluster", &printed(&SMALL));
+    check_snapshot("simulate-cluster", &printed(&SMALL));
     let json: Value = serde_json::from_str(&printed(&[&SMALL[..], &["--format", "json"]].concat())).unwrap();
-    holds("simulate-cluster-json", &serde_json::to_string_pretty(&json).unwrap());
+    check_snapshot("simulate-cluster-json", &serde_json::to_string_pretty(&json).unwrap());
 }
 
 #[test]
@@ -41,7 +41,7 @@ fn page_explains_every_figure() {
     let table = text.lines().skip_while(|line| !line.starts_with(' ')).skip(1).take_while(|line| !line.is_empty());
     let lines: Vec<&str> = table.map(|line| line.get(..36).unwrap_or_default().trim()).collect();
     assert!(lines.len() > 12, "{lines:?}");
-    // Several lines of one subject have a row together.
+    // The page explains lines of one subject in one row.
     for label in lines.iter().map(|line| line.split([',', ':']).next().unwrap()) {
         let subject = label.split(" of ").next().unwrap();
         assert!(page.contains(&format!("| {subject}")) || page.contains(&format!(", {subject}")), "{label}");
@@ -51,7 +51,7 @@ fn page_explains_every_figure() {
     for field in figures.keys().filter(|field| !["door", "jobs", "several"].contains(&field.as_str())) {
         assert!(page.contains(&format!("`{field}`")), "{field}");
     }
-    // Its commands are commands.
+    // The page's commands work.
     for line in page.lines().filter_map(|line| line.strip_prefix("    linkwise-lab ")) {
         let mut args: Vec<&str> = line.split('#').next().unwrap().split_whitespace().skip(1).collect();
         args.retain(|arg| !arg.ends_with(".csv") && *arg != "--trace");
@@ -103,7 +103,7 @@ fn choices_are_lines_of_csv() {
         }
     }
     assert!(held.is_empty(), "{held:?}");
-    // Claims for the cluster's machines get more of its best than those for any machine.
+    // Claims for this cluster's machines get more of the cluster's best than claims for any machine.
     let [groups, fleet] = ["dra-groups", "dra-fleet"].map(|door| shares[door].0 / shares[door].1);
     assert!(groups < fleet && fleet > 950, "{groups} {fleet}");
 }
@@ -116,7 +116,7 @@ fn same_seed_gives_same_figures() {
 }
 
 #[test]
-fn trace_is_replayed_on_every_door_that_is_named() {
+fn trace_is_replayed_on_every_named_door() {
     let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/traces/sample.csv");
     let args = ["--nodes", "2", "--node", "dgx-h100", "--trace", trace, "--format", "json"];
     let doors = ["--door", "dra-groups", "--door", "plugin,dra-groups", "--cpu", "none"];
@@ -124,7 +124,7 @@ fn trace_is_replayed_on_every_door_that_is_named() {
     let names: Vec<&Value> = json["doors"].as_array().unwrap().iter().map(|door| &door["door"]).collect();
     assert_eq!(names, ["dra-groups", "plugin"]);
     for door in json["doors"].as_array().unwrap() {
-        // All of a trace counts; behind NVSwitches every set has all there is.
+        // All jobs of a trace count. Behind NVSwitches every set has the best collective.
         assert_eq!(
             (&door["jobs"], &door["several"], &door["best_of_cluster"]),
             (&200.into(), &118.into(), &1000.into())
@@ -166,7 +166,7 @@ fn bad_input_is_refused_by_name() {
         assert!(!output.status.success() && output.stdout.is_empty(), "{args:?}: {error}");
         assert!(named.iter().all(|name| error.contains(name)), "{args:?} names {named:?}: {error}");
     }
-    // Without a cluster its options mean nothing, and a trace is needed.
+    // The options of a cluster need --nodes, and without --nodes a trace is needed.
     let sample = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/traces/sample.csv");
     for (args, named) in [
         (&["--trace", "-", "--door", "plugin"][..], "--nodes"),
@@ -178,9 +178,9 @@ fn bad_input_is_refused_by_name() {
     }
 }
 
-/// docs/schedulers.md has a table of exact claims against the others.
+/// docs/schedulers.md has a table that compares exact claims with other claims.
 #[test]
-fn page_has_what_exact_claims_get() {
+fn page_has_the_figures_of_exact_claims() {
     let page = include_str!("../../../docs/schedulers.md");
     let command = page.lines().find_map(|line| line.strip_prefix("    linkwise-lab simulate ")).unwrap();
     for machine in ["dgx1-v100", "aws-p5", "nvlink-bridge-pairs", "pcie-8x-pix-pairs"] {

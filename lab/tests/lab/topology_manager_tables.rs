@@ -1,10 +1,10 @@
-//! What requests for 1, 2, 4 and 8 GPUs get on every built-in machine under every policy of the Topology Manager,
-//! on an idle node and on one where every second GPU, by index, is held by another pod. Scope container, devices
-//! claim their own NUMA nodes.
+//! The GPUs that requests for 1, 2, 4 and 8 GPUs get on every built-in machine under every policy of the Topology
+//! Manager: on an idle node, and on a node where another pod holds every second GPU, by index. The scope is container,
+//! and devices report their own NUMA nodes.
 //!
-//! A whole node and a kubelet in a box give the answers; `tests/golden/topology-manager` holds them. Where the
-//! Topology Manager leaves a worse set than the engine would take of the same free GPUs, the table has both.
-//! `INSTA_UPDATE=always cargo test --test topology_manager_tables` writes the tables anew.
+//! A node of linkwise and a kubelet in a box give the answers, and `golden/topology-manager` has the tables. If the
+//! Topology Manager leaves a worse set than linkwise would choose of the same free GPUs, the table has both.
+//! `INSTA_UPDATE=always cargo test -p linkwise-lab --test lab topology_manager_tables` writes the tables again.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
 
@@ -20,17 +20,17 @@ use linkwise_core::topology::NodeTopology;
 use linkwise_host::machines::{self, Machine};
 use linkwise_kubelet_box::{AdmissionError, Admitted, BoxError, Place, Pod, Policy};
 
-use crate::numa_hints::on;
+use crate::numa_hints::play_on;
 
 const GPU: &str = "nvidia.com/gpu";
 const POLICIES: [Policy; 4] = [Policy::None, Policy::BestEffort, Policy::Restricted, Policy::SingleNumaNode];
 const SIZES: [u32; 4] = [1, 2, 4, 8];
 const FOLDER: &str = "golden/topology-manager";
 
-/// What one policy answers, in the order idle then half full, each by size.
+/// The answers under one policy: on the idle node, then on the half full one, each by size.
 type Column = Vec<String>;
 
-/// The engine and the machine it chooses on.
+/// The engine: linkwise's own choice on a machine.
 struct Engine {
     tables: AllocationTables,
 }
@@ -61,7 +61,7 @@ impl Engine {
         preferred_allocation(&self.tables, &request, AllocationPolicy::BestEffort).1
     }
 
-    /// Where the engine would do better with the same free GPUs: what it would take, and what for.
+    /// The better set that the engine would choose of the same free GPUs, and the value by which it is better.
     fn better(&self, free: &BTreeSet<String>, got: &BTreeSet<String>, size: u32) -> Option<String> {
         let best = self.choose(free, &BTreeSet::new(), size);
         let (ours, theirs) = (best.values?, self.choose(free, got, size).values?);
@@ -76,7 +76,7 @@ impl Engine {
 /// All answers under one policy.
 async fn column(machine: &Machine, engine: &Engine, policy: Policy) -> Result<Column, String> {
     let seen = machine.observed.clone();
-    let answers = on(seen, policy, NumaHints::Node, async |kubelet, _, report| {
+    let answers = play_on(seen, policy, NumaHints::Node, async |kubelet, _, report| {
         let ids = engine.ids();
         let mut answers = Vec::new();
         for half_full in [false, true] {

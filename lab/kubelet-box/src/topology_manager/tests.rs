@@ -44,7 +44,7 @@ const ROWS: &[Row] = &[
     // The hints of the devices.
     row(DEVICES, B, &[0, 1], &["1 of 0 0 1 1"], "{0} preferred admitted"),
     row(DEVICES, B, &[0, 1], &["2 of 0* 0 1 1"], "{1} preferred admitted"),
-    // The fewest nodes that could meet the request are those of all devices, even of used and unhealthy ones ...
+    // The fewest nodes for a request are counted with all devices, even used and unhealthy ones ...
     row(DEVICES, B, &[0, 1], &["2 of 0* 0 1* 1"], "{0,1} admitted"),
     row(RESTRICTED, R, &[0, 1], &["2 of 0* 0 1* 1"], "{0,1} refused"),
     // ... so a request that never fits one node is preferred on two.

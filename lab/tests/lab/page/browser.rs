@@ -1,7 +1,6 @@
 //! A real Chromium, driven by the DevTools protocol over a pair of named pipes.
 //!
-//! <https://chromedevtools.github.io/devtools-protocol/>. One browser has one tab here. Waits for states, never sleeps
-//! but between two looks.
+//! <https://chromedevtools.github.io/devtools-protocol/>. A browser has one tab here. Its methods wait for states.
 
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
@@ -14,17 +13,17 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// Far more than anything takes: a bound for "never".
-pub const PATIENCE: Duration = Duration::from_secs(60);
+/// The longest wait for any answer or state, far longer than each takes.
+pub const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The program: that of `make tools`, else one on the PATH. `build.rs` looked for the same names.
+/// The browser's program: the one of `make tools`, or else one on the PATH. `build.rs` looked for the same names.
 fn program() -> PathBuf {
-    let brought = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/tools/chromium");
+    let from_make_tools = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/tools/chromium");
     let path = std::env::var_os("PATH").unwrap_or_default();
     let folders = std::env::split_paths(&path);
     let names = ["chromium", "chromium-headless-shell", "google-chrome"];
     let installed = folders.flat_map(|folder| names.map(|name| folder.join(name)));
-    [brought].into_iter().chain(installed).find(|path| path.exists()).expect("build.rs found a browser")
+    [from_make_tools].into_iter().chain(installed).find(|path| path.exists()).expect("build.rs found a browser")
 }
 
 /// A browser with one empty tab.
@@ -47,15 +46,15 @@ impl Drop for Browser {
 }
 
 impl Browser {
-    /// Starts it; `None` where there is none.
+    /// Starts the browser with an empty tab.
     pub fn start() -> Self {
         let program = program();
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         let (commands, answers) = (at("commands"), at("answers"));
         assert!(Command::new("mkfifo").args([&commands, &answers]).status().unwrap().success());
-        // The browser reads the descriptor 3 and writes the descriptor 4. A sandbox of its own is not to be had everywhere
-        // that tests run; it sees no page but ours.
+        // The browser reads descriptor 3 and writes descriptor 4. Not every machine allows its sandbox, and it needs
+        // none, because it opens only our page.
         let script = "exec \"$0\" --headless --no-sandbox --disable-dev-shm-usage --disable-gpu --hide-scrollbars \
                       --force-color-profile=srgb --remote-debugging-pipe --user-data-dir=\"$1\" 3<\"$2\" 4>\"$3\"";
         let mut sh = Command::new("sh");
@@ -99,7 +98,7 @@ impl Browser {
         }
         self.commands.write_all(&[message.to_string().as_bytes(), b"\0"].concat()).unwrap();
         loop {
-            let answer = self.answers.recv_timeout(PATIENCE).unwrap_or_else(|_| panic!("no answer to {method}"));
+            let answer = self.answers.recv_timeout(WAIT_TIMEOUT).unwrap_or_else(|_| panic!("no answer to {method}"));
             if answer["id"] == json!(self.last) {
                 assert!(answer["error"].is_null(), "{method}: {}", answer["error"]);
                 return answer["result"].clone();
@@ -110,13 +109,13 @@ impl Browser {
         }
     }
 
-    /// The events of some method so far.
+    /// The events of this method so far.
     pub fn events(&mut self, method: &str) -> Vec<Value> {
         self.call("Runtime.evaluate", json!({"expression": "0"}));
         self.events.iter().filter(|event| event["method"] == method).map(|event| event["params"].clone()).collect()
     }
 
-    /// The value of an expression; a promise is awaited.
+    /// The value of an expression. A promise is awaited.
     pub fn value(&mut self, expression: &str) -> Value {
         let parameters = json!({"expression": expression, "returnByValue": true, "awaitPromise": true});
         let answer = self.call("Runtime.evaluate", parameters);
@@ -132,12 +131,12 @@ impl Browser {
             if value == *wanted {
                 return;
             }
-            assert!(start.elapsed() < PATIENCE, "{expression} is {value:#}, and not {wanted:#}");
+            assert!(start.elapsed() < WAIT_TIMEOUT, "{expression} is {value:#}, and not {wanted:#}");
             std::thread::sleep(Duration::from_millis(50));
         }
     }
 
-    /// Opens a page at this size, and waits until its script has asked once.
+    /// Opens a page at this size, and waits until it is loaded.
     pub fn open(&mut self, url: &str, (width, height): (u32, u32)) {
         self.resize(width, height);
         self.call("Page.navigate", json!({"url": url}));
@@ -149,8 +148,8 @@ impl Browser {
         self.call("Emulation.setDeviceMetricsOverride", size);
     }
 
-    /// Whether the person likes dark pages.
-    pub fn prefers(&mut self, scheme: &str) {
+    /// Sets the colour scheme that the person prefers: `light` or `dark`.
+    pub fn prefer(&mut self, scheme: &str) {
         let features = json!({"features": [{"name": "prefers-color-scheme", "value": scheme}]});
         self.call("Emulation.setEmulatedMedia", features);
     }
@@ -164,8 +163,8 @@ impl Browser {
         }
     }
 
-    /// The whole page as PNG, into the folder that `PAGE_IMAGES` names, where it names one.
-    pub fn picture(&mut self, name: &str) {
+    /// Writes the whole page as a PNG file into the folder that `PAGE_IMAGES` names, if it is set.
+    pub fn write_picture(&mut self, name: &str) {
         let Some(folder) = std::env::var_os("PAGE_IMAGES") else { return };
         let answer = self.call("Page.captureScreenshot", json!({"format": "png", "captureBeyondViewport": true}));
         let base64 = answer["data"].as_str().unwrap();

@@ -1,10 +1,10 @@
-//! `linkwise-lab demo --step`, and what the kubelet in it would say who holds what.
+//! `linkwise-lab demo --step` as a child process, and the text that each step prints.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 
-use super::browser::PATIENCE;
+use super::browser::WAIT_TIMEOUT;
 
 /// A demo that waits for Enter.
 pub struct Demo {
@@ -23,7 +23,7 @@ impl Drop for Demo {
 }
 
 impl Demo {
-    /// Starts it on a machine: before its first step.
+    /// Starts the demo on a machine. It waits before its first step.
     pub fn start(machine: &str) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise-lab"));
         command.args(["demo", "--step", "--machine", machine]).stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -32,23 +32,23 @@ impl Demo {
         let (sender, lines) = channel();
         std::thread::spawn(move || output.lines().map_while(Result::ok).try_for_each(|line| sender.send(line)));
         let mut demo = Self { input: process.stdin.take().unwrap(), process, lines, url: String::new() };
-        let printed = demo.printed();
+        let printed = demo.read_step();
         let url = printed.lines().find_map(|line| line.strip_prefix("The node's page: "));
         demo.url = url.unwrap_or_else(|| panic!("no address: {printed}")).to_owned();
         demo
     }
 
-    /// The next step; what it prints.
+    /// Plays the next step. Returns the text that it prints.
     pub fn step(&mut self) -> String {
         self.input.write_all(b"\n").unwrap();
-        self.printed()
+        self.read_step()
     }
 
-    /// What is printed until Enter is asked for, or the end.
-    fn printed(&self) -> String {
+    /// Reads the printed text until the demo waits for Enter or ends.
+    fn read_step(&self) -> String {
         let mut printed = String::new();
         loop {
-            match self.lines.recv_timeout(PATIENCE) {
+            match self.lines.recv_timeout(WAIT_TIMEOUT) {
                 Ok(line) if line == "[press Enter]" => return printed,
                 Ok(line) => printed += &format!("{line}\n"),
                 Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => return printed,

@@ -1,4 +1,4 @@
-// Text that stands on something too much like it: below 4.5 to 1, large text below 3 to 1 (WCAG 2.2, 1.4.3).
+// The texts with too little contrast: below 4.5 to 1, or below 3 to 1 for large text (WCAG 2.2, 1.4.3).
 (() => {
   const paper = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const channels = (colour) => {

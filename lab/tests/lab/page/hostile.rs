@@ -13,7 +13,7 @@ use super::browser::Browser;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[cfg_attr(not(has_chromium), ignore = "no chromium here: make tools brings it")]
-async fn hostile_and_endless_names_are_text() {
+async fn hostile_and_long_names_are_shown_as_text() {
     let mut browser = Browser::start();
     let folder = tempfile::tempdir().unwrap();
     let pod_resources = folder.path().join("pod-resources/kubelet.sock");
@@ -40,7 +40,7 @@ async fn hostile_and_endless_names_are_text() {
     for name in &names {
         kubelet.admit(&Pod::single(name, "nvidia.com/gpu", 2), None).await.unwrap();
     }
-    // Any alert would hold up the page, and the browser's answers with it.
+    // An alert would block the page, and the browser would not answer.
     names.sort();
     let shown = "[...document.querySelectorAll('#holders .pod b')].map((pod) => pod.textContent).sort()";
     tokio::task::block_in_place(|| {
@@ -50,7 +50,7 @@ async fn hostile_and_endless_names_are_text() {
         for width in [400, 1400] {
             browser.resize(width, 900);
             browser.wait("innerWidth", &json!(width));
-            assert_eq!(browser.value("document.documentElement.scrollWidth"), json!(width), "nothing flows over");
+            assert_eq!(browser.value("document.documentElement.scrollWidth"), json!(width), "the page is not wider");
         }
         assert_eq!(browser.events("Log.entryAdded"), Vec::<Value>::new());
     });

@@ -1,9 +1,10 @@
-//! The node's page in a real Chromium (`make tools` brings it; without it these tests say that they are skipped).
+//! The node's page in a real Chromium, which `make tools` installs. Without it these tests are ignored, with the
+//! reason.
 //!
-//! `PAGE_IMAGES=docs/images` has `page_looks_right_at_each_size_and_colour` write the pictures of docs/node-page.md.
+//! With `PAGE_IMAGES=docs/images`, `page_looks_right_at_each_size_and_colour` writes the pictures of docs/node-page.md.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing, reason = "a test may panic")]
-#![allow(clippy::disallowed_methods, reason = "it reads its environment, and looks again and again at another process")]
+#![allow(clippy::disallowed_methods, reason = "it reads its environment, and polls another process")]
 
 mod browser;
 mod demo;

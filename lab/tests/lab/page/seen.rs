@@ -1,4 +1,5 @@
-//! What is seen: who holds what after each step of the demo, sizes and colours, keyboard, names for screen readers.
+//! The page as people see it: the holders after each step of the demo, sizes and colours, the keyboard, and names for
+//! screen readers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,25 +8,26 @@ use serde_json::{Value, json};
 use super::browser::Browser;
 use super::demo::Demo;
 
-/// What the page says of pods and GPUs: the rows of its table, and the picture.
+/// The pods and GPUs that the page shows: the rows of its table, and the picture.
 const SHOWN: &str = include_str!("shown.js");
 
-/// Polls follow each other at once, so that steps are seen soon, and a page that should not ask would be caught: each
-/// question of its script is counted.
-const HASTE: &str = "
+/// Makes the page's script poll every 25 ms, so that it shows steps soon, and counts its polls, so that a test notices
+/// if a hidden page polls.
+const FAST_POLLS: &str = "
     const [later, ask] = [window.setTimeout, window.fetch];
     window.setTimeout = (run, _) => later(run, 25);
     window.asks = 0;
     window.fetch = (url, options) => { window.asks += options ? 1 : 0; return ask(url, options); };
 ";
 
-/// Text that stands on something too much like it: 4.5 to 1, large text 3 to 1 (WCAG 2.2, 1.4.3).
+/// The texts with too little contrast: below 4.5 to 1, or below 3 to 1 for large text (WCAG 2.2, 1.4.3).
 const FAINT: &str = include_str!("faint.js");
 
-/// What the pods hold, by what the demo prints of the kubelet's grants.
+/// The GPUs of the pods, as the demo prints the kubelet's grants.
 #[derive(Default)]
 struct Books {
     pods: BTreeMap<String, Vec<u32>>,
+    /// The GPUs that have failed.
     sick: BTreeSet<u32>,
     /// The pod whose one GPU left the bus, and that GPU.
     gone: Option<(String, u32)>,
@@ -59,13 +61,13 @@ impl Books {
     fn shown(&self) -> Value {
         let mut picture = self.pods.clone();
         if let Some((pod, _)) = &self.gone {
-            // Held, and not to be seen in the machine.
+            // The picture shows only GPUs that are in the machine, although the pod still holds this one.
             picture.remove(pod);
         }
         json!({"table": self.pods, "picture": picture, "sick": self.sick})
     }
 
-    /// Those that have failed or are gone.
+    /// The GPUs that have failed or are gone.
     fn unhealthy(&self) -> Vec<u32> {
         self.gone.iter().map(|(_, gpu)| *gpu).chain(self.sick.iter().copied()).collect()
     }
@@ -75,13 +77,13 @@ impl Books {
 fn open(machine: &str, size: (u32, u32)) -> (Browser, Demo) {
     let mut browser = Browser::start();
     let demo = Demo::start(machine);
-    browser.call("Page.addScriptToEvaluateOnNewDocument", json!({"source": HASTE}));
+    browser.call("Page.addScriptToEvaluateOnNewDocument", json!({"source": FAST_POLLS}));
     browser.open(&demo.url, size);
     browser.wait("document.getElementById('fresh').textContent", &json!("live"));
     (browser, demo)
 }
 
-/// Plays so many steps, and waits until the page shows what came of them.
+/// Plays some steps, and waits until the page shows their results.
 fn play(browser: &mut Browser, demo: &mut Demo, books: &mut Books, steps: usize) {
     for _ in 0..steps {
         books.read(&demo.step());
@@ -95,7 +97,7 @@ fn each_step_of_the_demo_is_shown_without_reload() {
     let (mut browser, mut demo) = open("dgx-h100", (1400, 900));
     browser.value("window.since = 'the start'; document.getElementById('gpus-summary').click()");
     let mut books = Books::default();
-    let (mut steps, mut most) = (0, 0);
+    let (mut steps, mut most_held) = (0, 0);
     loop {
         let printed = demo.step();
         if printed.contains("nothing left behind") {
@@ -107,28 +109,28 @@ fn each_step_of_the_demo_is_shown_without_reload() {
             (books.pods.values().map(Vec::len).sum::<usize>(), books.pods.len(), books.unhealthy());
         let free =
             8 - held - books.sick.iter().filter(|gpu| !books.pods.values().flatten().any(|held| held == *gpu)).count();
-        let by = match pods {
+        let holders = match pods {
             0 => String::new(),
             1 => " by 1 pod".to_owned(),
             pods => format!(" by {pods} pods"),
         };
-        let said = format!("Ready. 8 GPUs: {held} held{by}, {free} free, {} unhealthy.", unhealthy.len());
-        browser.wait("document.getElementById('spoken').textContent", &json!(said));
+        let spoken = format!("Ready. 8 GPUs: {held} held{holders}, {free} free, {} unhealthy.", unhealthy.len());
+        browser.wait("document.getElementById('spoken').textContent", &json!(spoken));
         for gpu in unhealthy {
             let alert = format!("document.querySelector('#alerts li strong')?.textContent === 'GPU {gpu}'");
             browser.wait(&alert, &json!(true));
         }
-        (steps, most) = (steps + 1, most.max(held));
+        (steps, most_held) = (steps + 1, most_held.max(held));
     }
-    assert!(steps >= 11 && most == 7, "{steps} steps, {most} GPUs");
-    assert_eq!(browser.value("window.since"), "the start", "it was never loaded again");
-    assert_eq!(browser.value("document.getElementById('gpus-table').open"), true, "what was opened stays open");
-    // The demo has ended; before that, the browser complained of nothing.
+    assert!(steps >= 11 && most_held == 7, "{steps} steps, {most_held} GPUs");
+    assert_eq!(browser.value("window.since"), "the start", "the page was never loaded again");
+    assert_eq!(browser.value("document.getElementById('gpus-table').open"), true, "an opened table stays open");
+    // The only complaints of the browser are that the demo has ended.
     let complaints = browser.events("Log.entryAdded").into_iter().map(|event| event["entry"]["text"].to_string());
     let complaints: Vec<String> = complaints.filter(|text| !text.contains("net::ERR_")).collect();
     assert!(complaints.is_empty(), "{complaints:?}");
     for request in browser.events("Network.requestWillBeSent") {
-        assert_eq!(request["request"]["url"], json!(demo.url), "nothing comes from elsewhere");
+        assert_eq!(request["request"]["url"], json!(demo.url), "the page requests only its own address");
     }
 }
 
@@ -141,18 +143,18 @@ fn page_looks_right_at_each_size_and_colour() {
     play(&mut browser, &mut demo, &mut books, 8);
     assert_eq!((books.pods.len(), books.sick.len()), (3, 1), "{:?}", books.pods);
     for (scheme, width) in [("light", 1400), ("dark", 1400), ("light", 400), ("dark", 400)] {
-        browser.prefers(scheme);
+        browser.prefer(scheme);
         browser.resize(width, 900);
         browser.wait("innerWidth", &json!(width));
         assert_eq!(browser.value("document.documentElement.scrollWidth"), json!(width), "{scheme} {width}");
         assert_eq!(browser.value(FAINT), json!([]), "{scheme} {width}");
-        browser.picture(&format!("page-{scheme}-{width}"));
+        browser.write_picture(&format!("page-{scheme}-{width}"));
     }
-    // The machine of DGX-1 has its links between GPUs.
+    // The picture of a DGX-1 has links between single GPUs.
     let (mut browser, mut demo) = open("dgx1-v100", (1400, 900));
     play(&mut browser, &mut demo, &mut Books::default(), 3);
     assert_eq!(browser.value("document.documentElement.scrollWidth"), json!(1400));
-    browser.picture("page-dgx1");
+    browser.write_picture("page-dgx1");
 }
 
 #[test]
@@ -184,16 +186,16 @@ fn keyboard_and_screen_reader_find_everything() {
     ] {
         assert!(nodes.iter().any(|node| node.starts_with(wanted)), "no {wanted}: {nodes:#?}");
     }
-    // Which letter a pod has depends on who came first.
+    // The letter of a pod depends on the order of the pods.
     assert!(nodes.iter().any(|node| node.starts_with("cell pod ") && node.ends_with(" train-a default")), "{nodes:#?}");
-    // In the order in which they are read.
+    // The Tab key goes through the page in reading order.
     let at = "(({id, textContent}) => id || textContent.trim())(document.activeElement)";
     let order = ["Skip to who holds what", "picture", "gpus-summary", "metrics", "readiness", "liveness"];
     for wanted in order {
         browser.press("Tab", 9);
         assert_eq!(browser.value(at), wanted);
     }
-    // What changes while it has the focus keeps it.
+    // A part that changes while it has the focus keeps the focus.
     browser.value("document.getElementById('gpus-summary').focus()");
     browser.press("Enter", 13);
     assert_eq!(browser.value("document.getElementById('gpus-table').open"), true);
@@ -208,7 +210,7 @@ fn keyboard_and_screen_reader_find_everything() {
 
 #[test]
 #[cfg_attr(not(has_chromium), ignore = "no chromium here: make tools brings it")]
-fn hidden_page_does_not_ask_and_lost_node_is_said() {
+fn hidden_page_does_not_poll_lost_node_is_shown() {
     let (mut browser, mut demo) = open("dgx-h100", (1400, 900));
     let mut books = Books::default();
     let hide = |browser: &mut Browser, hidden: bool| {
@@ -218,7 +220,7 @@ fn hidden_page_does_not_ask_and_lost_node_is_said() {
     hide(&mut browser, true);
     let asks = browser.value("asks");
     books.read(&demo.step());
-    // Another reader sees the pod; polls would have followed each other all the while.
+    // Another reader sees the pod. In this time a page that is not hidden would have polled several times.
     browser.wait(
         "fetch(location.href).then((page) => page.text()).then((text) => text.includes('notebook'))",
         &json!(true),
@@ -228,12 +230,12 @@ fn hidden_page_does_not_ask_and_lost_node_is_said() {
     browser.wait(SHOWN, &books.shown());
     drop(demo);
     browser.wait("document.getElementById('fresh').className", &json!("fresh lost"));
-    assert_eq!(browser.value(SHOWN), books.shown(), "what was known last stays");
+    assert_eq!(browser.value(SHOWN), books.shown(), "the last known state stays");
 }
 
 #[test]
 #[cfg_attr(not(has_chromium), ignore = "no chromium here: make tools brings it")]
-fn page_without_script_loads_itself_again() {
+fn page_without_script_reloads_itself() {
     let mut browser = Browser::start();
     let mut demo = Demo::start("dgx-h100");
     browser.call("Emulation.setScriptExecutionDisabled", json!({"value": true}));

@@ -1,6 +1,6 @@
-// What the page says of pods and GPUs: the rows of its table, and the picture.
+// The pods and GPUs that the page shows: the rows of its table, and the picture.
 (() => {
-  if (document.readyState === "loading") return null;  // Half a page, of one that loads itself again.
+  if (document.readyState === "loading") return null;  // A page that reloads itself may be half loaded.
   const indices = (row) => [...row.querySelectorAll(".gpus li")].map((gpu) => parseInt(gpu.textContent));
   const rows = [...document.querySelectorAll("#holders tbody tr")];
   const table = Object.fromEntries(rows.map((row) => [row.querySelector(".pod b").textContent, indices(row)]));
