@@ -1,7 +1,7 @@
 /* Faults on purpose on the first GPU, through CUDA's driver API. `fault mmu` writes to an address that is not mapped
- * (XID 31), `fault misaligned` to an address that is not a multiple of four (XID 13). Both are an application's faults:
- * the driver ends this process's context, and the GPU stays as it is. Ends with 0 if the GPU refused the write, and with
- * 2 without a driver. */
+ * (XID 31), `fault misaligned` to an address that is not a multiple of four (XID 13). Both are an application's
+ * faults: the driver ends this process's context, and the GPU stays as it is. Ends with 0 if the GPU refused the
+ * write, and with 2 without a driver. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Tries linkwise on a machine with a GPU and writes a report: run.sh REPORT. Needs bash and NVIDIA's driver, takes less
-# than eight minutes, changes no setting and resets nothing. A program of the kit faults on a GPU on purpose, as a broken
-# CUDA program does. As root, or if users may make namespaces, it does so again with only the device nodes and mounts of
-# a claim's CDI spec. linkwise releases the driver and resumes it. The driver and other programs are left as they are.
+# than eight minutes, changes no setting and resets nothing. A program of the kit faults on a GPU on purpose, as a
+# broken CUDA program does. As root, or if users may make namespaces, it does so again with only the device nodes and
+# mounts of a claim's CDI spec. linkwise releases the driver and resumes it. The driver and other programs are left as
+# they are.
 #
 # REPORT becomes a folder: summary.txt, every NVML call with code and time (nvml-calls*.tsv), the machine as a node file
 # without serial numbers (machine.yaml), doctor, topology, labels, the answer to an admission (allocate.txt), with DRA

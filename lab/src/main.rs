@@ -12,12 +12,10 @@ use linkwise_system::output::complain;
 #[derive(Debug, Parser)]
 #[command(name = "linkwise-lab", version, max_term_width = 100, arg_required_else_help = true)]
 struct Cli {
-    /// The subcommand.
     #[command(subcommand)]
     command: Command,
 }
 
-/// A subcommand with its arguments.
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Show a whole node in one process: a simulated machine, a kubelet, pods that come and go

@@ -56,7 +56,6 @@ async fn allocate_all(life: &Arc<Life>, pod: &Pod, hint: Option<TopologyHint>) -
     Ok(admitted)
 }
 
-/// The admission of one container.
 struct Turn<'a> {
     life: &'a Arc<Life>,
     pod: &'a str,
@@ -88,7 +87,6 @@ impl Turn<'_> {
         Box::new(Place { pod, container, resource: resource.to_owned() })
     }
 
-    /// Allocates devices of one resource out of a pool.
     async fn grant(&self, place: Box<Place>, requested: u32, pool: &Pool) -> Result<Grant, AdmissionError> {
         let (core, available) = (&self.life.core, pool.available.len());
         let needed = usize::try_from(requested).unwrap_or(usize::MAX);

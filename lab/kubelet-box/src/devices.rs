@@ -55,7 +55,6 @@ struct Resource {
     seen: ResourceState,
 }
 
-/// All the books.
 #[derive(Debug, Default)]
 pub(super) struct Book {
     /// The visible state, to which `snapshot` adds the resources.
@@ -104,7 +103,6 @@ impl Book {
         }
     }
 
-    /// Records an opened stream.
     pub(super) fn stream_opened(&mut self, resource: &str, client: ClientId) {
         self.streams.insert(client, resource.to_owned());
     }
@@ -157,7 +155,6 @@ impl Book {
         self.resources.get(resource).is_some_and(usable)
     }
 
-    /// The endpoint to call for this resource.
     pub(super) fn endpoint(&self, resource: &str) -> Option<Endpoint> {
         self.resources.get(resource)?.endpoint
     }
@@ -268,7 +265,6 @@ impl Book {
         held.map(|(place, held)| (place.clone(), held.clone())).collect()
     }
 
-    /// Undoes an interrupted admission of the pod.
     pub(super) fn restore_pod(&mut self, pod: &str, held: PodBook) {
         self.remove_pod(pod);
         self.ended.retain(|place, _| place.pod != pod);

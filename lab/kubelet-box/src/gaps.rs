@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// The gaps by resource.
 #[derive(Debug, Default)]
 pub(super) struct Gaps {
     open: BTreeMap<String, Instant>,

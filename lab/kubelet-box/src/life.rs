@@ -67,7 +67,6 @@ impl Core {
         Self { options, book, rng, state, fault, turn, gaps, claims, lists }
     }
 
-    /// Reads the books.
     pub(super) fn read<T>(&self, f: impl FnOnce(&Book) -> T) -> T {
         f(&lock(&self.book))
     }

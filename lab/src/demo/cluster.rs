@@ -17,7 +17,6 @@ use serde_json::{Value, json};
 use super::dra::demo_dra;
 use super::{DemoArgs, Print};
 
-/// The node's name.
 pub(super) const NODE: &str = "node";
 /// The selector of the DeviceClass of whole GPUs.
 pub const WHOLE_GPUS: &str = "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'";
@@ -25,7 +24,6 @@ pub const WHOLE_GPUS: &str = "device.driver == 'gpu.nvidia.com' && device.attrib
 const NAMESPACE: &str = "training";
 /// The resource that pods request.
 const GPUS: &str = "nvidia.com/gpu";
-/// The token of the service account.
 const TOKEN: &str = "demo";
 
 /// Runs the demo on a machine. `out` prints. A result that is not as expected is an error.
@@ -149,7 +147,6 @@ impl Cluster {
         Ok(results.iter().filter_map(|result| Some(result["device"].as_str()?.to_owned())).collect())
     }
 
-    /// Deletes a pod with its claim.
     pub fn delete(&self, pod: &str) {
         for claim in self.server.objects(&ResourceType::RESOURCE_CLAIMS) {
             if claim["metadata"]["ownerReferences"][0]["name"] == pod {

@@ -15,6 +15,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 
 use super::cluster::{Cluster, NODE, Scheduled};
+use super::script::{CONTAINER, GPU_XID};
 use super::{DemoArgs, Print, manifests, show};
 use linkwise::run::simulated::{self, start_with_dra};
 use linkwise_cluster::ApiServer;
@@ -28,12 +29,8 @@ use linkwise_host::picture::machine_tree;
 use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, DraState, PodClaims};
 use linkwise_kubelet_box::{KubeletBox, Options, runtime};
 
-/// The name of each pod's only container.
-const CONTAINER: &str = "main";
-/// An XID that is a fault of the GPU: 79, the GPU has fallen off the bus.
-const GPU_XID: u64 = 79;
 /// The longest time for any step, even on a busy machine.
-const DEADLINE: Duration = Duration::from_secs(60);
+const STEP_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Plays the demo on a machine. `api` is linkwise's client of the cluster's API server. `out` prints.
 pub(super) async fn demo_dra(
@@ -49,8 +46,11 @@ pub(super) async fn demo_dra(
     let mut options = Options::new(at(simulated::DEVICE_PLUGINS));
     options.pod_resources = Some(at(simulated::POD_RESOURCES));
     let device_manager = KubeletBox::start(options)?;
-    let options =
-        DraOptions { wipe: Some(cluster.wipe()), wait_timeout: DEADLINE, ..DraOptions::new(at(simulated::REGISTRY)) };
+    let options = DraOptions {
+        wipe: Some(cluster.wipe()),
+        wait_timeout: STEP_TIMEOUT,
+        ..DraOptions::new(at(simulated::REGISTRY))
+    };
     let kubelet = DraKubelet::start(options).context("cannot make the folder of registration sockets")?;
     let node = start_with_dra(folder.path(), NODE, args.metrics_address, api).await?;
     let topology = Arc::new(NodeTopology::assemble(&machine.observed).0);
@@ -93,14 +93,12 @@ fn count_checkpoints(folder: &Path) -> Result<usize> {
     Ok(files.flatten().filter(|file| file.path().extension().is_some_and(|end| end == "json")).count())
 }
 
-/// The parts of the demo, which its steps act on.
 struct Script<'a> {
     machine: &'a Machine,
     topology: &'a NodeTopology,
     /// The tables for the collectives of sets.
     tables: AllocationTables,
     kubelet: &'a DraKubelet,
-    /// The node's folder.
     folder: &'a Path,
     cluster: &'a Cluster,
     events: mpsc::Sender<Event>,
@@ -265,7 +263,7 @@ impl Script<'_> {
 
     async fn prepare(&self, pod: &str, claim: &ClaimRef) -> Result<Vec<String>> {
         let pod_claims = PodClaims::single(pod, claim.clone(), DRA_DRIVER);
-        let prepared = timeout(DEADLINE, self.kubelet.start_pod(&pod_claims)).await;
+        let prepared = timeout(STEP_TIMEOUT, self.kubelet.start_pod(&pod_claims)).await;
         let mut containers = prepared.with_context(|| format!("{pod}: the claim was not prepared in time"))??;
         containers.remove(CONTAINER).with_context(|| format!("{pod}: the container got no CDI devices"))
     }
@@ -332,7 +330,7 @@ impl Script<'_> {
 
     async fn end(&self, pod: &str, tally: &mut Tally) -> Result<()> {
         if tally.running.remove(pod).is_some() {
-            let ended = timeout(DEADLINE, self.kubelet.stop_pod(pod)).await;
+            let ended = timeout(STEP_TIMEOUT, self.kubelet.stop_pod(pod)).await;
             ended.with_context(|| format!("{pod}: the claim was not unprepared in time"))??;
             self.cluster.delete(pod);
             self.print_line(&format!("- {pod} ends, its claim is unprepared and deleted"))?;
@@ -375,7 +373,7 @@ impl Script<'_> {
         wanted: impl Fn(&[&Value]) -> bool + Send + Sync,
     ) -> Result<Vec<Value>> {
         let are_wanted = |slices: &[Value]| wanted(&devices(slices).collect::<Vec<_>>());
-        let waited = timeout(DEADLINE, self.cluster.wait_for_slices(are_wanted)).await;
+        let waited = timeout(STEP_TIMEOUT, self.cluster.wait_for_slices(are_wanted)).await;
         waited.with_context(|| format!("waited for {what}"))?;
         Ok(devices(&self.cluster.slices()).cloned().collect())
     }
@@ -405,7 +403,6 @@ impl Script<'_> {
     }
 }
 
-/// The last device of a pod.
 fn held(tally: &Tally, pod: &str) -> Option<String> {
     tally.running.get(pod)?.devices.last().cloned()
 }

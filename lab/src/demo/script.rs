@@ -16,9 +16,9 @@ use linkwise_kubelet_box::{AdmissionError, KubeletBox, Pod, ResourceState, Resta
 /// The resource that the pods request.
 const RESOURCE: &str = "nvidia.com/gpu";
 /// The name of each pod's only container.
-const CONTAINER: &str = "main";
+pub(super) const CONTAINER: &str = "main";
 /// An XID that is a fault of the GPU: 79, the GPU has fallen off the bus.
-const GPU_XID: u64 = 79;
+pub(super) const GPU_XID: u64 = 79;
 /// An XID that is a fault of a program: 31, the program accessed memory that is not its own.
 const APPLICATION_XID: u64 = 31;
 

@@ -25,7 +25,6 @@ impl Draws {
         mixed ^ (mixed >> 31)
     }
 
-    /// Draws `size` of these GPUs.
     pub(super) fn subset(&mut self, free: GpuSet, size: usize) -> GpuSet {
         let mut keyed: Vec<(u64, usize)> = free.places().map(|place| (self.next(), place)).collect();
         keyed.sort_unstable();

@@ -39,7 +39,6 @@ struct Simulation {
     policies: Vec<Outcome>,
 }
 
-/// One policy's figures.
 #[derive(Serialize)]
 struct Outcome {
     policy: String,
@@ -110,7 +109,6 @@ fn outcome(tables: &AllocationTables, jobs: &[Job], policy: SimulatePolicy, seed
     Outcome { policy: name, seed, figures }
 }
 
-/// A table for people.
 fn text(simulation: &Simulation) -> String {
     let mut text = format!("{}\n", simulation.machine);
     if let Some(Outcome { figures, .. }) = simulation.policies.first() {

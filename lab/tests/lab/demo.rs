@@ -133,7 +133,6 @@ fn piped_demo_prints_plain_lines_of_100_columns() {
     }
 }
 
-/// A child process that ends with its test.
 struct KillOnDrop(Child);
 
 impl Drop for KillOnDrop {

@@ -73,7 +73,6 @@ impl Engine {
     }
 }
 
-/// All answers under one policy.
 async fn column(machine: &Machine, engine: &Engine, policy: Policy) -> Result<Column, String> {
     let seen = machine.observed.clone();
     let answers = play_on(seen, policy, NumaHints::Node, async |kubelet, _, report| {

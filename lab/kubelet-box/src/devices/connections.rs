@@ -103,7 +103,6 @@ impl Book {
         Ok(())
     }
 
-    /// Forgets a stream of the resource that has ended.
     pub(crate) fn stream_ended(&mut self, client: ClientId) {
         self.streams.remove(&client);
     }

@@ -35,7 +35,6 @@ pub(super) struct Books {
     pods: BTreeMap<String, PodClaims>,
 }
 
-/// Claims for a call, by driver.
 type Batches = BTreeMap<String, Vec<ClaimRef>>;
 
 impl Books {

@@ -30,9 +30,7 @@ pub(super) const RETRY_DELAY: Duration = Duration::from_millis(5);
 /// The number of times that the delay after a failed registration doubles.
 const MAX_DOUBLINGS: u32 = 8;
 
-/// The deadline of GetInfo.
 const INFO_TIMEOUT: Duration = Duration::from_secs(1);
-/// The deadline of NotifyRegistrationStatus.
 const NOTIFY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The identity of a file: a new file at the same path is another plugin.

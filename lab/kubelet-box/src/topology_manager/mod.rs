@@ -121,7 +121,6 @@ impl TopologyManager {
         }
     }
 
-    /// All NUMA nodes.
     pub(super) fn nodes(&self) -> NumaMask {
         NumaMask::new(self.numa_nodes.iter().copied())
     }

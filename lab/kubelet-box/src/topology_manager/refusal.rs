@@ -56,7 +56,6 @@ impl Refusal {
     }
 }
 
-/// The masks that a resource prefers.
 fn preference(resource: &ResourceHints) -> String {
     let preferred = resource.hints.iter().flatten().filter(|hint| hint.preferred).filter_map(|hint| hint.mask);
     let masks: Vec<String> = preferred.map(|mask| mask.to_string()).collect();

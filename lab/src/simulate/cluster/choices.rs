@@ -22,7 +22,6 @@ impl Choices {
         Self { text: if wanted { HEADER.to_owned() } else { String::new() }, wanted }
     }
 
-    /// Adds an event of a door.
     pub fn add(&mut self, door: &str, cluster: &Cluster, event: &Event) {
         if !self.wanted {
             return;

@@ -56,7 +56,6 @@ pub(super) struct Figures {
     pub steps_worst: u64,
 }
 
-/// A pod that starts.
 pub(super) struct Started {
     pub placed: Placed,
     /// The rails of its GPUs, as `Machine::rails` gives them.
@@ -70,15 +69,15 @@ pub(super) struct Started {
 /// The sums behind the figures.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Tally {
-    /// Seconds from the trace's zero.
+    /// The present second, from the trace's zero.
     pub now: u64,
-    /// GPUs of the cluster.
+    /// The number of GPUs of the cluster.
     pub total: usize,
-    /// Free GPUs.
+    /// The number of free GPUs.
     pub free: usize,
-    /// Free GPUs of machines that have fours.
+    /// The number of free GPUs of machines that have sets of four (`states::FOUR`).
     of_fours: usize,
-    /// The free GPUs among them that are part of no four.
+    /// The number of GPUs among these that are in no such set.
     stuck: usize,
     /// The time over which sums are made: from the arrival of the first counted job to the arrival of the last one, or
     /// to the last end if all jobs come at once.
@@ -114,7 +113,6 @@ impl Tally {
         }
     }
 
-    /// Advances the time.
     pub fn advance(&mut self, to: u64) {
         let (first, last) = self.window;
         let seconds = u128::from(to.min(last).saturating_sub(self.now.max(first)));
@@ -165,6 +163,7 @@ impl Tally {
         let waited = self.waits.iter().filter(|wait| **wait > 0).count() as u128;
         let count = jobs as u128;
         let (total, last) = (self.seconds * self.total as u128, jobs.saturating_sub(1));
+        let p99 = self.waits.get((jobs * 99).div_ceil(100).saturating_sub(1).min(last)).copied();
         let writes = self.claims * u128::from(WRITES_PER_CLAIM) * 3600;
         Figures {
             jobs: jobs as u64,
@@ -175,11 +174,7 @@ impl Tally {
             collective_of_machine: of_machine,
             equal_rails: mille(self.equal_pairs, self.pairs),
             mean_wait_seconds: mean(self.waits.iter().copied().map(u128::from).sum(), count),
-            p99_wait_seconds: self
-                .waits
-                .get((jobs * 99).div_ceil(100).saturating_sub(1).min(last))
-                .copied()
-                .unwrap_or(0),
+            p99_wait_seconds: p99.unwrap_or(0),
             waited: mille(waited, count).unwrap_or(0),
             never_started,
             busy: mille(total.saturating_sub(self.free_seconds), total),

@@ -14,7 +14,6 @@ use serde_json::Value;
 use crate::simulate::{ClusterArgs, MachineWeight};
 use linkwise_cluster::published;
 
-/// A kind of node.
 pub(super) struct Machine {
     /// The name from the command line.
     pub name: String,

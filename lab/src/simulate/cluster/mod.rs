@@ -40,7 +40,6 @@ const MIN_JOBS: u32 = 1000;
 /// The most GPUs of a claim (`resource.k8s.io/v1`, `AllocationResultsMaxSize`).
 const MAX_GPUS: usize = 32;
 
-/// A cluster and its jobs.
 struct Cluster {
     machines: Vec<Machine>,
     /// The machine of each node.
@@ -55,7 +54,6 @@ struct Cluster {
     load: Option<Load>,
 }
 
-/// Runs the command.
 pub(super) fn run(args: &SimulateArgs) -> Result<()> {
     let mut choices = Choices::of(args.format);
     let simulation = simulate(args, &mut choices)?;

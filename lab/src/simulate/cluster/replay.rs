@@ -66,7 +66,6 @@ impl<'a, 'b> Replay<'a, 'b> {
         Self { scheduler, jobs, counted, running: BinaryHeap::new(), waiting, offers, idle, tally, watch }
     }
 
-    /// Runs all jobs to their end.
     pub fn run(mut self) -> Result<Figures> {
         for (number, job) in self.jobs.iter().enumerate() {
             self.end_until(job.arrival)?;

@@ -22,7 +22,6 @@ const MAX_SCORE: i64 = 100;
 /// `pkg/scheduler/apis/config/v1/default_plugins.go`). The weight of LeastAllocated is 1.
 const ALTERNATIVES_WEIGHT: i64 = 2;
 
-/// The placement of a pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Placed {
     pub node: usize,
@@ -108,7 +107,6 @@ impl<'a> Scheduler<'a> {
         Ok(best.and_then(placed))
     }
 
-    /// Changes the free GPUs of a node.
     pub fn change(&mut self, node: usize, free: impl FnOnce(GpuSet) -> GpuSet) -> Result<()> {
         let number = self.nodes.get_mut(node).ok_or_else(|| anyhow!("no node {node}"))?;
         let (machine, free) = match self.states.state(*number) {

@@ -15,7 +15,6 @@ pub(super) struct Shape {
     pub rails: Option<(u8, u8)>,
 }
 
-/// The shapes of all jobs.
 #[derive(Debug)]
 pub(super) struct Shapes {
     pub shapes: Vec<Shape>,

@@ -19,7 +19,6 @@ pub(super) struct Simulation {
     pub doors: Vec<Outcome>,
 }
 
-/// Nodes of one kind.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Kind {
     pub machine: String,
@@ -28,7 +27,6 @@ pub(super) struct Kind {
     pub nodes: usize,
 }
 
-/// The parameters of the generated jobs.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Load {
     pub seed: u64,
@@ -39,7 +37,6 @@ pub(super) struct Load {
     pub filling: u32,
 }
 
-/// The results of one door.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Outcome {
     pub door: String,

@@ -49,7 +49,6 @@ pub(super) struct State {
 /// The states that nodes had so far, by number.
 pub(super) struct States<'a> {
     pub machines: &'a [Machine],
-    /// The shapes of jobs.
     pub shapes: &'a Shapes,
     door: Door,
     /// The claim for each shape. There are none if the device plugin serves the pods.
@@ -114,7 +113,6 @@ impl<'a> States<'a> {
         number
     }
 
-    /// The state with a number.
     pub fn state(&self, number: usize) -> Option<&State> {
         self.states.get(number)
     }
@@ -172,7 +170,6 @@ impl<'a> States<'a> {
     }
 }
 
-/// The set that linkwise prefers.
 fn chosen(machine: &Machine, free: GpuSet, gpus: usize) -> GpuSet {
     best_set(&machine.tables, free, gpus).0
 }
@@ -232,7 +229,6 @@ fn slices(machines: &[Machine]) -> Vec<Value> {
     machines.iter().enumerate().flat_map(|(kind, machine)| machine.slices(&format!("node-{kind}"))).collect()
 }
 
-/// The DeviceClasses of the cluster.
 pub(super) fn classes() -> Vec<Value> {
     vec![json!({"metadata": {"name": DRA_DRIVER}, "spec": {"selectors": [{"cel": {"expression": WHOLE_GPUS}}]}})]
 }
@@ -244,7 +240,6 @@ pub(super) fn allocation<'a>(node: &str, devices: impl Iterator<Item = &'a str>)
     json!({"devices": {"results": devices.map(result).collect::<Vec<_>>()}})
 }
 
-/// The GPUs of an allocation.
 pub(super) fn set_of(machine: &Machine, allocation: &Value) -> Option<GpuSet> {
     let results = allocation["devices"]["results"].as_array()?;
     let gpus = |result: &Value| machine.gpus_of.get(result["device"].as_str()?).copied();

@@ -25,7 +25,6 @@ mod oracle;
 
 const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
 
-/// The shapes of jobs of one pod.
 fn shapes_of_one_pod(sizes: &[usize]) -> Shapes {
     let jobs: Vec<Job> = sizes.iter().map(|size| Job { size: *size, pods: 1, duration: 0, arrival: 0 }).collect();
     Shapes::of(&[], &jobs, Door::Plugin).unwrap()

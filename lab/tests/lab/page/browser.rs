@@ -46,7 +46,6 @@ impl Drop for Browser {
 }
 
 impl Browser {
-    /// Starts the browser with an empty tab.
     pub fn start() -> Self {
         let program = program();
         let folder = tempfile::tempdir().unwrap();
@@ -89,7 +88,6 @@ impl Browser {
         browser
     }
 
-    /// Calls a method of the protocol.
     pub fn call(&mut self, method: &str, parameters: Value) -> Value {
         self.last += 1;
         let mut message = json!({"id": self.last, "method": method, "params": parameters});
@@ -109,7 +107,6 @@ impl Browser {
         }
     }
 
-    /// The events of this method so far.
     pub fn events(&mut self, method: &str) -> Vec<Value> {
         self.call("Runtime.evaluate", json!({"expression": "0"}));
         self.events.iter().filter(|event| event["method"] == method).map(|event| event["params"].clone()).collect()
@@ -154,7 +151,6 @@ impl Browser {
         self.call("Emulation.setEmulatedMedia", features);
     }
 
-    /// Presses and releases a key.
     pub fn press(&mut self, key: &str, code: u32) {
         for kind in ["keyDown", "keyUp"] {
             let text = if key == "Enter" && kind == "keyDown" { "\r" } else { "" };

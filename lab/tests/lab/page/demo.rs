@@ -11,7 +11,6 @@ pub struct Demo {
     process: Child,
     input: ChildStdin,
     lines: Receiver<String>,
-    /// The address of the page.
     pub url: String,
 }
 
