@@ -131,8 +131,8 @@ impl Service {
         }
     }
 
-    /// Makes the checks of a kubelet, then dials. As in a kubelet, the dial goes on without its caller, because it runs
-    /// in a task of its own. Refusals have the code Unknown, as plain errors of Go have.
+    /// Makes the checks of a kubelet, then dials. As in a kubelet, the dial goes on if its caller goes away, because it
+    /// runs in a task of its own. Refusals have the code Unknown, as plain errors of Go have.
     async fn accept(&self, request: wire::RegisterRequest) -> Result<(), Status> {
         let wire::RegisterRequest { version, endpoint, resource_name: resource, .. } = request;
         if version != wire::VERSION {

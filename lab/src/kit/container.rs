@@ -30,7 +30,7 @@ const RUNTIME_PATHS: [&str; 7] =
 /// The arguments.
 #[derive(Debug, Args)]
 pub struct ContainerArgs {
-    /// An empty folder, which becomes its root
+    /// An empty folder, which becomes the container's root
     #[arg(long, value_name = "PATH")]
     root: PathBuf,
     /// The folder of CDI specs
@@ -42,7 +42,7 @@ pub struct ContainerArgs {
     /// The folder with the command, and its libraries in lib, at the same path
     #[arg(long, value_name = "PATH")]
     kit: PathBuf,
-    /// The command; without one the container is made, and ends
+    /// The command; without one the container ends once it is made
     #[arg(last = true)]
     command: Vec<String>,
 }

@@ -33,23 +33,23 @@ const STEP_TIMEOUT: Duration = Duration::from_secs(120);
 /// The arguments.
 #[derive(Debug, Args)]
 pub struct KitArgs {
-    /// The program
+    /// linkwise's program
     #[arg(long, value_name = "PATH")]
     linkwise: PathBuf,
-    /// The folder for the report's files; it exists
+    /// The folder for the report's files, which must exist
     #[arg(long, value_name = "PATH")]
     report: PathBuf,
-    /// An XID and the command that causes it on the first GPU that it sees; it may be given several times
+    /// An XID and the command that causes it on the first GPU; may be repeated
     #[arg(long, value_name = "XID=COMMAND")]
     fault: Vec<Fault>,
-    /// The folder with the faulting programs and, in lib, their libraries: a container gets it at the same path
+    /// The folder with the faulting programs and, in lib, their libraries; containers get it at the same path
     #[arg(long, value_name = "PATH")]
     #[cfg_attr(not(feature = "cluster"), allow(dead_code, reason = "containers are made for DRA's claims"))]
     kit: Option<PathBuf>,
-    /// The program that counts the system calls of a process: it is given the process and the seconds
+    /// The program that counts the system calls of a process; its arguments are the process and the seconds
     #[arg(long, value_name = "PATH")]
     system_calls: Option<PathBuf>,
-    /// The time over which wake-ups are counted
+    /// The seconds for which wake-ups are counted
     #[arg(long, value_name = "N", default_value_t = 30)]
     idle_seconds: u64,
     /// The driver's library

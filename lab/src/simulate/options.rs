@@ -13,12 +13,12 @@ pub struct SimulateArgs {
     /// NCCL topology dump (NCCL_TOPO_DUMP_FILE) or a hwloc XML
     #[arg(long, value_name = "NAME|FILE", required_unless_present = "nodes")]
     pub node: Option<String>,
-    /// The jobs (- for standard input): CSV with a header, the columns size (GPUs) and duration_seconds and, if jobs
-    /// come one after the other, arrival_seconds; with --nodes also pods (of size GPUs each); whole numbers.
-    /// docs/traces/sample.csv is one
+    /// The jobs (- for standard input): CSV with a header and whole numbers. The columns are size (GPUs),
+    /// duration_seconds and, if jobs do not all arrive at once, arrival_seconds; with --nodes also pods (of size GPUs
+    /// each). docs/traces/sample.csv is one
     #[arg(long, value_name = "FILE", required_unless_present = "nodes")]
     pub trace: Option<PathBuf>,
-    /// The policies to compare, with commas
+    /// The policies to compare, separated by commas
     #[arg(
         long,
         value_name = "LIST",
@@ -27,7 +27,7 @@ pub struct SimulateArgs {
         conflicts_with = "nodes"
     )]
     pub policy: Vec<SimulatePolicy>,
-    /// The seed of the policy random, and of the jobs that --nodes makes: the same seed gives the same figures
+    /// The seed of the policy random, and of the jobs that --nodes generates; the same seed gives the same figures
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
     /// A cluster in place of one machine.
@@ -41,8 +41,8 @@ pub struct SimulateArgs {
 /// The options of a cluster.
 #[derive(Clone, Debug, Args)]
 pub struct ClusterArgs {
-    /// Simulate a cluster of so many nodes, up to 100000, with what kube-scheduler and its allocator of DRA devices
-    /// choose there (see docs/scale.md); all of the machine of --node, or of those of --mix
+    /// Simulate a cluster of N nodes, up to 100000, with the choices of kube-scheduler and its allocator of DRA devices
+    /// (see docs/scale.md); the nodes are machines of --node or --mix
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub nodes: Option<u32>,
     /// The machines of the nodes, as built-in names or files, and the weight of each in the mix
@@ -69,7 +69,7 @@ pub struct ClusterArgs {
     #[arg(long, value_name = "WHAT", requires = "nodes", default_value = "share")]
     pub cpu: CpuRequests,
     /// Without --trace: the share of the cluster's GPUs that the jobs would keep busy, from 0.01 to 1. Of 10 jobs five
-    /// take 1 GPU, two 2, two 4 and one 8; they run 5 min, 15 min, 1 h or 4 h and come at random
+    /// take 1 GPU, two 2, two 4 and one 8; they run for 5 min, 15 min, 1 h or 4 h and arrive at random
     #[arg(
         long,
         value_name = "SHARE",

@@ -67,7 +67,7 @@ impl Engine {
         let (ours, theirs) = (best.values?, self.choose(free, got, size).values?);
         let differs = Some(ours.difference(&theirs)).filter(|value| *value != Value::PciAddresses)?;
         let (ours, theirs) = (ours.get(differs), theirs.get(differs));
-        assert!(ours > theirs, "the engine's own choice is not the best");
+        assert!(ours > theirs, "the engine alone chooses a worse set");
         let devices = best.devices.iter().map(|gpu| gpu.uuid.to_string()).collect();
         Some(format!("the engine alone: GPU {} ({differs} {ours}, here {theirs})", self.indices(&devices)))
     }

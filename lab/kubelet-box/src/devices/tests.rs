@@ -161,7 +161,7 @@ fn failed_registration_forgets_previous_connection() {
     book.deregister_client(GPU, "new.sock");
     assert!(gpu(&book).connected, "the old stream goes on");
     assert!(disconnect(&mut book, "gpu.sock", Some(old)).is_none());
-    assert_eq!(gpu(&book).healthy, ids("a"), "and its end goes unnoticed, as in a kubelet");
+    assert_eq!(gpu(&book).healthy, ids("a"), "as in a kubelet, the end of the stream goes unnoticed");
 }
 
 /// The books of a kubelet from 1.37 on, with these sockets connected.
@@ -192,7 +192,7 @@ fn registration_within_a_disconnect_is_stopped() {
     assert!(book.is_usable(GPU));
     assert!(book.plugin_disconnected(GPU, &found.socket, |_| 0).is_some());
     assert_eq!((gpu(&book).open_streams, gpu(&book).connected, book.is_usable(GPU)), (1, false, false));
-    assert_eq!(book.client(GPU, "gpu.sock").map(|client| client.id), Some(new), "its stream stays open");
+    assert_eq!(book.client(GPU, "gpu.sock").map(|client| client.id), Some(new), "the new stream stays open");
 }
 
 #[test]

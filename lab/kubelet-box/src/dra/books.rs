@@ -284,7 +284,7 @@ mod tests {
             (devices["main"].as_slice(), devices["one"].as_slice()),
             (&["k=1".to_owned(), "k=2".to_owned()][..], &["k=1".to_owned()][..])
         );
-        assert!(books.add(&pod).unwrap().is_empty(), "it is prepared");
+        assert!(books.add(&pod).unwrap().is_empty(), "the claim is already prepared");
         let other = ClaimRef { uid: "z".to_owned(), ..claim("a") };
         let error = books.add(&PodClaims::single("q", other, "d")).unwrap_err().to_string();
         assert!(error.starts_with("old ResourceClaim with same name default/claim-a"), "{error}");

@@ -21,25 +21,26 @@ pub(super) struct Figures {
     pub several: u64,
     /// The mean of the collective against the best that any node of the cluster had free at that moment.
     pub collective_of_cluster: Option<u64>,
-    /// The jobs of which each pod got the best that any node of the cluster had free.
+    /// The share of the jobs of which each pod got the best that any node of the cluster had free.
     pub best_of_cluster: Option<u64>,
     /// The mean of the collective against the best that the job's own node had free.
     pub collective_of_node: Option<u64>,
     /// The mean of the collective against the best of the job's node while it is idle.
     pub collective_of_machine: Option<u64>,
-    /// The pairs of pods of one job with GPUs on the same rails.
+    /// The share of the pairs of a job's pods that have their GPUs on the same rails.
     pub equal_rails: Option<u64>,
     /// Seconds in the queue, rounded down, over all jobs.
     pub mean_wait_seconds: u64,
     /// The wait that 99 of 100 jobs do not exceed, in seconds.
     pub p99_wait_seconds: u64,
-    /// The jobs that waited at all.
+    /// The share of the jobs that waited.
     pub waited: u64,
     /// Jobs that never started.
     pub never_started: usize,
-    /// The GPUs in use, over time.
+    /// The share of the GPUs that are in use, over time.
     pub busy: Option<u64>,
-    /// The free GPUs, over time, that are no part of a whole four with the collective of the idle machine's best four.
+    /// The share of the free GPUs, over time, that are in no set of four with the collective of the idle machine's best
+    /// four.
     pub fragmentation: Option<u64>,
     /// The ResourceSlices of a node on average, in bytes of JSON.
     pub slice_bytes_per_node: u64,

@@ -60,7 +60,8 @@ impl<'a> Scheduler<'a> {
     /// Starts with all GPUs free, on these states.
     pub fn of(mut states: States<'a>, kinds: &[usize], cpu: CpuRequests) -> Self {
         let machines = states.machines;
-        let idle = |kind: &usize| states.number(*kind, machines.get(*kind).map(|of| of.whole).unwrap_or_default());
+        let idle =
+            |kind: &usize| states.number(*kind, machines.get(*kind).map(|machine| machine.whole).unwrap_or_default());
         let nodes = kinds.iter().map(idle).collect();
         Self { states, nodes, cpu, start: 0, fit: Vec::new() }
     }

@@ -66,10 +66,10 @@ pub(super) fn text(simulation: &Simulation) -> String {
     let share = |share: Option<u64>| share.map_or_else(|| "-".to_owned(), percent);
     type Cell = fn(&Figures) -> Option<u64>;
     let shares: [(&str, Cell); 4] = [
-        ("collective of the cluster's best", |of| of.collective_of_cluster),
-        ("jobs that got the cluster's best", |of| of.best_of_cluster),
-        ("collective of their node's best", |of| of.collective_of_node),
-        ("collective of the idle machine's", |of| of.collective_of_machine),
+        ("collective of the cluster's best", |figures| figures.collective_of_cluster),
+        ("jobs that got the cluster's best", |figures| figures.best_of_cluster),
+        ("collective of their node's best", |figures| figures.collective_of_node),
+        ("collective of the idle machine's", |figures| figures.collective_of_machine),
     ];
     for (label, cell) in shares {
         row(&mut text, label, simulation, |door| share(cell(&door.figures)));

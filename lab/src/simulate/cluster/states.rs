@@ -93,15 +93,15 @@ impl<'a> States<'a> {
 
     /// The number of a state. A new state is added.
     pub fn number(&mut self, machine: usize, free: GpuSet) -> usize {
-        let (Some(numbers), Some(of)) = (self.numbers.get_mut(machine), self.machines.get(machine)) else { return 0 };
+        let (Some(numbers), Some(kind)) = (self.numbers.get_mut(machine), self.machines.get(machine)) else { return 0 };
         let next = self.states.len();
         let number = *numbers.entry(free.0).or_insert(next);
         if number == next {
             let gpus = self.shapes.shapes.iter().map(|shape| shape.gpus);
-            let best = gpus.map(|gpus| best_set(&of.tables, free, gpus).1).collect();
+            let best = gpus.map(|gpus| best_set(&kind.tables, free, gpus).1).collect();
             let whole = self.fours.get(machine).copied().flatten();
             let mut left = free;
-            while let (four, Some(collective)) = best_set(&of.tables, left, FOUR)
+            while let (four, Some(collective)) = best_set(&kind.tables, left, FOUR)
                 && whole == Some(collective)
             {
                 left = left.without(four);

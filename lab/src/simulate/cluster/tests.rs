@@ -319,7 +319,7 @@ fn figures_count_what_happens_over_time() {
     let (figures, _) = replay(&machines, &[0], &jobs, Door::DraGroups);
     assert_eq!((figures.jobs, figures.several, figures.waited), (3, 2, 333));
     assert_eq!((figures.mean_wait_seconds, figures.p99_wait_seconds), (40 / 3, 40));
-    // Busy are 2 GPUs for 50 s and 4 for 30 s, of 400 GPU-seconds. The 2 free ones are no set of four for 50 s, then 4
+    // 2 GPUs are busy for 50 s and 4 for 30 s, of 400 GPU-seconds. The other 2 are no set of four for 50 s. Then all 4
     // are free for 20 s.
     assert_eq!((figures.busy, figures.fragmentation), (Some((100 + 120) * 1000 / 400), Some(100 * 1000 / 180)));
     // Three claims make seven requests each, in 100 s.
