@@ -39,9 +39,9 @@ int main(int count, char **words) {
         if (call("cuMemAlloc_v2", &at, (void *)64, 0)) return 1;
         at += 1;
     }
-    int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **) =
-        (int (*)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **))
-            dlsym(library, "cuLaunchKernel");
+    typedef int launch_kernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *,
+                              void **, void **);
+    launch_kernel *launch = (launch_kernel *)dlsym(library, "cuLaunchKernel");
     void *arguments[] = {&at};
     if (!launch) return 1;
     printf("cuLaunchKernel: %d\n", launch(function, 1, 1, 1, 1, 1, 1, 0, 0, arguments, 0));

@@ -30,7 +30,7 @@ use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, DraState, PodC
 use linkwise_kubelet_box::{KubeletBox, Options, runtime};
 
 /// The longest time for any step, even on a busy machine.
-const STEP_TIMEOUT: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Plays the demo on a machine. `api` is linkwise's client of the cluster's API server. `out` prints.
 pub(super) async fn demo_dra(
@@ -46,11 +46,8 @@ pub(super) async fn demo_dra(
     let mut options = Options::new(at(simulated::DEVICE_PLUGINS));
     options.pod_resources = Some(at(simulated::POD_RESOURCES));
     let device_manager = KubeletBox::start(options)?;
-    let options = DraOptions {
-        wipe: Some(cluster.wipe()),
-        wait_timeout: STEP_TIMEOUT,
-        ..DraOptions::new(at(simulated::REGISTRY))
-    };
+    let options =
+        DraOptions { wipe: Some(cluster.wipe()), wait_timeout: TIMEOUT, ..DraOptions::new(at(simulated::REGISTRY)) };
     let kubelet = DraKubelet::start(options).context("cannot make the folder of registration sockets")?;
     let node = start_with_dra(folder.path(), NODE, args.metrics_address, api).await?;
     let topology = Arc::new(NodeTopology::assemble(&machine.observed).0);
@@ -263,7 +260,7 @@ impl Script<'_> {
 
     async fn prepare(&self, pod: &str, claim: &ClaimRef) -> Result<Vec<String>> {
         let pod_claims = PodClaims::single(pod, claim.clone(), DRA_DRIVER);
-        let prepared = timeout(STEP_TIMEOUT, self.kubelet.start_pod(&pod_claims)).await;
+        let prepared = timeout(TIMEOUT, self.kubelet.start_pod(&pod_claims)).await;
         let mut containers = prepared.with_context(|| format!("{pod}: the claim was not prepared in time"))??;
         containers.remove(CONTAINER).with_context(|| format!("{pod}: the container got no CDI devices"))
     }
@@ -330,7 +327,7 @@ impl Script<'_> {
 
     async fn end(&self, pod: &str, tally: &mut Tally) -> Result<()> {
         if tally.running.remove(pod).is_some() {
-            let ended = timeout(STEP_TIMEOUT, self.kubelet.stop_pod(pod)).await;
+            let ended = timeout(TIMEOUT, self.kubelet.stop_pod(pod)).await;
             ended.with_context(|| format!("{pod}: the claim was not unprepared in time"))??;
             self.cluster.delete(pod);
             self.print_line(&format!("- {pod} ends, its claim is unprepared and deleted"))?;
@@ -373,7 +370,7 @@ impl Script<'_> {
         wanted: impl Fn(&[&Value]) -> bool + Send + Sync,
     ) -> Result<Vec<Value>> {
         let are_wanted = |slices: &[Value]| wanted(&devices(slices).collect::<Vec<_>>());
-        let waited = timeout(STEP_TIMEOUT, self.cluster.wait_for_slices(are_wanted)).await;
+        let waited = timeout(TIMEOUT, self.cluster.wait_for_slices(are_wanted)).await;
         waited.with_context(|| format!("waited for {what}"))?;
         Ok(devices(&self.cluster.slices()).cloned().collect())
     }

@@ -17,7 +17,7 @@ use tokio::time::{sleep, timeout};
 
 use super::container::INSIDE;
 use super::program::Linkwise;
-use super::{KitArgs, Report, STEP_TIMEOUT, fault};
+use super::{KitArgs, Report, TIMEOUT, fault};
 
 const NODE: &str = "node";
 const TOKEN: &str = "kit";
@@ -31,7 +31,7 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     let mut options = Options::new(at("kubelet"));
     options.pod_resources = Some(at("pod-resources/kubelet.sock"));
     let devices = KubeletBox::start(options)?;
-    let kubelet = DraKubelet::start(DraOptions { wait_timeout: STEP_TIMEOUT, ..DraOptions::new(at("registry")) })?;
+    let kubelet = DraKubelet::start(DraOptions { wait_timeout: TIMEOUT, ..DraOptions::new(at("registry")) })?;
     devices.list_claims_of(&kubelet);
     let change = |command: &mut Command| {
         let address = server.address();
@@ -98,7 +98,7 @@ fn write_files(folder: &Path, server: &ApiServerBox) -> Result<()> {
 async fn wait_for_driver(server: &ApiServerBox, kubelet: &DraKubelet) -> Result<()> {
     let has_gpu = |slices: &[Value]| gpus(slices).next().is_some();
     let slices = server.wait_for_objects(&ResourceType::RESOURCE_SLICES, has_gpu);
-    timeout(STEP_TIMEOUT, slices).await.context("no GPU is published")?;
+    timeout(TIMEOUT, slices).await.context("no GPU is published")?;
     let is_connected = |state: &DraState| state.drivers.get(DRA_DRIVER).is_some_and(|driver| driver.connected > 0);
     kubelet.wait(is_connected).await.context("the kubelet has no DRA driver")?;
     Ok(())
@@ -108,11 +108,11 @@ async fn wait_for_driver(server: &ApiServerBox, kubelet: &DraKubelet) -> Result<
 async fn prepare(kubelet: &DraKubelet, claim: ClaimRef) -> Result<Vec<String>> {
     let begin = Instant::now();
     let pod = PodClaims::single("pod", claim, DRA_DRIVER);
-    let prepared = timeout(STEP_TIMEOUT, async {
+    let prepared = timeout(TIMEOUT, async {
         // linkwise may have to read the claims or to write the CDI specs first. A real kubelet tries again as well.
         loop {
             match kubelet.start_pod(&pod).await {
-                Err(_) if begin.elapsed() < STEP_TIMEOUT / 2 => sleep(Duration::from_millis(200)).await,
+                Err(_) if begin.elapsed() < TIMEOUT / 2 => sleep(Duration::from_millis(200)).await,
                 done => return done,
             }
         }
@@ -165,7 +165,7 @@ async fn try_container(args: &KitArgs, devices: (&Path, &[String])) -> Result<Re
     let root = tempfile::tempdir()?;
     let mut command = container(kit, root.path(), devices)?;
     command.stdin(Stdio::null()).kill_on_drop(true);
-    let output = timeout(STEP_TIMEOUT, command.output()).await.context("a container takes too long")??;
+    let output = timeout(TIMEOUT, command.output()).await.context("a container takes too long")??;
     let (out, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     let line = out.lines().find(|line| line.starts_with(INSIDE));
     Ok(line.filter(|_| output.status.success()).map(str::to_owned).ok_or_else(|| error.trim().to_owned()))

@@ -10,7 +10,7 @@ use tokio::process::Command;
 use tokio::time::{sleep, timeout};
 
 use super::program::{HARMLESS, Linkwise, Metrics};
-use super::{Report, STEP_TIMEOUT};
+use super::{Report, TIMEOUT};
 
 /// The longest time from the end of a faulting program until its XID is counted.
 pub(super) const XID_TIMEOUT: Duration = Duration::from_secs(20);
@@ -46,7 +46,7 @@ impl Fault {
     pub async fn cause(&self) -> Result<()> {
         let mut command = self.plain();
         command.stdin(Stdio::null()).kill_on_drop(true);
-        let output = timeout(STEP_TIMEOUT, command.output()).await.context("the fault takes too long")??;
+        let output = timeout(TIMEOUT, command.output()).await.context("the fault takes too long")??;
         let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
         let last = text.lines().next_back().unwrap_or_default();
         ensure!(output.status.success(), "{} ({}): {last}", self.name(), output.status);
@@ -86,7 +86,7 @@ pub(super) async fn judge(
     let counted = async || linkwise.metrics().count(fault.xid, gpu).await;
     let (before, logged) = (counted().await?, linkwise.logged(HARMLESS));
     command.stdin(Stdio::null()).kill_on_drop(true);
-    let output = timeout(STEP_TIMEOUT, command.output()).await.context("the fault takes too long")?;
+    let output = timeout(TIMEOUT, command.output()).await.context("the fault takes too long")?;
     let output = output.with_context(|| format!("cannot start {}", fault.name()))?;
     let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
     report.write(file, &text)?;

@@ -9,7 +9,7 @@ use tokio::process::Command;
 use tokio::time::{sleep, timeout};
 
 use super::program::Linkwise;
-use super::{KitArgs, Report, STEP_TIMEOUT};
+use super::{KitArgs, Report, TIMEOUT};
 
 /// The time from one poll of the agent to the next, in seconds.
 const POLL_INTERVAL: u64 = 10;
@@ -98,7 +98,7 @@ pub(super) async fn measure(args: &KitArgs, linkwise: &Linkwise, report: &Report
 async fn count_system_calls(program: &std::path::Path, agent: u32, seconds: u64, report: &Report) -> Result<()> {
     let mut command = Command::new(program);
     command.arg(agent.to_string()).arg(seconds.to_string()).stdin(Stdio::null()).kill_on_drop(true);
-    let Ok(Ok(output)) = timeout(STEP_TIMEOUT, command.output()).await else {
+    let Ok(Ok(output)) = timeout(TIMEOUT, command.output()).await else {
         return report.note(false, "the agent's system calls could not be counted");
     };
     let text = String::from_utf8_lossy(&output.stdout).into_owned();

@@ -28,7 +28,7 @@ pub use container::{ContainerArgs, run as run_container};
 use fault::Fault;
 
 /// The longest time for a start or a fault. A driver without persistence mode has to start each GPU first.
-const STEP_TIMEOUT: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The arguments.
 #[derive(Debug, Args)]

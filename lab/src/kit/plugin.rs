@@ -10,7 +10,7 @@ use linkwise_kubelet_box::{DeviceSpec, KubeletBox, Options, Pod, ResourceState, 
 use tokio::time::sleep;
 
 use super::program::Linkwise;
-use super::{KitArgs, Report, STEP_TIMEOUT, fault, footprint, release, takeover};
+use super::{KitArgs, Report, TIMEOUT, fault, footprint, release, takeover};
 
 const GPU: &str = "nvidia.com/gpu";
 
@@ -19,7 +19,7 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     let at = |name: &str| folder.path().join(name);
     let mut options = Options::new(at("kubelet"));
     options.pod_resources = Some(at("pod-resources/kubelet.sock"));
-    options.wait_timeout = STEP_TIMEOUT;
+    options.wait_timeout = TIMEOUT;
     let kubelet = KubeletBox::start(options)?;
     let start = |door| {
         Linkwise::start(args, folder.path(), door, |command| {

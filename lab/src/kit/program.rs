@@ -14,7 +14,7 @@ use tokio::net::TcpStream;
 use tokio::process::{Child, Command};
 use tokio::time::{sleep, timeout};
 
-use super::{KitArgs, Report, STEP_TIMEOUT};
+use super::{KitArgs, Report, TIMEOUT};
 
 /// The text that linkwise logs for an XID that an application caused (13 and 31 in docs/health.md).
 pub(super) const HARMLESS: &str = "the XID is not a fault of the GPU";
@@ -58,7 +58,7 @@ impl Linkwise {
             }
         };
         let metrics = tokio::select! {
-            address = timeout(STEP_TIMEOUT, up) => address.context("linkwise does not come up")?,
+            address = timeout(TIMEOUT, up) => address.context("linkwise does not come up")?,
             ended = process.wait() => bail!("linkwise ended: {}; its log: {}", ended?, log.display()),
         };
         Ok(Self { process, id, log, metrics })
@@ -94,9 +94,7 @@ impl Linkwise {
                 sleep(Duration::from_millis(20)).await;
             }
         };
-        timeout(STEP_TIMEOUT, logged)
-            .await
-            .with_context(|| format!("{}: not {times} times '{text}'", self.log.display()))
+        timeout(TIMEOUT, logged).await.with_context(|| format!("{}: not {times} times '{text}'", self.log.display()))
     }
 
     /// Ends the process with SIGTERM, as a kubelet does.
@@ -104,7 +102,7 @@ impl Linkwise {
         // `kill` belongs to the system, and may not run with the kit's libraries.
         let mut kill = Command::new("kill");
         kill.arg(self.id.to_string()).env_remove("LD_LIBRARY_PATH").status().await.context("kill")?;
-        let ended = timeout(STEP_TIMEOUT, self.process.wait()).await.context("linkwise does not end")??;
+        let ended = timeout(TIMEOUT, self.process.wait()).await.context("linkwise does not end")??;
         report.promise(ended.success(), &format!("linkwise ended: {ended}"))
     }
 }
@@ -122,7 +120,7 @@ impl Metrics {
             stream.read_to_string(&mut text).await?;
             anyhow::Ok(text)
         };
-        timeout(STEP_TIMEOUT, read).await.context("the metrics port does not answer")?
+        timeout(TIMEOUT, read).await.context("the metrics port does not answer")?
     }
 
     /// The counts of XIDs by GPU and code.

@@ -11,7 +11,7 @@ use tokio::time::{sleep, timeout};
 
 use super::plugin::is_as_before;
 use super::program::Linkwise;
-use super::{KitArgs, Report, STEP_TIMEOUT, fault};
+use super::{KitArgs, Report, TIMEOUT, fault};
 
 /// The text that linkwise logs when an agent is up. An agent registers for NVML's events before that.
 const UP: &str = "NVML available";
@@ -27,9 +27,8 @@ pub(super) async fn play(
     let admin = async |order: &str| {
         let mut command = Command::new(&args.linkwise);
         command.arg("admin").arg("--socket").arg(socket).arg(order).kill_on_drop(true);
-        let output = timeout(STEP_TIMEOUT, command.output())
-            .await
-            .with_context(|| format!("admin {order} takes too long"))??;
+        let output =
+            timeout(TIMEOUT, command.output()).await.with_context(|| format!("admin {order} takes too long"))??;
         let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).trim().replace('\n', "; ");
         report.promise(output.status.success(), &format!("admin {order} ({}): {text}", output.status))
     };
@@ -38,7 +37,7 @@ pub(super) async fn play(
         || linkwise.processes().into_iter().filter(|process| uses_driver(*process, library.as_deref())).count();
     let (users, agents) = (in_use(), linkwise.logged(UP));
     admin("release").await?;
-    let released = timeout(STEP_TIMEOUT, async {
+    let released = timeout(TIMEOUT, async {
         while in_use() > 0 {
             sleep(Duration::from_millis(20)).await;
         }
