@@ -1,14 +1,6 @@
 //! The devices that machines publish through DRA: golden files for the built-in machines, the API's limits by an
 //! independent checker, and the commands `linkwise dra` and `linkwise claim`.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    clippy::indexing_slicing,
-    reason = "the helpers of a test may end it"
-)]
-
 pub mod checker;
 mod claims;
 mod dcgm;
