@@ -11,7 +11,7 @@ use linkwise_core::quote::quoted;
 use linkwise_core::state::GpuSelector;
 
 /// The default of [`HostArgs::nvml_memory_mib`]. linkwise itself and two leaking agents, the second of which replaces
-/// the first, fit into 128 MiB, the container's limit in manifests and chart (docs/nvml.md has the sum).
+/// the first, fit into 128 MiB, the container's limit in manifests and chart.
 const AGENT_MEMORY_MIB: u64 = 48;
 
 /// The largest value of [`HostArgs::nvml_memory_mib`], 1 TiB: no limit in practice.
