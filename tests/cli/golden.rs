@@ -40,6 +40,6 @@ fn choices() {
     }
     let few = ["allocate", "--node", "dgx1-v100", "--size", "2", "--available", "0,1,4", "--explain"];
     holds("explain-0-and-4", &text(&mut linkwise(&few)));
-    let one = text(&mut linkwise(&["allocate", "--node", "dgx-h100", "--size", "8"]));
-    holds("allocate-all", &timeless(&one));
+    let all = text(&mut linkwise(&["allocate", "--node", "dgx-h100", "--size", "8"]));
+    holds("allocate-all", &timeless(&all));
 }

@@ -65,7 +65,7 @@ pub async fn ran(mut command: tokio::process::Command) -> (Option<i32>, String) 
 }
 
 #[tokio::test]
-async fn library_with_a_runtime_works_with_every_command() {
+async fn library_with_a_go_runtime_works_with_every_command() {
     let setup = Setup::on("dgx1-v100");
     setup.all_on_bus();
     setup.tell("runtime");

@@ -1,4 +1,4 @@
-//! The format of a fact sheet: the fields that tests read, unchanged.
+//! The format of a fact sheet, reduced to the fields that tests read.
 
 use std::collections::BTreeMap;
 

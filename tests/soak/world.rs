@@ -62,7 +62,7 @@ pub struct World {
     is_server_away: AtomicBool,
     /// The node's door is DRA; otherwise it is the device plugin.
     is_dra: AtomicBool,
-    /// The sharing of `SHARED` is off for a while. Pods that hold it under the other name keep it.
+    /// The sharing of `SHARED` is off for a while. Pods keep the ids that they hold, with or without a slot.
     is_sharing_off: AtomicBool,
     disruptions: watch::Sender<Disruptions>,
     pub ledger: Ledger,
@@ -130,7 +130,7 @@ impl World {
         self.configure();
     }
 
-    /// Disruptions the sharing of `SHARED` on or off.
+    /// Turns the sharing of `SHARED` on or off.
     pub fn share(&self, is_shared: bool) {
         self.is_sharing_off.store(!is_shared, Ordering::SeqCst);
         self.configure();
@@ -406,7 +406,6 @@ impl Soak {
         self.agent_gone(agent).await;
     }
 
-    /// Waits for the end of an agent.
     pub async fn agent_gone(&self, agent: Option<u32>) {
         let lives = || agent.is_some_and(|agent| children(self.process.id()).contains(&agent));
         until(async || if lives() { Err(agent) } else { Ok(()) }).await;
@@ -494,7 +493,7 @@ impl Soak {
         // After a takeover there may be two streams.
         let streams = (kubelet.resources[GPU].connected, kubelet.resources[GPU].open_streams);
         if !is_dra && !matches!(streams, (true, 1 | 2)) {
-            return Some(format!("{GPU} is connected, and has streams: {streams:?}"));
+            return Some(format!("{GPU}: is it connected, and its open streams: {streams:?}"));
         }
         if is_dra && !has_driver {
             return Some(format!("the driver is not connected: {drivers:?}"));

@@ -1,4 +1,4 @@
-//! Error texts for people: one line with all causes. Adapters use it to log an error, or to send it in an answer.
+//! Error texts for people: one line with all causes. Other crates log them, or send them in answers.
 
 use crate::prelude::*;
 use core::error::Error;

@@ -66,7 +66,7 @@ fn effective(journal: &File) -> io::Result<(Vec<String>, u64)> {
     }
 }
 
-/// The MIG layouts that other processes have added to the journal since the last call.
+/// The MIG layouts that any process has added to the journal since the last call.
 pub fn layouts() -> Vec<(Selector, Action)> {
     /// The length of the part that was read before, in bytes.
     static READ: Mutex<u64> = Mutex::new(0);

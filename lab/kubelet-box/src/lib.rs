@@ -7,8 +7,8 @@
 //! [`Connections`]). The box knows the wire types of `linkwise_kubelet_api` and nothing else of linkwise, because it
 //! would share linkwise's mistakes with linkwise's own types.
 //!
-//! The DRA manager's half is separate, in [`dra`], because a kubelet also keeps claims and the devices of plugins
-//! apart.
+//! The DRA manager's half is separate, in [`dra`], because a kubelet, too, keeps claims apart from the devices
+//! of plugins.
 //!
 //! Absent: init containers, the Memory Manager, and all parts of PodResources except devices and claims. A kubelet that
 //! starts has its books from memory, not from its checkpoint file.

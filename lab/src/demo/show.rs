@@ -22,7 +22,7 @@ pub(super) fn pod(
     match report {
         // Each part of the report has a line of its own, because lines have at most 100 columns.
         Some(report) => text + &format!("\n  why: {}\n", report.to_string().replace("; ", "\n       ")),
-        None => text + "\n  why: the kubelet did not ask, these were all there was\n",
+        None => text + "\n  why: the kubelet did not ask, because there was no choice\n",
     }
 }
 
@@ -35,7 +35,7 @@ pub(super) fn hint(hint: &TopologyHint, offered: Option<(usize, usize)>) -> Stri
         (Some(nodes), false) => format!("the Topology Manager takes {nodes} for want of better"),
     };
     match offered {
-        None => format!("{settled}, which has just as many"),
+        None => format!("{settled}; just as many as the pod wants"),
         Some((offered, 0)) => format!("{settled}; {offered} to choose from"),
         Some((offered, taken)) => format!("{settled}; {taken} taken, the rest of {offered} to choose from"),
     }

@@ -102,7 +102,7 @@ fn writes(cluster: &Cluster) -> usize {
     ["POST", "PUT", "DELETE", "PATCH"].iter().map(|method| cluster.count(method, "")).sum()
 }
 
-/// Waits until the writer has listed the slices more than this many times again.
+/// Waits until the writer has listed the slices more often than this from now on.
 async fn lists(cluster: &Cluster, times: usize) {
     let before = cluster.count("GET", "resourceslices");
     until(|| cluster.count("GET", "resourceslices") > before + times).await;
@@ -183,20 +183,20 @@ async fn slices_of_other_nodes_are_left_alone() {
         key
     });
     let mut writing = write(&cluster, PACE);
-    // The writer sees the slices of others in its list,
+    // The writer sees the slices of others in its list.
     writing.want(pool(devices(2)));
     assert_eq!(writing.reports(|stored| stored.is_current).await.slices, 1);
     let stored = cluster.slices();
     let mut names = stored.iter().filter_map(|slice| slice["metadata"]["name"].as_str());
     let ours = ResourceType::RESOURCE_SLICES.key(None, names.find(|name| name.starts_with("00000-")).unwrap());
-    // in its watch, before an event of its own slice,
+    // It sees them in its watch, before an event of its own slice.
     for key in &others {
         cluster.server.edit("other", key, |slice| slice["spec"]["devices"] = json!([{"name": "gpu-0"}]));
     }
     cluster.server.edit("kubectl", &ours, |slice| slice["spec"]["devices"] = json!([]));
     let has = |count| cluster.server.object(&ours).unwrap()["spec"]["devices"].as_array().unwrap().len() == count;
     until(|| has(2)).await;
-    // and in the list after a conflict.
+    // It sees them in the list after a conflict.
     cluster.server.fail(Fault::of("PUT", "resourceslices", 1, Answer::Refusal(409, "conflict", None)));
     writing.want(pool(devices(3)));
     until(|| has(3)).await;

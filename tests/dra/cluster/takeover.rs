@@ -88,7 +88,7 @@ impl World {
         process
     }
 
-    /// Waits until twice as many claims as there are sets came and went from now on.
+    /// Waits until more claims came and went, twice as many as there are sets.
     pub async fn goes_on(&self, when: &str) {
         let before = self.done();
         until(async || match self.done() {
@@ -108,7 +108,6 @@ impl World {
         .await;
     }
 
-    /// The number of claims that came and went.
     pub fn done(&self) -> usize {
         self.claims.load(Ordering::Relaxed)
     }
@@ -134,7 +133,7 @@ impl World {
     }
 }
 
-/// Waits until the process with these metrics is ready.
+/// Waits until the process that serves probes at this address is ready.
 pub async fn ready(address: SocketAddr) {
     until(async || match get(address, "/readyz").await {
         answer if answer.status == 200 => Ok(()),

@@ -185,7 +185,6 @@ impl Node {
         self
     }
 
-    /// Starts the plugin.
     pub fn start(&mut self) -> Plugin {
         let readiness = Readiness::new(Idle::Waiting(String::new()));
         let plugin = Plugin::new(Arc::new(self.settings.clone()), self.metrics.clone(), readiness);
@@ -330,7 +329,7 @@ impl Node {
         self.apply(Event::Holders(Some(holdings)));
     }
 
-    /// Lets PodResources list no claim twice, because the first list may be older than a claim.
+    /// Lets two lists of PodResources have no claim, because the first may be older than a claim.
     pub fn kubelet_lists_nothing(&self) {
         (0..2).for_each(|_| self.kubelet_lists(&[]));
     }
@@ -433,7 +432,6 @@ pub async fn yield_times(count: usize) {
     }
 }
 
-/// Waits until the condition is met.
 pub async fn until(condition: impl Fn() -> bool) {
     let waiting = async {
         while !condition() {
@@ -542,7 +540,6 @@ pub async fn is_refused(kubelet: &DraKubelet, claim: &ClaimName, parts: &[&str])
     assert!(parts.iter().all(|part| error.contains(part)), "{parts:?} in {error}");
 }
 
-/// Ends the pod of a claim.
 pub async fn end(kubelet: &DraKubelet, claim: &ClaimName) {
     kubelet.stop_pod(&pod(claim).pod).await.unwrap();
 }

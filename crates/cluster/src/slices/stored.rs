@@ -27,11 +27,11 @@ pub(super) struct Stored {
     /// may have another one.
     pub lists: u64,
     pub disturbances: Disturbances,
-    /// The version of the last change in `disturbances`.
+    /// The version of the object that `disturbances` counted last as changed.
     last_change: Option<u64>,
 }
 
-/// The version of an object as a number, which versions of etcd are; `u64::MAX` for any other.
+/// The version of an object as a number, as etcd's are; `u64::MAX` for any other text.
 fn version(object: &Value) -> u64 {
     object["metadata"]["resourceVersion"].as_str().and_then(|version| version.parse().ok()).unwrap_or(u64::MAX)
 }
@@ -41,7 +41,7 @@ fn name(object: &Value) -> &str {
 }
 
 impl Stored {
-    /// Stores an object. An object older than the known one changes nothing. Returns true if anything changed.
+    /// Stores an object. One no newer than the known one changes nothing. Returns true if anything changed.
     fn put(&mut self, object: Value) -> bool {
         let name = name(&object).to_owned();
         if self.slices.get(&name).is_some_and(|known| version(known) >= version(&object) && version(known) != u64::MAX)

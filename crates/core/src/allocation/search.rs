@@ -202,13 +202,12 @@ impl Search<'_> {
         pools.remove(&size).into_iter().flatten().collect()
     }
 
-    /// The sets in which another GPU of the same class replaces the last one. They are as good as `best` in every
-    /// number.
+    /// The sets in which another GPU of a class replaces its last one in `best`. All have the same values as `best`.
     fn other_members<'s>(&self, best: GpuSet, classes: &'s [Vec<GpuSet>]) -> impl Iterator<Item = GpuSet> + use<'s> {
-        let free = best.without(self.question.must);
+        let replaceable = best.without(self.question.must);
         classes.iter().flatten().filter_map(move |class| {
-            let last = GpuSet::of(class.intersection(free).places().last()?);
-            let next = class.without(free).lowest();
+            let last = GpuSet::of(class.intersection(replaceable).places().last()?);
+            let next = class.without(replaceable).lowest();
             (!next.is_empty()).then(|| best.without(last).union(next))
         })
     }

@@ -101,7 +101,7 @@ fn message(pool: &str, reports: &BTreeMap<String, Report>) -> wire::NodeWatchRes
         device: Some(wire::DeviceIdentifier { pool_name: pool.to_owned(), device_name: name.clone() }),
         health: (*health).into(),
         last_updated_time: i64::try_from(now.as_secs()).unwrap_or(i64::MAX),
-        // The kubelet's default, twice our heartbeat.
+        // 0 is the kubelet's default, twice our heartbeat.
         health_check_timeout_seconds: 0,
         message: why.chars().take(MAX_MESSAGE).collect(),
     });

@@ -184,7 +184,7 @@ fn gate_that_is_off_drops_fields_of_new_slices() {
 }
 
 #[test]
-fn stored_slice_is_canonical_and_times_its_taints() {
+fn stored_slice_is_canonical_and_its_taints_have_a_time() {
     let mut store = store();
     let device = json!({
         "name": "a", "capacity": {"memory": {"value": "81920Mi"}}, "unheardOf": 1,

@@ -24,7 +24,7 @@ use linkwise_core::topology::{
 /// The version of the format (NCCL's `NCCL_TOPO_XML_VERSION`).
 const VERSION: &str = "1";
 
-/// The limits of a dump. A node file takes two levels for each PCI device in another, and its reader stops at 64; real
+/// The limits of a dump. Each PCI device below another takes two levels of a node file, whose reader stops at 64. Real
 /// dumps stay below 12. NCCL itself stops at a few thousand elements.
 const LIMITS: Limits = Limits { depth: 28, elements: 1 << 14, can_have_text: false };
 
@@ -137,7 +137,7 @@ fn model(cpu: Element<'_>, notes: &mut Notes) -> Option<CpuObservation> {
         "ppc64" => "ppc64le",
         other => other,
     };
-    // NCCL adds CPUID's extended family times 16. The displayed family adds it as it is, and only to 15.
+    // NCCL adds 16 times CPUID's extended family. The kernel adds it once, and only to family 15.
     let family = notes.number(cpu, "familyid").map(|id| if id & 0xf == 0xf { 0xf + (id >> 4) } else { id });
     Some(CpuObservation {
         arch: excerpt(arch),

@@ -22,7 +22,7 @@ use linkwise_core::quote::quoted;
 use linkwise_core::state::{ClaimedDevice, Event, NodeState, PreparedClaim, ResourceName};
 use linkwise_system::{files, lock};
 
-/// The longest time that a repeated Prepare waits for the API server, without whose answer it can be answered, too.
+/// The longest time that a repeated Prepare waits for the API server, whose answer it can do without.
 const RECHECK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The longest time that a claim waits until this process knows the node's slices.
@@ -150,8 +150,8 @@ impl ClaimManager {
     }
 
     /// Asks the API server whether a prepared claim has other devices now. The cluster takes devices from a claim only
-    /// when no pod uses it any more, and a kubelet that lost its state has not unprepared it. Without an answer the
-    /// checkpoint counts.
+    /// when no pod uses it any more. A kubelet that lost its state does not unprepare such a claim. Without an answer
+    /// the checkpoint counts.
     async fn has_other_devices_now(&self, checkpoint: &Checkpoint) -> bool {
         let read = timeout(RECHECK_TIMEOUT, self.read_claim(&checkpoint.claim)).await;
         let Ok(Ok(found)) = read else { return false };
