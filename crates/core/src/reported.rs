@@ -13,12 +13,12 @@ pub struct Reported<K> {
 }
 
 impl<K: Ord> Reported<K> {
-    /// The usual bound of [`Self::new`].
-    const MAX_KEYS: usize = 1024;
+    /// The bound of [`Self::new`].
+    const MAX_FACTS: usize = 1024;
 
     /// Creates the memory of up to 1024 facts, with none reported yet.
     pub const fn new() -> Self {
-        Self::with_bound(Self::MAX_KEYS)
+        Self::with_bound(Self::MAX_FACTS)
     }
 
     /// Creates the memory of up to `max_facts` facts, with none reported yet. A fact beyond these is never news.

@@ -24,7 +24,7 @@ use linkwise_system::{files, or_never};
 /// The record's file name.
 pub const FILE: &str = "linkwise_health.json";
 /// linkwise's own folder beside the kubelet's socket. Kubelets that clean up that folder at their start leave folders
-/// alone; up to 1.31 and longer they remove every file there except their own checkpoint (CleanupPluginDirectory in
+/// alone; up to 1.31 at least they remove every file there except their own checkpoint (CleanupPluginDirectory in
 /// pkg/kubelet/cm/devicemanager/manager.go).
 const FOLDER: &str = "linkwise";
 /// The longest record that is read, in bytes: a hundred times that of a node with 16 unhealthy GPUs.
@@ -89,7 +89,7 @@ impl Keeper {
         Self { folder, retry: RETRY_DELAY, has_failed: false }
     }
 
-    /// Reads the record of the previous process. A broken file is renamed, and the log names both files.
+    /// Reads the record of the previous process. A file that cannot be used is renamed, and the log names both paths.
     pub async fn read(&self) -> Option<HealthRecord> {
         let file = self.folder.as_ref()?.join(FILE);
         let reading = spawn_blocking(move || read(&file).map_err(|error| (error, set_aside(&file), file)));

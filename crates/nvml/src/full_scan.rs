@@ -39,7 +39,7 @@ pub struct Listed<'nvml> {
     pub count: Option<u32>,
     /// The GPUs whose UUID and PCI address NVML reported, in NVML's order.
     pub gpus: Arc<Vec<Gpu<'nvml>>>,
-    /// The GPUs that NVML counts but that did not report both.
+    /// The GPUs that NVML counts but that did not report both; one without a place if NVML did not count.
     pub missing: Vec<Missing>,
     pub failures: Vec<CallFailure>,
 }
@@ -65,8 +65,7 @@ pub fn list<'nvml>(nvml: &'nvml Nvml, calls: &Calls, skip: &[Place]) -> Listed<'
     Listed { count: count.ok(), gpus: Arc::new(gpus), missing, failures }
 }
 
-/// The call that gives the CUDA version. It reads libcuda if there is one, but does not need it,
-/// unlike version 2 of the call.
+/// The call that gives the CUDA version. It reads libcuda if there is one, but does not need it, unlike its version 2.
 const CUDA: &str = "nvmlSystemGetCudaDriverVersion";
 /// The call that counts the GPUs.
 pub const COUNT: &str = "nvmlDeviceGetCount_v2";
@@ -317,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_addresses_and_not_their_placeholder() {
+    fn placeholder_of_an_address_is_none() {
         assert_eq!(address("00000000:3B:00.0"), "0000:3b:00.0".parse().ok());
         for nothing in ["FFFFFFFF:FF:FF.0", "FFFFFFFF:00:00.0", "", "switch"] {
             assert_eq!(address(nothing), None, "{nothing}");

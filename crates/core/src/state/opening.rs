@@ -119,7 +119,7 @@ mod tests {
         assert!(!opening.tick(MAX_WAIT), "the wait begins with the scan");
         opening.scanned(true, MAX_WAIT);
         (opening.scan, opening.claims) = (true, true);
-        assert!(!opening.polled() && !opening.holders_known() && !opening.is_open(), "the claims are missing");
+        assert!(!opening.polled() && !opening.holders_known() && !opening.is_open(), "scan and claims are missing");
         assert!(!opening.tick(MAX_WAIT) && opening.tick(MAX_WAIT * 2) && opening.is_open());
     }
 }

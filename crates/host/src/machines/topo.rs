@@ -35,7 +35,7 @@ const MAX_WORDS: usize = MAX_NAMES + 16;
 /// The fault of a text of several machines.
 const SECOND_MATRIX: &str = "a second matrix: give one machine's alone";
 
-/// The fault of a matrix, with the line of the text, from 1.
+/// The fault of a matrix, and the number of its line, from 1.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("line {0}: {1}")]
 pub struct TopoError(usize, String);
@@ -77,8 +77,8 @@ struct Device {
 
 /// Returns true if a text has the head of a matrix.
 pub(super) fn is_matrix(text: &str) -> bool {
-    let of_node_file = |line: &&str| !line.starts_with("version:");
-    text.lines().take(1000).take_while(of_node_file).any(|line| is_head(&words(line)))
+    let begins_no_node_file = |line: &&str| !line.starts_with("version:");
+    text.lines().take(1000).take_while(begins_no_node_file).any(|line| is_head(&words(line)))
 }
 
 /// Returns true for the head of a matrix: its first word is a GPU, and no level follows.
@@ -284,18 +284,18 @@ fn gpu(
 ) -> GpuObservation {
     let device = &devices[place];
     let mut next = 0;
-    let mut end = |remote: NvLinkRemote, count: u32| {
+    let mut links_to = |remote: NvLinkRemote, count: u32| {
         let numbers = next..next + count;
         next += count;
         NvLinkObservation { links: numbers.collect(), remote, active: true }
     };
     let max = links.iter().map(|(_, count)| *count).max().unwrap_or(0).min(MAX_LINKS);
-    let ends = match has_switches {
+    let nvlinks = match has_switches {
         true if max == 0 => Vec::new(),
-        true => vec![end(NvLinkRemote::Switch(None), max)],
+        true => vec![links_to(NvLinkRemote::Switch(None), max)],
         false => links
             .iter()
-            .filter_map(|(to, count)| Some(end(NvLinkRemote::Gpu(devices[*to].address()?), *count)))
+            .filter_map(|(to, count)| Some(links_to(NvLinkRemote::Gpu(devices[*to].address()?), *count)))
             .collect(),
     };
     let levels = devices.iter().enumerate().filter_map(|(other, to)| match cell_of(devices, place, other)? {
@@ -304,7 +304,7 @@ fn gpu(
     });
     let common_ancestors = levels.collect();
     let index = device.gpu.unwrap_or_default();
-    GpuObservation { numa: device.numa, nvlinks: Some(ends), common_ancestors, ..unnamed_gpu(index, address) }
+    GpuObservation { numa: device.numa, nvlinks: Some(nvlinks), common_ancestors, ..unnamed_gpu(index, address) }
 }
 
 /// Groups the devices: two are in one group if their level is `farthest` or nearer, directly or through others.
@@ -374,7 +374,7 @@ mod tests {
         (all.clone().map(row).collect::<Vec<_>>().join("\n"), all.map(nic).collect::<Vec<_>>().join("\n"))
     }
 
-    /// A machine of today, with the colours of a terminal, a prompt and the NICs' names.
+    /// A matrix of today, with the colours of a terminal, a prompt and the NICs' names.
     const TODAY: &str = "$ nvidia-smi topo -m\n\
         \t\u{1b}[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\u{1b}[0m\n\
         GPU0\t X \tNV12\tSYS\tPXB\t0-15,32-47\t0\t\tN/A\n\
@@ -411,7 +411,7 @@ mod tests {
         let wrapped = "GPU0 GPU1 GPU2\nCPU Affinity NUMA\nAffinity\nGPU0 X NV4\nNV4 0-3 0\nGPU1 NV4 X NV4\n0-3 0\n\
                        GPU2\nNV4 NV4 X\n0-3 0";
         assert_eq!(matrix(&wrapped.replace("GPU2\nNV4 NV4", "GPU2 NV4\nNV4")).0, "X NV4 NV4\nNV4 X NV4\nNV4 NV4 X");
-        // A row is missing: the column has it.
+        // The row of GPU0 is missing, and the column has its cell.
         let partial = "GPU0 GPU1 CPU Affinity\nGPU1 PXB X 0-3\n";
         assert_eq!(matrix(partial).0, "X PXB\nPXB X");
         assert_eq!(matrix("GPU0 CPU Affinity\nGPU0 X N/A\n").0, "X");

@@ -1,6 +1,6 @@
-//! Decides when to check a folder of the kubelet's again: on a change, and on a timer.
+//! Decides when to check a folder again: on a change, and on a timer.
 //!
-//! Used by `kubelet` and `dra`. A storm of changes neither starves the other events that they wait for, nor costs much.
+//! Used by `registration` and `release`. A storm of changes neither starves their other events nor costs much.
 
 use std::path::Path;
 use std::time::Duration;

@@ -57,9 +57,9 @@ struct Candidate {
     /// True for the first family of its size, which is always published: otherwise a claim for groups only would find
     /// none on this node.
     is_first: bool,
-    /// The rank of the family: the number of states in which a claim takes it, times the number of worse tiers, or 1 if
+    /// The gain by the family: the number of states in which a claim takes it, times the number of worse tiers, or 1 if
     /// there is none.
-    adds: usize,
+    gain: usize,
 }
 
 /// The families of a node: by size, tier and letter. If all sets of a size are alike, all GPUs are one group.
@@ -67,7 +67,7 @@ pub fn families(tables: &AllocationTables) -> Vec<Family> {
     let candidates = GroupSize::ALL.into_iter().flat_map(|size| of_size(tables, size));
     let mut candidates: Vec<(usize, Candidate)> = candidates.enumerate().collect();
     // The sort is stable: of equal families the first is kept.
-    candidates.sort_by_key(|(_, candidate)| Reverse((candidate.is_first, candidate.adds)));
+    candidates.sort_by_key(|(_, candidate)| Reverse((candidate.is_first, candidate.gain)));
     candidates.truncate(MAX_FAMILIES);
     candidates.sort_by_key(|(at, _)| *at);
     candidates.into_iter().map(|(_, candidate)| candidate.family).collect()
@@ -78,7 +78,7 @@ fn of_size(tables: &AllocationTables, size: GroupSize) -> Vec<Candidate> {
     let tiers = tiers(tables, size.gpus());
     let (gpus, worst) = (tables.topology().gpus().len(), tiers.len().saturating_sub(1));
     let mut unserved: Vec<GpuSet> = states(gpus).filter(|free| free.len() >= size.gpus()).collect();
-    let worth_an_attribute = unserved.len() / RARE;
+    let max_rare = unserved.len() / RARE;
     let (mut candidates, mut good) = (Vec::new(), BTreeSet::new());
     for ((tier, sets), max_families) in (0..).zip(tiers).zip(size.tiers()) {
         // Any GPUs are as good as the sets of the last tier.
@@ -99,10 +99,10 @@ fn of_size(tables: &AllocationTables, size: GroupSize) -> Vec<Candidate> {
             let before = unserved.len();
             unserved.retain(|free| !family.serves(*free));
             let (served, is_first) = (before - unserved.len(), tier == 0 && at == 0);
-            if served <= worth_an_attribute && !is_first {
+            if served <= max_rare && !is_first {
                 break;
             }
-            candidates.push(Candidate { family, is_first, adds: served * worst.saturating_sub(tier).max(1) });
+            candidates.push(Candidate { family, is_first, gain: served * worst.saturating_sub(tier).max(1) });
         }
     }
     candidates
@@ -145,10 +145,10 @@ fn tiers(tables: &AllocationTables, size: usize) -> Vec<Vec<GpuSet>> {
     // If NVLink is the same between all GPUs, the nearer ones are better.
     let is_uniform =
         sets.first().map(|(values, _)| values.collective) == sets.last().map(|(values, _)| values.collective);
-    let carries = |values: &Values| (values.collective, if is_uniform { values.closeness } else { 0 });
+    let quality = |values: &Values| (values.collective, if is_uniform { values.closeness } else { 0 });
     let mut by_tier: BTreeMap<_, Vec<GpuSet>> = BTreeMap::new();
     for (values, set) in &sets {
-        by_tier.entry(carries(values)).or_default().push(*set);
+        by_tier.entry(quality(values)).or_default().push(*set);
     }
     by_tier.into_values().rev().collect()
 }
