@@ -65,7 +65,7 @@ async fn failed_mig_call_costs_only_its_fact() {
     driver.tell("fail 3 nvmlDeviceGetMigMode 999");
     let (gpus, failures) = driver.scan().await;
     let mig = |gpu: usize| gpus[gpu].mig.as_ref();
-    // A device is observed without its profile, but not without its slices.
+    // A device whose profile is unknown is observed; one whose slices are unknown is not.
     assert!(mig(1).unwrap().devices.len() == 7 && mig(1).unwrap().devices.iter().all(|it| it.extension.is_none()));
     assert!(mig(2).unwrap().enabled && mig(2).unwrap().devices.is_empty() && mig(3).is_none());
     let failed: Vec<(&str, &str)> =

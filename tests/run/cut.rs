@@ -27,6 +27,7 @@ struct Kubelet {
     folder: PathBuf,
     step: u64,
     registrations: Arc<AtomicU64>,
+    /// The number of each list's registration, and of its devices.
     listed: mpsc::Sender<(u64, usize)>,
 }
 

@@ -202,8 +202,8 @@ impl Alone {
     pub fn start(settings: Settings) -> Self {
         let (plugin, log) = (plugin(settings), Log::start());
         let (phase, shutdown) = (plugin.phase(), CancellationToken::new());
-        let ended = shutdown.clone();
-        let running = tokio::spawn(async move { plugin.run(ended).await.unwrap() });
+        let end = shutdown.clone();
+        let running = tokio::spawn(async move { plugin.run(end).await.unwrap() });
         Self { phase, log, shutdown, running }
     }
 
@@ -241,7 +241,7 @@ async fn returning_kubelet_ends_the_pause() {
     drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
     let longest_pause = Duration::from_secs(64 * 3600);
     let mut alone = Alone::start(Settings { longest_pause, ..Settings::new(socket) });
-    // The retry that comes at once has failed too: the next pause is half an hour at least.
+    // The retry at once has failed too, logged as `Ended`, not `ended`: the next pause is half an hour at least.
     alone.log.has_times(2, &["nded", "the registration failed: cannot connect"]).await;
     alone.reaches(Phase::Pausing).await;
     let kubelet = kubelet_in(folder.path(), |_| {});

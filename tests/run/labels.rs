@@ -13,7 +13,7 @@ use crate::run::node::{GPU, Setup, allocation, replace, until};
 
 const BARE: &str = "version: 1\nname: bare\nobserved: {gpus: []}\n";
 
-/// gpu-feature-discovery on a machine, which writes to [`file`].
+/// A machine whose gpu-feature-discovery writes to [`file`].
 pub fn discovery(setup: Setup) -> Setup {
     let program = setup.at("gpu-feature-discovery");
     symlink(&setup.program, &program).unwrap();
@@ -160,10 +160,10 @@ async fn oneshot_prints_labels_once() {
 
 #[tokio::test]
 async fn node_without_gpus_gets_the_labels_of_gfd() {
-    for codes in ["init 0", "init 9"] {
+    for command in ["init 0", "init 9"] {
         let setup = discovery(Setup::with(BARE)).arg("--no-timestamp").arg("--fail-on-init-error=false");
         fs::create_dir_all(setup.at("sys/bus/pci/devices")).unwrap();
-        setup.tell(codes);
+        setup.tell(command);
         let path = file(&setup);
         let process = setup.spawn();
         assert_eq!(has(&path, "nvidia.com/vgpu.present", "false").await.len(), 1);

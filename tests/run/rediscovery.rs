@@ -9,7 +9,7 @@ use crate::run::node::{
     GPU, LIMIT, Setup, allocation, fifo, machine, registered, replace, unhealthy, until, uuid, writer,
 };
 
-/// DGX-1 whose NVML is polled often, and whose agents follow each other soon.
+/// A DGX-1 whose NVML is polled often, and whose next agent starts soon.
 pub fn quick() -> Setup {
     Setup::on("dgx1-v100").args(["--nvml-poll-ms=50", "--nvml-pause-ms=10"])
 }

@@ -4,8 +4,8 @@
 //! that each container holds. Used by the `demo` command and by integration tests, so that a plugin that works here
 //! works with a kubelet. The semantics were read in the source of 1.33. They are the same up to 1.36 except where a
 //! file says so. Kubelets from 1.37 on tell a resource's connections apart, which the box can do too (see
-//! [`Connections`]). The box knows the wire types of `linkwise_kubelet_api` and nothing else of linkwise, because it
-//! would share linkwise's mistakes with linkwise's own types.
+//! [`Connections`]). The box knows the wire types of `linkwise_kubelet_api` and nothing else of linkwise, because
+//! with linkwise's own types it would share linkwise's mistakes.
 //!
 //! The DRA manager's half is separate, in [`dra`], because a kubelet, too, keeps claims apart from the devices
 //! of plugins.
@@ -254,7 +254,7 @@ impl KubeletBox {
         self.core.state.borrow().clone()
     }
 
-    /// The acts of plugins that can harm a kubelet, in order. A good plugin leaves the list empty.
+    /// The plugins' violations, in order. A good plugin leaves the list empty.
     pub fn violations(&self) -> Vec<Violation> {
         self.state().violations.clone()
     }

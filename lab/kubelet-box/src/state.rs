@@ -19,7 +19,7 @@ pub struct State {
     pub refused: u64,
     /// Every resource that was ever registered.
     pub resources: Resources,
-    /// The acts of plugins that can harm a kubelet, in order.
+    /// The plugins' violations, in order.
     pub violations: Vec<Violation>,
 }
 

@@ -114,7 +114,7 @@ impl<'a> Attempt<'a> {
         })
     }
 
-    /// Searches devices for all claims.
+    /// Finds devices for all claims.
     pub fn run(mut self) -> Result<Placement, Failure> {
         if self.search(Position::at(0, 0))? {
             let score = self.score();

@@ -74,8 +74,8 @@ pub(super) async fn is_counted(fault: &Fault, metrics: Metrics) -> Result<bool> 
     Ok(matches!(timeout(XID_TIMEOUT, counted).await, Ok(Ok(()))))
 }
 
-/// Runs a command that faults, writes its output to a file of the report, and reports if the XID is logged and counted:
-/// for this GPU, or without one for any GPU. Returns the output.
+/// Runs a command that faults, writes its output to a file of the report, and reports whether the XID is logged, and
+/// counted for `gpu` (`None`: for any GPU). Returns the output.
 pub(super) async fn judge(
     report: &Report,
     linkwise: &Linkwise,

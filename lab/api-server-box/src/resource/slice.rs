@@ -1,5 +1,5 @@
-//! ResourceSlices: gates, defaults, limits. Fields that linkwise never sends are dropped, as unknown fields are: all
-//! selections of nodes but `nodeName`, lists of values, and `validValues` of policies.
+//! ResourceSlices: gates, defaults, limits. The fields that linkwise never sends are unknown here, and are dropped: all
+//! selections of nodes but `nodeName`, attributes with lists of values, and `validValues` of policies.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -356,7 +356,7 @@ fn check_range(checks: &mut Checks, field: &str, capacity: &str, default: &str, 
     }
     if let Some(step) = &range.step {
         let field = format!("{field}.step");
-        // The real server divides by the step.
+        // Refused, because the real server divides by the step.
         if ceil(step) == 0 {
             return checks.invalid(field, step, "must be greater than zero");
         }

@@ -34,9 +34,9 @@ fn mig(state: &State, at: usize) -> Answer<&Mig> {
 
 /// The number of a MIG device's profile, `NVML_GPU_INSTANCE_PROFILE_*`.
 fn profile(device: &MigDevice) -> Answer<c_uint> {
-    let number = |suffixes: [Option<c_uint>; 8]| {
+    let number = |by_slices: [Option<c_uint>; 8]| {
         let slices = usize::try_from(device.gpu_slices).ok()?.checked_sub(1)?;
-        suffixes.get(slices).copied().flatten()
+        by_slices.get(slices).copied().flatten()
     };
     let none = None;
     match device.extension.as_deref().unwrap_or("none") {
@@ -156,7 +156,7 @@ exports! {
         if !profiles.is_empty() {
             return put(info, profile_info(profiles.iter().find(|profile| profile.number == number).ok_or(INVALID)?));
         }
-        // The file may name the driver's id of a profile, with a MIG device.
+        // A MIG device in the machine's file may name the driver's id of its profile.
         let named = |device: &&MigDevice| device.profile_id.is_some() && profile(device) == Ok(number);
         let named = mig(&state, at)?.devices.iter().find(named).and_then(|device| device.profile_id);
         let id = named.unwrap_or(PROFILE_IDS + number);
@@ -353,7 +353,7 @@ fn keep(state: MutexGuard<'static, State>, at: usize) -> Answer {
     let Some(gpu) = state.machine.gpus.get(at) else { return Ok(()) };
     let layout = serde_json::to_string(&gpu.mig).map_err(|_| nvmlReturn_enum_NVML_ERROR_UNKNOWN)?;
     let line = format!("mig {} {layout}", gpu.index);
-    // A client locks the journal while a command waits for the state, so that the state is released first.
+    // A client locks the journal while a command waits for the state. So the state is released first.
     drop(state);
     control::keep(&line).map_err(|_| nvmlReturn_enum_NVML_ERROR_UNKNOWN)
 }
