@@ -71,23 +71,19 @@ exports! {
         put_text(uuid, length, &gpu(&state.machine, at)?.uuid)
     }
 
-    fn nvmlDeviceGetName(device: nvmlDevice_t, name: *mut c_char, length: c_uint) {
-        let (state, at) = enter_gpu("nvmlDeviceGetName", device)?;
+    fn nvmlDeviceGetName([device => state, at], name: *mut c_char, length: c_uint) {
         put_text(name, length, gpu(&state.machine, at)?.model.as_deref().ok_or(UNSUPPORTED)?)
     }
 
-    fn nvmlDeviceGetSerial(device: nvmlDevice_t, serial: *mut c_char, length: c_uint) {
-        let (state, at) = enter_gpu("nvmlDeviceGetSerial", device)?;
+    fn nvmlDeviceGetSerial([device => state, at], serial: *mut c_char, length: c_uint) {
         put_text(serial, length, gpu(&state.machine, at)?.serial.as_deref().ok_or(UNSUPPORTED)?)
     }
 
-    fn nvmlDeviceGetPciInfo_v3(device: nvmlDevice_t, pci: *mut nvmlPciInfo_t) {
-        let (state, at) = enter_gpu("nvmlDeviceGetPciInfo_v3", device)?;
+    fn nvmlDeviceGetPciInfo_v3([device => state, at], pci: *mut nvmlPciInfo_t) {
         put(pci, pci_info(Some(gpu(&state.machine, at)?.pci)))
     }
 
-    fn nvmlDeviceGetCudaComputeCapability(device: nvmlDevice_t, major: *mut c_int, minor: *mut c_int) {
-        let (state, at) = enter_gpu("nvmlDeviceGetCudaComputeCapability", device)?;
+    fn nvmlDeviceGetCudaComputeCapability([device => state, at], major: *mut c_int, minor: *mut c_int) {
         let capability = gpu(&state.machine, at)?.compute_capability.as_deref().ok_or(UNSUPPORTED)?;
         let parts = capability.split_once('.').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
         let (a, b) = parts.ok_or(nvmlReturn_enum_NVML_ERROR_UNKNOWN)?;
@@ -95,8 +91,7 @@ exports! {
         put(minor, b)
     }
 
-    fn nvmlDeviceGetAddressingMode(device: nvmlDevice_t, mode: *mut nvmlDeviceAddressingMode_v1_t) {
-        let (state, at) = enter_gpu("nvmlDeviceGetAddressingMode", device)?;
+    fn nvmlDeviceGetAddressingMode([device => state, at], mode: *mut nvmlDeviceAddressingMode_v1_t) {
         let value = match gpu(&state.machine, at)?.addressing_mode.as_deref().ok_or(UNSUPPORTED)? {
             "None" => nvmlDeviceAddressingModeType_t_NVML_DEVICE_ADDRESSING_MODE_NONE,
             "HMM" => nvmlDeviceAddressingModeType_t_NVML_DEVICE_ADDRESSING_MODE_HMM,
@@ -106,20 +101,18 @@ exports! {
         put(mode, nvmlDeviceAddressingMode_v1_t { version, value })
     }
 
-    fn nvmlDeviceGetMemoryInfo_v2(device: nvmlDevice_t, memory: *mut nvmlMemory_v2_t) {
-        let (state, at) = enter_gpu("nvmlDeviceGetMemoryInfo_v2", device)?;
+    fn nvmlDeviceGetMemoryInfo_v2([device => state, at], memory: *mut nvmlMemory_v2_t) {
         let total = memory_bytes(gpu(&state.machine, at)?).ok_or(UNSUPPORTED)?;
         let version = version(memory, &[(size_of::<nvmlMemory_v2_t>(), 2)])?;
         put(memory, nvmlMemory_v2_t { version, total, reserved: 0, free: total, used: 0 })
     }
 
     fn nvmlDeviceGetMemoryAffinity(
-        device: nvmlDevice_t,
+        [device => state, at],
         words: c_uint,
         nodes: *mut c_ulong,
         _scope: nvmlAffinityScope_t,
     ) {
-        let (state, at) = enter_gpu("nvmlDeviceGetMemoryAffinity", device)?;
         let numa = gpu(&state.machine, at)?.numa;
         let bits = c_ulong::BITS;
         if nodes.is_null() || words == 0 {
@@ -161,31 +154,27 @@ exports! {
         put(status, refusal.filter(|_| is_write).map_or(0, |refusal| *refusal as nvmlGpuP2PStatus_t))
     }
 
-    fn nvmlDeviceGetTemperature(device: nvmlDevice_t, _sensor: nvmlTemperatureSensors_t, celsius: *mut c_uint) {
-        let (_state, _) = enter_gpu("nvmlDeviceGetTemperature", device)?;
+    fn nvmlDeviceGetTemperature([device => _state, _], _sensor: nvmlTemperatureSensors_t, celsius: *mut c_uint) {
         put(celsius, 35)
     }
 
-    fn nvmlDeviceGetTemperatureV(device: nvmlDevice_t, reading: *mut nvmlTemperature_t) {
-        let (_state, _) = enter_gpu("nvmlDeviceGetTemperatureV", device)?;
+    fn nvmlDeviceGetTemperatureV([device => _state, _], reading: *mut nvmlTemperature_t) {
         let version = version(reading, &[(size_of::<nvmlTemperature_v1_t>(), 1)])?;
         let sensor = nvmlTemperatureSensors_enum_NVML_TEMPERATURE_GPU;
         put(reading, nvmlTemperature_v1_t { version, sensorType: sensor, temperature: 35 })
     }
 
-    fn nvmlDeviceGetUtilizationRates(device: nvmlDevice_t, rates: *mut nvmlUtilization_t) {
-        let (_state, _) = enter_gpu("nvmlDeviceGetUtilizationRates", device)?;
+    fn nvmlDeviceGetUtilizationRates([device => _state, _], rates: *mut nvmlUtilization_t) {
         put(rates, nvmlUtilization_t { gpu: 0, memory: 0 })
     }
 
     fn nvmlDeviceGetRemappedRows(
-        device: nvmlDevice_t,
+        [device => state, at],
         corrected: *mut c_uint,
         uncorrected: *mut c_uint,
         pending: *mut c_uint,
         failed: *mut c_uint,
     ) {
-        let (state, at) = enter_gpu("nvmlDeviceGetRemappedRows", device)?;
         let (is_pending, has_failed) = *state.rows.get(&at).ok_or(UNSUPPORTED)?;
         put(corrected, 0)?;
         put(uncorrected, 1)?;
@@ -194,20 +183,18 @@ exports! {
     }
 
     fn nvmlDeviceGetTotalEccErrors(
-        device: nvmlDevice_t,
+        [device => state, at],
         kind: nvmlMemoryErrorType_t,
         counter: nvmlEccCounterType_t,
         count: *mut c_ulonglong,
     ) {
-        let (state, at) = enter_gpu("nvmlDeviceGetTotalEccErrors", device)?;
         let uncorrected = kind == nvmlMemoryErrorType_enum_NVML_MEMORY_ERROR_TYPE_UNCORRECTED;
         let volatile = counter == nvmlEccCounterType_enum_NVML_VOLATILE_ECC;
         let errors = *state.uncorrectable.get(&at).ok_or(UNSUPPORTED)?;
         put(count, if uncorrected && volatile { errors } else { 1_000_000 })
     }
 
-    fn nvmlDeviceGetFieldValues(device: nvmlDevice_t, count: c_int, values: *mut nvmlFieldValue_t) {
-        let (state, at) = enter_gpu("nvmlDeviceGetFieldValues", device)?;
+    fn nvmlDeviceGetFieldValues([device => state, at], count: c_int, values: *mut nvmlFieldValue_t) {
         let count = usize::try_from(count).map_err(|_| INVALID)?;
         if values.is_null() {
             return Err(INVALID);

@@ -32,8 +32,7 @@ exports! {
         put(set, std::ptr::without_provenance_mut(number))
     }
 
-    fn nvmlDeviceGetSupportedEventTypes(device: nvmlDevice_t, types: *mut c_ulonglong) {
-        let (_state, _) = enter_gpu("nvmlDeviceGetSupportedEventTypes", device)?;
+    fn nvmlDeviceGetSupportedEventTypes([device => _state, _], types: *mut c_ulonglong) {
         put(types, SUPPORTED)
     }
 

@@ -7,7 +7,7 @@ use nvml_wrapper_sys::bindings::*;
 
 use super::{INVALID, UNSUPPORTED, exports, pci_info, put, version};
 use crate::machine::{NvLinks, Remote};
-use crate::state::{Answer, State, enter_gpu};
+use crate::state::{Answer, State};
 
 /// A link's remote end, and its state. UNKNOWN if the machine file does not mention NVLinks; NOT_SUPPORTED if it lists
 /// none; INVALID_ARGUMENT for a number that it does not list.
@@ -58,13 +58,11 @@ fn fabric(state: &State, at: usize) -> Answer<nvmlGpuFabricInfo_t> {
 }
 
 exports! {
-    fn nvmlDeviceGetNvLinkState(device: nvmlDevice_t, number: c_uint, active: *mut nvmlEnableState_t) {
-        let (state, at) = enter_gpu("nvmlDeviceGetNvLinkState", device)?;
+    fn nvmlDeviceGetNvLinkState([device => state, at], number: c_uint, active: *mut nvmlEnableState_t) {
         put(active, is_up(&state, at, number)?.into())
     }
 
-    fn nvmlDeviceGetNvLinkRemotePciInfo_v2(device: nvmlDevice_t, number: c_uint, pci: *mut nvmlPciInfo_t) {
-        let (state, at) = enter_gpu("nvmlDeviceGetNvLinkRemotePciInfo_v2", device)?;
+    fn nvmlDeviceGetNvLinkRemotePciInfo_v2([device => state, at], number: c_uint, pci: *mut nvmlPciInfo_t) {
         let remote = match link(&state, at, number)?.0 {
             Remote::Gpu(remote) => Some(remote),
             Remote::Switch(remote) => remote,
@@ -74,11 +72,10 @@ exports! {
     }
 
     fn nvmlDeviceGetNvLinkRemoteDeviceType(
-        device: nvmlDevice_t,
+        [device => state, at],
         number: c_uint,
         kind: *mut nvmlIntNvLinkDeviceType_t,
     ) {
-        let (state, at) = enter_gpu("nvmlDeviceGetNvLinkRemoteDeviceType", device)?;
         put(kind, match link(&state, at, number)?.0 {
             Remote::Gpu(_) => nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_GPU,
             Remote::Cpu => nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_IBMNPU,
@@ -87,13 +84,11 @@ exports! {
         })
     }
 
-    fn nvmlDeviceGetGpuFabricInfo(device: nvmlDevice_t, info: *mut nvmlGpuFabricInfo_t) {
-        let (state, at) = enter_gpu("nvmlDeviceGetGpuFabricInfo", device)?;
+    fn nvmlDeviceGetGpuFabricInfo([device => state, at], info: *mut nvmlGpuFabricInfo_t) {
         put(info, fabric(&state, at)?)
     }
 
-    fn nvmlDeviceGetGpuFabricInfoV(device: nvmlDevice_t, info: *mut nvmlGpuFabricInfoV_t) {
-        let (state, at) = enter_gpu("nvmlDeviceGetGpuFabricInfoV", device)?;
+    fn nvmlDeviceGetGpuFabricInfoV([device => state, at], info: *mut nvmlGpuFabricInfoV_t) {
         let healthMask = state.fabrics.get(&at).map_or(0, |(.., mask)| *mask);
         let nvmlGpuFabricInfo_t { clusterUuid, status, cliqueId, state } = fabric(&state, at)?;
         let known = [(size_of::<nvmlGpuFabricInfo_v2_t>(), 2), (size_of::<nvmlGpuFabricInfo_v3_t>(), 3)];

@@ -13,7 +13,7 @@ use nvml_wrapper_sys::bindings::*;
 use super::{INVALID, UNSUPPORTED, exports, put};
 use crate::control;
 use crate::machine::{BareInstance, Engines, Mig, MigDevice, MigProfile, Placement};
-use crate::state::{self, Answer, State, enter_gpu, enter_mig};
+use crate::state::{self, Answer, State, enter_mig};
 
 const NOT_FOUND: nvmlReturn_t = nvmlReturn_enum_NVML_ERROR_NOT_FOUND;
 /// The most MIG devices of a GPU.
@@ -75,20 +75,17 @@ fn instance_of(mig: &Mig, id: c_uint) -> Answer<BareInstance> {
 }
 
 exports! {
-    fn nvmlDeviceGetMigMode(device: nvmlDevice_t, current: *mut c_uint, pending: *mut c_uint) {
-        let (state, at) = enter_gpu("nvmlDeviceGetMigMode", device)?;
+    fn nvmlDeviceGetMigMode([device => state, at], current: *mut c_uint, pending: *mut c_uint) {
         let mode = if mig(&state, at)?.enabled { NVML_DEVICE_MIG_ENABLE } else { NVML_DEVICE_MIG_DISABLE };
         put(current, mode)?;
         put(pending, mode)
     }
 
-    fn nvmlDeviceGetMaxMigDeviceCount(device: nvmlDevice_t, count: *mut c_uint) {
-        let (state, at) = enter_gpu("nvmlDeviceGetMaxMigDeviceCount", device)?;
+    fn nvmlDeviceGetMaxMigDeviceCount([device => state, at], count: *mut c_uint) {
         put(count, mig(&state, at).map_or(0, |_| MAX_MIG_DEVICES))
     }
 
-    fn nvmlDeviceGetMigDeviceHandleByIndex(device: nvmlDevice_t, index: c_uint, mig_device: *mut nvmlDevice_t) {
-        let (state, at) = enter_gpu("nvmlDeviceGetMigDeviceHandleByIndex", device)?;
+    fn nvmlDeviceGetMigDeviceHandleByIndex([device => state, at], index: c_uint, mig_device: *mut nvmlDevice_t) {
         let mig = mig(&state, at)?;
         if index >= MAX_MIG_DEVICES {
             return Err(INVALID);
@@ -126,8 +123,7 @@ exports! {
         })
     }
 
-    fn nvmlDeviceGetGpuInstanceById(device: nvmlDevice_t, id: c_uint, instance: *mut nvmlGpuInstance_t) {
-        let (state, at) = enter_gpu("nvmlDeviceGetGpuInstanceById", device)?;
+    fn nvmlDeviceGetGpuInstanceById([device => state, at], id: c_uint, instance: *mut nvmlGpuInstance_t) {
         mig(&state, at)?.instance(id).ok_or(NOT_FOUND)?;
         put(instance, state::mig_handle(at, id).cast())
     }
@@ -140,11 +136,10 @@ exports! {
     }
 
     fn nvmlDeviceGetGpuInstanceProfileInfo(
-        device: nvmlDevice_t,
+        [device => state, at],
         number: c_uint,
         info: *mut nvmlGpuInstanceProfileInfo_t,
     ) {
-        let (state, at) = enter_gpu("nvmlDeviceGetGpuInstanceProfileInfo", device)?;
         mig(&state, at)?;
         match number {
             // No GPU has 8_SLICE; 6_SLICE stands for a profile that the driver does not know.
@@ -164,35 +159,32 @@ exports! {
     }
 
     fn nvmlDeviceGetGpuInstancePossiblePlacements_v2(
-        device: nvmlDevice_t,
+        [device => state, at],
         profile: c_uint,
         placements: *mut nvmlGpuInstancePlacement_t,
         count: *mut c_uint,
     ) {
-        let (state, at) = enter_gpu("nvmlDeviceGetGpuInstancePossiblePlacements_v2", device)?;
         let found = mig(&state, at)?.profiles.iter().find(|known| known.id == profile).ok_or(UNSUPPORTED)?;
         put_all(placements, count, &found.placements.iter().copied().map(placement_info).collect::<Vec<_>>())
     }
 
     fn nvmlDeviceGetGpuInstances(
-        device: nvmlDevice_t,
+        [device => state, at],
         profile: c_uint,
         instances: *mut nvmlGpuInstance_t,
         count: *mut c_uint,
     ) {
-        let (state, at) = enter_gpu("nvmlDeviceGetGpuInstances", device)?;
         let found = instances_of(mig(&state, at)?)?.into_iter().filter(|instance| instance.profile_id == profile);
         let handles: Vec<nvmlGpuInstance_t> = found.map(|instance| state::mig_handle(at, instance.id).cast()).collect();
         put_all(instances, count, &handles)
     }
 
     fn nvmlDeviceCreateGpuInstanceWithPlacement(
-        device: nvmlDevice_t,
+        [device => mut state, at],
         profile: c_uint,
         placement: *const nvmlGpuInstancePlacement_t,
         instance: *mut nvmlGpuInstance_t,
     ) {
-        let (mut state, at) = enter_gpu("nvmlDeviceCreateGpuInstanceWithPlacement", device)?;
         // SAFETY: null, or a pointer that the caller promises to be valid.
         let wanted = unsafe { placement.as_ref() }.ok_or(INVALID)?;
         let wanted = Placement { start: wanted.start, size: wanted.size };

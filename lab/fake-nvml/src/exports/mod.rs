@@ -16,9 +16,12 @@ use crate::state::Answer;
 const INVALID: nvmlReturn_t = nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT;
 const UNSUPPORTED: nvmlReturn_t = nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED;
 
-/// Defines C functions. The commands `fail`, `hang`, `hold` and `crash` use the same names.
+/// Defines C functions. The commands `fail`, `hang`, `hold` and `crash` use the same names. `[device => state, at]` is
+/// the handle of a GPU: the function begins with the state of the driver and the position of that GPU.
 macro_rules! exports {
-    ($(fn $name:ident($($arg:ident: $type:ty),* $(,)?) $body:block)*) => {$(
+    ($(fn $name:ident(
+        $([$device:ident => $state:pat, $at:pat],)? $($arg:ident: $type:ty),* $(,)?
+    ) $body:block)*) => {$(
         /// Follows NVML's reference.
         ///
         /// # Safety
@@ -26,8 +29,13 @@ macro_rules! exports {
         /// Pointers are null or valid, and buffers are as long as the caller says.
         #[unsafe(no_mangle)]
         #[allow(non_snake_case)]
-        pub unsafe extern "C" fn $name($($arg: $type),*) -> nvml_wrapper_sys::bindings::nvmlReturn_t {
-            crate::state::guard(|| $body)
+        pub unsafe extern "C" fn $name(
+            $($device: nvml_wrapper_sys::bindings::nvmlDevice_t,)? $($arg: $type),*
+        ) -> nvml_wrapper_sys::bindings::nvmlReturn_t {
+            crate::state::guard(|| {
+                $(let ($state, $at) = crate::state::enter_gpu(stringify!($name), $device)?;)?
+                $body
+            })
         }
     )*};
 }
@@ -37,8 +45,7 @@ use exports;
 macro_rules! facts {
     ($($name:ident($type:ty) = |$gpu:ident| $fact:expr;)*) => {
         exports! {$(
-            fn $name(device: nvmlDevice_t, fact: *mut $type) {
-                let (state, at) = crate::state::enter_gpu(stringify!($name), device)?;
+            fn $name([device => state, at], fact: *mut $type) {
                 let $gpu = state.machine.gpus.get(at).ok_or(super::INVALID)?;
                 super::put(fact, $fact.ok_or(super::UNSUPPORTED)?)
             }
