@@ -8,18 +8,16 @@ use std::future::Future;
 use std::path::Path;
 use std::time::Duration;
 
-use hyper_util::rt::TokioIo;
-use tokio::net::UnixStream;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::Channel;
 use tonic::{Response, Status, Streaming};
-use tower::service_fn;
 
 use super::Options;
 use super::errors::{CallError, DialError};
 use super::pod::Allocation;
+use super::socket::{Counter, dial, localhost};
 use linkwise_kubelet_api::v1beta1 as wire;
 
 /// One connection to a plugin. Clones share it. It closes when the last clone is dropped.
@@ -44,7 +42,7 @@ impl Plugin {
         let deadline = Instant::now() + after;
         let mut source = None;
         while Instant::now() < deadline {
-            match timeout_at(deadline, connect(path, &connections)).await {
+            match timeout_at(deadline, dial(path, localhost(), &connections, Counter::default())).await {
                 Ok(Ok(channel)) => {
                     let client = wire::device_plugin_client::DevicePluginClient::new(channel);
                     return Ok(Self { client, closed, call_timeout: options.call_timeout });
@@ -87,13 +85,13 @@ impl Plugin {
 
     /// Calls GetDevicePluginOptions, which must answer within `after`, because the call is a part of the dial.
     pub(super) async fn options(&self, after: Duration) -> Result<wire::DevicePluginOptions, CallError> {
-        let call = async { self.client().get_device_plugin_options(wire::Empty {}).await };
+        let call = async { self.client.clone().get_device_plugin_options(wire::Empty {}).await };
         self.bounded("GetDevicePluginOptions", after, call).await
     }
 
     /// Opens the ListAndWatch stream. The stream has no deadline, as a kubelet's has none.
     pub(super) async fn list_and_watch(&self) -> Result<Streaming<wire::ListAndWatchResponse>, Status> {
-        Ok(self.client().list_and_watch(wire::Empty {}).await?.into_inner())
+        Ok(self.client.clone().list_and_watch(wire::Empty {}).await?.into_inner())
     }
 
     /// Calls GetPreferredAllocation for one container. Returns the ids of the first response.
@@ -109,7 +107,7 @@ impl Plugin {
             allocation_size: i32::try_from(size).unwrap_or(i32::MAX),
         };
         let request = wire::PreferredAllocationRequest { container_requests: vec![request] };
-        let call = async { self.client().get_preferred_allocation(request).await };
+        let call = async { self.client.clone().get_preferred_allocation(request).await };
         let answer = self.bounded("GetPreferredAllocation", self.call_timeout, call).await?;
         Ok(answer.container_responses.into_iter().next().unwrap_or_default().device_i_ds)
     }
@@ -119,7 +117,7 @@ impl Plugin {
         let mut devices = devices_ids.clone();
         devices.sort_unstable();
         let container_requests = vec![wire::ContainerAllocateRequest { devices_ids }];
-        let call = async { self.client().allocate(wire::AllocateRequest { container_requests }).await };
+        let call = async { self.client.clone().allocate(wire::AllocateRequest { container_requests }).await };
         let answer = self.bounded("Allocate", self.call_timeout, call).await?;
         let allocation = |response: wire::ContainerAllocateResponse| Allocation {
             devices,
@@ -130,29 +128,5 @@ impl Plugin {
             cdi_names: response.cdi_devices.into_iter().map(|device| device.name).collect(),
         };
         Ok(answer.container_responses.into_iter().next().map(allocation))
-    }
-
-    fn client(&self) -> wire::device_plugin_client::DevicePluginClient<Channel> {
-        self.client.clone()
-    }
-}
-
-async fn connect(path: &Path, connections: &TaskTracker) -> Result<Channel, tonic::transport::Error> {
-    let path = path.to_owned();
-    let connector = service_fn(move |_: Uri| {
-        let path = path.clone();
-        async move { UnixStream::connect(path).await.map(TokioIo::new) }
-    });
-    // The URI becomes `:authority: localhost`, as a kubelet sends it. The connector knows the path.
-    let endpoint = Endpoint::from_static("http://localhost").executor(Tracked(connections.clone()));
-    endpoint.connect_with_connector(connector).await
-}
-
-/// Runs the tasks of gRPC's connections so that `stop` can wait for the last one.
-pub(super) struct Tracked(pub TaskTracker);
-
-impl<F: Future<Output = ()> + Send + 'static> hyper::rt::Executor<F> for Tracked {
-    fn execute(&self, task: F) {
-        self.0.spawn(task);
     }
 }

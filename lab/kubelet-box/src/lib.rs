@@ -29,6 +29,7 @@ mod registration;
 mod rng;
 pub mod runtime;
 mod selection;
+mod socket;
 mod state;
 mod topology_manager;
 

@@ -2,27 +2,20 @@
 //! services stays connected while the driver is registered.
 
 use std::collections::HashMap;
-use std::io;
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
-use std::task::{Context, Poll};
 
-use hyper_util::rt::TokioIo;
 use linkwise_kubelet_api::dra::v1 as wire;
 use linkwise_kubelet_api::dra::v1::dra_plugin_client::DraPluginClient;
 use linkwise_kubelet_api::dra_health::v1::dra_resource_health_client::DraResourceHealthClient as HealthV1;
 use linkwise_kubelet_api::dra_health::v1alpha1::dra_resource_health_client::DraResourceHealthClient as HealthV1Alpha1;
 use linkwise_kubelet_api::dra_health::v1alpha1::{NodeWatchResourcesRequest, NodeWatchResourcesResponse};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::UnixStream;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::{Channel, Uri};
 use tonic::{Status, Streaming};
-use tower::service_fn;
 
-use super::super::endpoint::Tracked;
+use super::super::socket::{Counter, dial};
 use super::ClaimRef;
 
 /// A socket could not be dialled.
@@ -55,38 +48,12 @@ pub(super) async fn dial_registration(path: &Path, connections: &TaskTracker) ->
     let authority = authority(&path.display().to_string());
     let uri = Uri::builder().scheme("http").authority(authority.as_str()).path_and_query("/").build();
     let uri = uri.map_err(|source| DialError::Authority(authority, source))?;
-    dial(path, uri, connections, watch::Sender::default()).await
-}
-
-/// Dials the socket of a driver's services as `unix:` and a path, for which grpc-go sends the authority `localhost`.
-/// `open` counts the connection while it is open.
-pub(super) async fn dial_services(
-    path: &Path,
-    connections: &TaskTracker,
-    open: watch::Sender<usize>,
-) -> Result<Channel, DialError> {
-    dial(path, Uri::from_static("http://localhost"), connections, open).await
-}
-
-async fn dial(
-    path: &Path,
-    uri: Uri,
-    connections: &TaskTracker,
-    open: watch::Sender<usize>,
-) -> Result<Channel, DialError> {
-    let socket = path.to_owned();
-    let connector = service_fn(move |_: Uri| {
-        let (socket, open) = (socket.clone(), open.clone());
-        async move {
-            let stream = UnixStream::connect(socket).await?;
-            open.send_modify(|open| *open += 1);
-            Ok::<_, io::Error>(TokioIo::new(Counted { stream, open }))
-        }
-    });
-    let endpoint = Endpoint::from(uri).executor(Tracked(connections.clone()));
-    let channel = endpoint.connect_with_connector(connector).await;
+    let channel = dial(path, uri, connections, Counter::default()).await;
     channel.map_err(|source| DialError::Connect(path.to_owned(), source))
 }
+
+/// The answers of a driver, by the UID of the claim.
+type Answers<T> = Result<HashMap<String, T>, Status>;
 
 /// A registered endpoint of a driver. Clones share it.
 #[derive(Clone)]
@@ -102,7 +69,7 @@ pub(super) struct Driver {
     /// The number of open connections. A connection counts as soon as it is connected, before anything is sent
     /// (grpc-go, internal/transport/http2_client.go: `ConnBegin` comes before the preface; `HandleConn` in
     /// pkg/kubelet/cm/dra/plugin/dra_plugin_manager.go).
-    pub open: watch::Sender<usize>,
+    pub open: Counter,
     /// Cancelled when the driver is deregistered.
     pub closed: CancellationToken,
 }
@@ -130,20 +97,14 @@ impl Driver {
         self.closed.run_until_cancelled(call).await.unwrap_or_else(closing)
     }
 
-    pub async fn prepare(
-        self,
-        claims: Vec<ClaimRef>,
-    ) -> Result<HashMap<String, wire::NodePrepareResourceResponse>, Status> {
+    pub async fn prepare(self, claims: Vec<ClaimRef>) -> Answers<wire::NodePrepareResourceResponse> {
         let request = wire::NodePrepareResourcesRequest { claims: claims.into_iter().map(on_wire).collect() };
         let channel = self.connected().await?;
         let answer = self.until_closed(DraPluginClient::new(channel).node_prepare_resources(request)).await;
         Ok(answer?.into_inner().claims)
     }
 
-    pub async fn unprepare(
-        self,
-        claims: Vec<ClaimRef>,
-    ) -> Result<HashMap<String, wire::NodeUnprepareResourceResponse>, Status> {
+    pub async fn unprepare(self, claims: Vec<ClaimRef>) -> Answers<wire::NodeUnprepareResourceResponse> {
         let request = wire::NodeUnprepareResourcesRequest { claims: claims.into_iter().map(on_wire).collect() };
         let channel = self.connected().await?;
         let answer = self.until_closed(DraPluginClient::new(channel).node_unprepare_resources(request)).await;
@@ -166,38 +127,6 @@ impl Driver {
 
 fn on_wire(claim: ClaimRef) -> wire::Claim {
     wire::Claim { namespace: claim.namespace, uid: claim.uid, name: claim.name }
-}
-
-/// A connection that is counted while it is open.
-struct Counted {
-    stream: UnixStream,
-    open: watch::Sender<usize>,
-}
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        self.open.send_modify(|open| *open = open.saturating_sub(1));
-    }
-}
-
-impl AsyncRead for Counted {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(cx, buf)
-    }
-}
-
-impl AsyncWrite for Counted {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, buf)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
-    }
 }
 
 #[cfg(test)]

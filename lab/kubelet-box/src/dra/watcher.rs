@@ -13,12 +13,12 @@ use std::time::{Duration, SystemTime};
 use linkwise_kubelet_api::pluginregistration as wire;
 use linkwise_kubelet_api::pluginregistration::registration_client::RegistrationClient;
 use linkwise_kubelet_api::{dra, dra_health};
-use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::super::errors::chain;
-use super::endpoint::{Driver, dial_registration, dial_services};
+use super::super::socket::{dial, localhost};
+use super::endpoint::{Driver, dial_registration};
 use super::state::DeviceHealth;
 use super::{Life, lock};
 
@@ -168,14 +168,8 @@ impl Life {
         if lock(&self.drivers).get(&info.name).is_some_and(|of_name| of_name.iter().any(is_same)) {
             return Err(format!("endpoint {} is already registered for driver {}", endpoint.display(), info.name));
         }
-        Ok(Driver {
-            registration: path.to_owned(),
-            endpoint,
-            health,
-            channel: watch::Sender::default(),
-            open: watch::Sender::default(),
-            closed: CancellationToken::new(),
-        })
+        let (channel, open, closed) = Default::default();
+        Ok(Driver { registration: path.to_owned(), endpoint, health, channel, open, closed })
     }
 
     fn deregister(&self, registration: &Path) {
@@ -199,7 +193,7 @@ impl Life {
 async fn keep_connected(life: &Arc<Life>, name: &str, driver: &Driver) {
     loop {
         let mut closed = driver.open.subscribe();
-        if let Ok(channel) = dial_services(&driver.endpoint, &life.connections, driver.open.clone()).await {
+        if let Ok(channel) = dial(&driver.endpoint, localhost(), &life.connections, driver.open.clone()).await {
             driver.channel.send_replace(Some(channel));
             life.core.driver(name, |state| state.connected += 1);
             // The driver closes the connection or dies.
