@@ -13,7 +13,7 @@ use super::state::ClaimState;
 use super::{ClaimRef, DraError, PodClaims};
 
 /// A claim in the cache: claiminfo.go's `ClaimInfo`.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct ClaimInfo {
     claim: ClaimRef,
     pods: BTreeSet<String>,
@@ -59,11 +59,8 @@ impl Books {
             }
             let info = self.claims.entry(claim.uid.clone()).or_insert_with(|| ClaimInfo {
                 claim: claim.clone(),
-                pods: BTreeSet::new(),
                 drivers: of_pod.drivers.clone(),
-                devices: BTreeMap::new(),
-                prepared: false,
-                calls: 0,
+                ..ClaimInfo::default()
             });
             info.pods.insert(pod.pod.clone());
             if info.prepared {
@@ -85,14 +82,13 @@ impl Books {
         asked: &[ClaimRef],
         answer: HashMap<String, wire::NodePrepareResourceResponse>,
     ) -> Result<(), DraError> {
-        let entries: Vec<_> = answer.iter().map(|(uid, entry)| (uid, &entry.error)).collect();
         let good = |uid: &str| asked.iter().any(|claim| claim.uid == uid);
         for (uid, entry) in answer.iter().filter(|(uid, entry)| good(uid) && entry.error.is_empty()) {
             if let Some(info) = self.claims.get_mut(uid) {
                 info.devices.entry(driver.to_owned()).or_default().extend(entry.devices.iter().cloned());
             }
         }
-        check("NodePrepareResources", asked, entries.into_iter())
+        check("NodePrepareResources", asked, answer.iter().map(|(uid, entry)| (uid, &entry.error)))
     }
 
     /// Records that all drivers of a pod have prepared these claims.
@@ -163,7 +159,7 @@ impl Books {
                 let info = self.claims.get(&named.claim.uid)?;
                 let devices = info.devices.iter().flat_map(|(driver, devices)| {
                     devices.iter().map(move |device| podresources::ClaimResource {
-                        cdi_devices: device.cdi_device_ids.iter().map(|name| cdi(name)).collect(),
+                        cdi_devices: device.cdi_device_ids.iter().cloned().map(cdi).collect(),
                         driver_name: driver.clone(),
                         pool_name: device.pool_name.clone(),
                         device_name: device.device_name.clone(),
@@ -205,8 +201,8 @@ fn resource_id(device: &wire::Device) -> Option<(String, (String, String))> {
     Some((device.cdi_device_ids.first()?.clone(), (device.pool_name.clone(), device.device_name.clone())))
 }
 
-fn cdi(name: &str) -> podresources::CdiDevice {
-    podresources::CdiDevice { name: name.to_owned() }
+fn cdi(name: String) -> podresources::CdiDevice {
+    podresources::CdiDevice { name }
 }
 
 /// Checks an answer for errors and for claims that the call did not name, then for missing claims.

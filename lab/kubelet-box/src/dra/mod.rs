@@ -82,7 +82,7 @@ impl DraOptions {
 }
 
 /// A claim as a pod names it.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ClaimRef {
     /// Its namespace.
     pub namespace: String,
@@ -193,12 +193,8 @@ pub struct DraKubelet {
 impl DraKubelet {
     /// Starts to look for drivers. Must be called within a tokio runtime. Fails if the folder cannot be made.
     pub fn start(options: DraOptions) -> std::io::Result<Self> {
-        let core = Core {
-            options,
-            books: Mutex::default(),
-            state: watch::Sender::default(),
-            refusal: watch::Sender::default(),
-        };
+        let (books, state, refusal) = Default::default();
+        let core = Core { options, books, state, refusal };
         let this = Self { core: Arc::new(core), life: Mutex::default() };
         this.start_again()?;
         Ok(this)
@@ -215,13 +211,8 @@ impl DraKubelet {
         if let Some(wipe) = &self.core.options.wipe {
             wipe(None);
         }
-        let life = Arc::new(Life {
-            core: Arc::clone(&self.core),
-            end: CancellationToken::new(),
-            tasks: Mutex::default(),
-            connections: TaskTracker::new(),
-            drivers: Mutex::default(),
-        });
+        let (end, tasks, connections, drivers) = Default::default();
+        let life = Arc::new(Life { core: Arc::clone(&self.core), end, tasks, connections, drivers });
         life.core.change(|books| books.restarted());
         life.spawn(watcher::watch(Arc::clone(&life)));
         *current = Some(life);
@@ -259,9 +250,7 @@ impl DraKubelet {
         let batches = self.core.change(|books| books.add(pod))?;
         let asked: Vec<ClaimRef> = batches.values().flatten().cloned().collect();
         for (driver, claims) in batches {
-            let answer = life
-                .call(&driver, "NodePrepareResources", async |driver: Driver| driver.prepare(claims.clone()).await)
-                .await?;
+            let answer = life.call(&driver, "NodePrepareResources", |driver| driver.prepare(claims.clone())).await?;
             self.core.change(|books| books.answered(&driver, &claims, answer))?;
         }
         self.core.change(|books| {
@@ -290,9 +279,8 @@ impl DraKubelet {
     pub async fn stop_pod(&self, pod: &str) -> Result<(), DraError> {
         let life = self.life(pod)?;
         for (driver, claims) in self.core.change(|books| books.last_uses(pod)) {
-            let answer = life
-                .call(&driver, "NodeUnprepareResources", async |driver: Driver| driver.unprepare(claims.clone()).await)
-                .await?;
+            let answer =
+                life.call(&driver, "NodeUnprepareResources", |driver| driver.unprepare(claims.clone())).await?;
             books::check("NodeUnprepareResources", &claims, answer.iter().map(|(uid, entry)| (uid, &entry.error)))?;
         }
         self.core.change(|books| books.remove(pod));
@@ -397,11 +385,11 @@ impl Life {
     }
 
     /// Calls the driver's endpoint that registered last among the connected ones.
-    async fn call<T>(
+    async fn call<T, F: Future<Output = Result<T, tonic::Status>>>(
         &self,
         name: &str,
         method: &'static str,
-        call: impl AsyncFnOnce(Driver) -> Result<T, tonic::Status>,
+        call: impl FnOnce(Driver) -> F,
     ) -> Result<T, DraError> {
         let driver = lock(&self.drivers).get(name).and_then(|of_name| {
             let connected = of_name.iter().rev().find(|driver| driver.is_connected());

@@ -48,9 +48,9 @@ pub(crate) fn device_hints(
     manager: &TopologyManager,
     resource: &str,
     requested: usize,
-    devices: &Units,
+    units: &Units,
 ) -> ResourceHints {
-    let (nodes, units) = (manager.nodes(), devices);
+    let nodes = manager.nodes();
     let mut fewest = nodes.count();
     let hints = units.all.iter().any(|device| *device != NumaMask::default()).then(|| {
         let masks = nodes.within();
