@@ -22,7 +22,7 @@ use tokio_util::sync::CancellationToken;
 use crate::admission::validating::{self, AdmissionRequest};
 use crate::refusal::Refusal;
 use crate::store::{Change, Key, ResourceType, Selector};
-use crate::{Answer, Request, Shared};
+use crate::{Answer, Request, Shared, lock};
 
 /// The body of an answer.
 type Body = BoxBody<Bytes, Infallible>;
@@ -80,7 +80,7 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
     let (head, body) = request.into_parts();
     let token = text(&head.headers, header::AUTHORIZATION).strip_prefix("Bearer ").map(str::to_owned);
     let (method, uri) = (head.method.to_string(), head.uri.to_string());
-    let fault = shared.faults.lock().expect("no thread panics while it holds the lock").take(&method, &uri);
+    let fault = lock(&shared.faults).take(&method, &uri);
     shared.requests.send_modify(|requests| requests.push(Request { method, uri, token: token.clone() }));
     let is_lost = matches!(fault, Some(Answer::Lost));
     if let Some(fault) = fault
@@ -88,11 +88,11 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
     {
         return response;
     }
-    let accepted = shared.tokens.lock().expect("no thread panics while it holds the lock").clone();
+    let accepted = lock(&shared.tokens).clone();
     if accepted.is_some_and(|accepted| !token.as_ref().is_some_and(|token| accepted.contains(token))) {
         return status(&Refusal::new(401, "Unauthorized", "Unauthorized"));
     }
-    let version = shared.version.lock().expect("no thread panics while it holds the lock").clone();
+    let version = lock(&shared.version).clone();
     if head.uri.path() == "/version" && !version.is_empty() {
         return respond(200, release(&version).to_string());
     }

@@ -64,7 +64,13 @@ pub fn stored(resource: &ResourceType, namespace: Option<&str>, gates: Gates, ob
 /// A verb of RBAC and a resource: `("create", "events")`.
 type Right = (&'static str, &'static str);
 
+/// Locks a mutex, whose holders do not panic.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().expect("no thread panics while it holds the lock")
+}
+
 /// The state that all connections share.
+#[derive(Default)]
 struct Shared {
     store: Mutex<Store>,
     faults: Mutex<Faults>,
@@ -87,18 +93,17 @@ struct Shared {
 
 impl Shared {
     fn store(&self) -> MutexGuard<'_, Store> {
-        self.store.lock().expect("no thread panics while it holds the lock")
+        lock(&self.store)
     }
 
     /// The `userInfo` of the client with this token.
     fn user(&self, token: Option<&str>) -> Value {
-        let users = self.users.lock().expect("no thread panics while it holds the lock");
+        let users = lock(&self.users);
         token.and_then(|token| users.get(token)).cloned().unwrap_or_default()
     }
 
     fn forbids(&self, verb: &str, plural: &str) -> bool {
-        let forbidden = self.forbidden.lock().expect("no thread panics while it holds the lock");
-        forbidden.contains(&(verb, plural))
+        lock(&self.forbidden).contains(&(verb, plural))
     }
 
     /// Applies a merge patch to an object's status, or to all fields but the status, if the validating policies allow
@@ -117,6 +122,13 @@ impl Shared {
         let request = AdmissionRequest { operation: "UPDATE", user: &user, key, plural: &plural, object: &object };
         validating::admit(&self.store(), &request)?;
         self.store().replace(manager, key, object)
+    }
+
+    /// Changes the store, and lets watches see the change.
+    fn change<T>(&self, change: impl FnOnce(&mut Store) -> T) -> T {
+        let result = change(&mut self.store());
+        self.changed();
+        result
     }
 
     fn changed(&self) {
@@ -161,19 +173,9 @@ impl ApiServerBox {
             .and_then(|tls| tls.with_no_client_auth().with_single_cert(vec![made.cert.der().clone()], key))
             .expect("a certificate with its key makes a server");
         let listener = TcpListener::bind(address).await?;
+        let (store, version) = (Mutex::new(Store::new(types)), Mutex::new("v1.36.2".to_owned()));
         let server = Self {
-            shared: Arc::new(Shared {
-                store: Mutex::new(Store::new(types)),
-                faults: Mutex::default(),
-                tokens: Mutex::default(),
-                users: Mutex::default(),
-                requests: watch::Sender::default(),
-                version: Mutex::new("v1.36.2".to_owned()),
-                forbidden: Mutex::default(),
-                ignores_selectors: AtomicBool::new(false),
-                changes: watch::Sender::default(),
-                watches: watch::Sender::default(),
-            }),
+            shared: Arc::new(Shared { store, version, ..Shared::default() }),
             acceptor: TlsAcceptor::from(Arc::new(tls)),
             address: listener.local_addr()?,
             ca: made.cert.pem(),
@@ -186,11 +188,7 @@ impl ApiServerBox {
     fn serve(&self, listener: TcpListener) {
         let end = CancellationToken::new();
         let serving = http::serve(listener, self.acceptor.clone(), Arc::clone(&self.shared), end.clone());
-        self.serving().replace((end, tokio::spawn(serving)));
-    }
-
-    fn serving(&self) -> MutexGuard<'_, Option<Serving>> {
-        self.serving.lock().expect("no thread panics while it holds the lock")
+        lock(&self.serving).replace((end, tokio::spawn(serving)));
     }
 
     /// The address at which the server listens.
@@ -211,23 +209,23 @@ impl ApiServerBox {
     /// Accepts only requests with one of these bearer tokens from now on.
     pub fn accept_tokens(&self, tokens: &[&str]) {
         let tokens = tokens.iter().map(|token| (*token).to_owned()).collect();
-        *self.shared.tokens.lock().expect("no thread panics while it holds the lock") = Some(tokens);
+        *lock(&self.shared.tokens) = Some(tokens);
     }
 
     /// Sets the `userInfo` that admission policies see for the client with this token.
     pub fn name_user(&self, token: &str, user_info: Value) {
-        self.shared.users.lock().expect("no thread panics while it holds the lock").insert(token.to_owned(), user_info);
+        lock(&self.shared.users).insert(token.to_owned(), user_info);
     }
 
     /// Denies these rights, and no others, to all clients from now on. The server refuses such requests, and a
     /// SelfSubjectAccessReview reports that they are not allowed.
     pub fn forbid(&self, rights: &[(&'static str, &'static str)]) {
-        *self.shared.forbidden.lock().expect("no thread panics while it holds the lock") = rights.to_vec();
+        *lock(&self.shared.forbidden) = rights.to_vec();
     }
 
     /// Stops listening and cuts every connection.
     pub async fn go_away(&self) {
-        let taken = self.serving().take();
+        let taken = lock(&self.serving).take();
         if let Some((end, serving)) = taken {
             end.cancel();
             serving.await.expect("serving does not panic");
@@ -250,7 +248,7 @@ impl ApiServerBox {
 
     /// Injects a fault.
     pub fn fail(&self, fault: Fault) {
-        self.shared.faults.lock().expect("no thread panics while it holds the lock").add(fault);
+        lock(&self.shared.faults).add(fault);
     }
 
     /// Sets the feature gates. Stored slices stay as they are.
@@ -270,7 +268,7 @@ impl ApiServerBox {
 
     /// Sets the `gitVersion` of `/version`, such as `v1.37.0`. If it is empty, the server answers that path with 404.
     pub fn set_version(&self, version: &str) {
-        version.clone_into(&mut self.shared.version.lock().expect("no thread panics while it holds the lock"));
+        version.clone_into(&mut lock(&self.shared.version));
     }
 
     /// Makes lists and watches ignore their field selectors from now on.
@@ -285,8 +283,7 @@ impl ApiServerBox {
         let driver = driver.map_or_else(String::new, |driver| format!(",spec.driver={driver}"));
         let selector =
             Selector::parse(&slices, &format!("spec.nodeName={node}{driver}")).expect("slices have these fields");
-        self.shared.store().remove_selected(&slices, None, &selector);
-        self.shared.changed();
+        self.shared.change(|store| store.remove_selected(&slices, None, &selector));
     }
 
     /// The objects of a kind, in the order of their names.
@@ -296,8 +293,7 @@ impl ApiServerBox {
 
     /// Creates or replaces an object without any checks; `manager` becomes the owner of the changed fields.
     pub fn put(&self, manager: &str, key: &Key, object: Value) {
-        self.shared.store().put(manager, key, object);
-        self.shared.changed();
+        self.shared.change(|store| store.put(manager, key, object));
     }
 
     /// Creates a claim in the namespace `default`, whose allocation has these results and this configuration. Returns
@@ -320,9 +316,7 @@ impl ApiServerBox {
     ///
     /// The Status of the server's refusal.
     pub fn create(&self, manager: &str, key: &Key, object: Value) -> Result<Value, Value> {
-        let created = self.shared.store().create(manager, key, object);
-        self.shared.changed();
-        created.map_err(|refusal| refusal.status())
+        self.shared.change(|store| store.create(manager, key, object)).map_err(|refusal| refusal.status())
     }
 
     /// Creates an object as the client with this token would: validating policies may refuse the request. Fails as
@@ -345,9 +339,7 @@ impl ApiServerBox {
 
     /// Replaces an object's status as a client would. Fails as [`Self::create`] does.
     pub fn replace_status(&self, manager: &str, key: &Key, object: &Value) -> Result<Value, Value> {
-        let replaced = self.shared.store().replace_status(manager, key, object);
-        self.shared.changed();
-        replaced.map_err(|refusal| refusal.status())
+        self.shared.change(|store| store.replace_status(manager, key, object)).map_err(|refusal| refusal.status())
     }
 
     /// Changes an object without any checks; `manager` becomes the owner of the changed fields.
@@ -359,8 +351,7 @@ impl ApiServerBox {
 
     /// Deletes an object.
     pub fn remove(&self, key: &Key) {
-        self.shared.store().remove(key);
-        self.shared.changed();
+        self.shared.change(|store| store.remove(key));
     }
 
     /// The current state of an object.
@@ -387,8 +378,7 @@ impl ApiServerBox {
     /// Forgets the changes so far. New watches from an earlier version are refused with 410, and open watches get a 410
     /// as an event.
     pub fn expire_watches(&self) {
-        self.shared.store().expire();
-        self.shared.changed();
+        self.shared.change(Store::expire);
     }
 
     /// Every request so far.
@@ -405,7 +395,7 @@ impl ApiServerBox {
 
 impl Drop for ApiServerBox {
     fn drop(&mut self) {
-        if let Some((end, serving)) = self.serving().take() {
+        if let Some((end, serving)) = lock(&self.serving).take() {
             end.cancel();
             serving.abort();
         }

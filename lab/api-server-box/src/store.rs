@@ -144,7 +144,7 @@ impl Selector {
 }
 
 /// All objects of the server.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Store {
     types: Vec<ResourceType>,
     objects: BTreeMap<Key, Value>,
@@ -163,8 +163,7 @@ pub(super) struct Store {
 
 impl Store {
     pub fn new(types: &[ResourceType]) -> Self {
-        let (objects, changes, gates, patches) = Default::default();
-        Self { types: types.to_vec(), objects, changes, version: 1, expired: 0, gates, is_starting: false, patches }
+        Self { types: types.to_vec(), version: 1, ..Self::default() }
     }
 
     /// The kind that has this resource name in paths.

@@ -70,10 +70,7 @@ pub(super) fn admit(
 
 /// Checks a new status.
 pub(super) fn admit_status(key: &Key, live: &Value, object: &mut Value) -> Result<(), Refusal> {
-    match &key.resource {
-        of if *of == ResourceType::RESOURCE_CLAIMS => claim::admit_status(key, live, object),
-        _ => Ok(()),
-    }
+    if key.resource == ResourceType::RESOURCE_CLAIMS { claim::admit_status(key, live, object) } else { Ok(()) }
 }
 
 /// Returns true if the server counts changes of the specification in `metadata.generation`.
