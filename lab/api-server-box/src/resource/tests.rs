@@ -25,6 +25,17 @@ fn gpu(name: &str) -> Value {
     json!({"name": name, "attributes": {"type": {"string": "gpu"}}, "capacity": {"memory": {"value": "81559Mi"}}})
 }
 
+/// A slice of one device, `a`, with this field.
+fn with_field(field: &str, value: Value) -> Value {
+    slice(json!([{"name": "a", field: value}]))
+}
+
+/// The slice with a set of one counter.
+fn shared_counters(mut slice: Value, set: &str, counter: &str) -> Value {
+    slice["spec"]["sharedCounters"] = json!([{"name": set, "counters": {counter: {"value": "1"}}}]);
+    slice
+}
+
 fn create(store: &mut Store, object: Value) -> Result<Value, Refusal> {
     store.create("test", &ResourceType::RESOURCE_SLICES.key(None, ""), object)
 }
@@ -69,6 +80,7 @@ fn invalid_field_of_a_slice_is_refused_by_name() {
         change(&mut sent);
         sent
     };
+    let with_attribute = |name: &str, value: Value| with_field("attributes", json!({name: value}));
     let many = |count: usize, device: fn(usize) -> Value| json!((0..count).map(device).collect::<Vec<_>>());
     for (sent, field) in [
         (with(|s| s["spec"]["driver"] = json!("GPU")), "spec.driver"),
@@ -76,15 +88,8 @@ fn invalid_field_of_a_slice_is_refused_by_name() {
         (with(|s| s["spec"]["pool"]["name"] = json!("n//gpu")), "spec.pool.name"),
         (with(|s| s["spec"]["pool"]["resourceSliceCount"] = json!(0)), "spec.pool.resourceSliceCount"),
         (with(|s| s["spec"]["nodeName"] = Value::Null), "spec"),
-        (with(|s| s["spec"]["sharedCounters"] = json!([{"name": "a", "counters": {"b": {"value": "1"}}}])), "spec"),
-        (
-            {
-                let mut sent = slice(json!([]));
-                sent["spec"]["sharedCounters"] = json!([{"name": "a", "counters": {"b": {"value": "1"}}}]);
-                sent
-            },
-            "spec",
-        ),
+        (shared_counters(slice(json!([gpu("gpu-0")])), "a", "b"), "spec"),
+        (shared_counters(slice(json!([])), "a", "b"), "spec"),
         (slice(json!([gpu("gpu_0")])), "spec.devices[0].name"),
         (slice(json!([gpu("a"), gpu("a")])), "spec.devices[1].name"),
         (slice(many(129, |index| gpu(&format!("gpu-{index}")))), "spec.devices"),
@@ -95,28 +100,19 @@ fn invalid_field_of_a_slice_is_refused_by_name() {
             })),
             "spec.devices",
         ),
-        (slice(json!([{"name": "a", "attributes": {"x-y": {"int": 1}}}])), "spec.devices[0].attributes[x-y]"),
-        (slice(json!([{"name": "a", "attributes": {"x": {}}}])), "spec.devices[0].attributes[x]"),
-        (slice(json!([{"name": "a", "attributes": {"x": {"int": 1, "bool": true}}}])), "spec.devices[0].attributes[x]"),
-        (
-            slice(json!([{"name": "a", "attributes": {"x": {"string": "s".repeat(65)}}}])),
-            "spec.devices[0].attributes[x].string",
-        ),
-        (
-            slice(json!([{"name": "a", "attributes": {"x": {"version": "580.95.05"}}}])),
-            "spec.devices[0].attributes[x].version",
-        ),
-        (slice(json!([{"name": "a", "capacity": {"m": {"value": "much"}}}])), "spec.devices[0].capacity[m].value"),
-        (
-            slice(json!([{"name": "a", "taints": [{"key": "k", "effect": "Evict"}]}])),
-            "spec.devices[0].taints[0].effect",
-        ),
-        (slice(json!([{"name": "a", "taints": [{"key": "", "effect": "None"}]}])), "spec.devices[0].taints[0].key"),
+        (with_attribute("x-y", json!({"int": 1})), "spec.devices[0].attributes[x-y]"),
+        (with_attribute("x", json!({})), "spec.devices[0].attributes[x]"),
+        (with_attribute("x", json!({"int": 1, "bool": true})), "spec.devices[0].attributes[x]"),
+        (with_attribute("x", json!({"string": "s".repeat(65)})), "spec.devices[0].attributes[x].string"),
+        (with_attribute("x", json!({"version": "580.95.05"})), "spec.devices[0].attributes[x].version"),
+        (with_field("capacity", json!({"m": {"value": "much"}})), "spec.devices[0].capacity[m].value"),
+        (with_field("taints", json!([{"key": "k", "effect": "Evict"}])), "spec.devices[0].taints[0].effect"),
+        (with_field("taints", json!([{"key": "", "effect": "None"}])), "spec.devices[0].taints[0].key"),
     ] {
         refused(create(&mut store(), sent).unwrap_err(), field);
     }
     let attributes: serde_json::Map<_, _> = (0..33).map(|index| (format!("a{index}"), json!({"int": index}))).collect();
-    let too_many = slice(json!([{"name": "a", "attributes": attributes}]));
+    let too_many = with_field("attributes", json!(attributes));
     refused(create(&mut store(), too_many).unwrap_err(), "spec.devices[0]");
     let unnamed = json!({"metadata": {}, "spec": slice(json!([]))["spec"]});
     assert_eq!(create(&mut store(), unnamed).unwrap_err().code, 422);
@@ -139,37 +135,29 @@ fn slice_cannot_change_driver_node_or_pool() {
 #[test]
 fn gate_that_is_off_drops_fields_of_new_slices() {
     let taint = json!([{"key": "gpu.nvidia.com/xid", "value": "79", "effect": "NoSchedule"}]);
-    let tainted_slice = || slice(json!([{"name": "a", "taints": taint}]));
+    let tainted_slice = || with_field("taints", taint.clone());
     let shared_slice = || {
         let policy = json!({"default": "1", "validRange": {"min": "1", "step": "1"}});
         let capacity = json!({"shares": {"value": "4", "requestPolicy": policy}});
         slice(json!([{"name": "a", "allowMultipleAllocations": true, "capacity": capacity}]))
     };
-    let consuming_slice = || {
-        let consumed = json!([{"counterSet": "gpus", "counters": {"gpu-0": {"value": "1"}}}]);
-        slice(json!([{"name": "a", "consumesCounters": consumed}]))
-    };
+    let consuming_slice =
+        || with_field("consumesCounters", json!([{"counterSet": "gpus", "counters": {"gpu-0": {"value": "1"}}}]));
     let counter_slice = || {
-        let mut sent = slice(json!([]));
+        let mut sent = shared_counters(slice(json!([])), "gpus", "gpu-0");
         sent["spec"].as_object_mut().unwrap().remove("devices");
-        sent["spec"]["sharedCounters"] = json!([{"name": "gpus", "counters": {"gpu-0": {"value": "1"}}}]);
         sent
     };
-    let off = |change: fn(&mut Gates)| {
-        let mut gates = Gates::default();
-        change(&mut gates);
-        gates
-    };
+    let on = Gates::default();
+    let without_taints = Gates { device_taints: false, ..on };
+    let without_capacity = Gates { consumable_capacity: false, ..on };
+    let without_partitions = Gates { partitionable_devices: false, ..on };
     for (gates, sent, pointer) in [
-        (off(|gates| gates.device_taints = false), tainted_slice(), "/spec/devices/0/taints"),
-        (off(|gates| gates.consumable_capacity = false), shared_slice(), "/spec/devices/0/allowMultipleAllocations"),
-        (
-            off(|gates| gates.consumable_capacity = false),
-            shared_slice(),
-            "/spec/devices/0/capacity/shares/requestPolicy",
-        ),
-        (off(|gates| gates.partitionable_devices = false), consuming_slice(), "/spec/devices/0/consumesCounters"),
-        (off(|gates| gates.partitionable_devices = false), counter_slice(), "/spec/sharedCounters"),
+        (without_taints, tainted_slice(), "/spec/devices/0/taints"),
+        (without_capacity, shared_slice(), "/spec/devices/0/allowMultipleAllocations"),
+        (without_capacity, shared_slice(), "/spec/devices/0/capacity/shares/requestPolicy"),
+        (without_partitions, consuming_slice(), "/spec/devices/0/consumesCounters"),
+        (without_partitions, counter_slice(), "/spec/sharedCounters"),
     ] {
         let mut store = store();
         let before = create(&mut store, sent.clone()).unwrap();
@@ -232,12 +220,10 @@ fn claim_spec_and_status_are_checked_apart() {
     let key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), "c");
     let request = |exactly: Value| json!({"spec": {"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}}});
     let constrained = |constraint: Value| json!({"spec": {"devices": {"requests": [], "constraints": [constraint]}}});
+    let exactly = "spec.devices.requests[0].exactly";
     for (sent, field) in [
-        (request(json!({})), "spec.devices.requests[0].exactly.deviceClassName"),
-        (
-            request(json!({"deviceClassName": "c", "allocationMode": "All"})),
-            "spec.devices.requests[0].exactly.allocationMode",
-        ),
+        (request(json!({})), &*format!("{exactly}.deviceClassName")),
+        (request(json!({"deviceClassName": "c", "allocationMode": "All"})), &*format!("{exactly}.allocationMode")),
         (constrained(json!({"requests": ["a"], "matchAttribute": "d/a"})), "spec.devices.constraints[0].requests[0]"),
         (constrained(json!({"matchAttribute": "a"})), "spec.devices.constraints[0].matchAttribute"),
         (json!({"spec": {"devices": {"requests": [{"name": "a"}]}}}), "spec.devices.requests[0]"),
