@@ -46,7 +46,7 @@ pub enum Failure {
 }
 
 /// The reason why one node has no devices for the claims.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Refusal {
     /// The node.
     pub node: String,

@@ -62,15 +62,9 @@ pub(crate) fn refusal(attempt: &mut Attempt<'_>, claim: usize, request: usize) -
     let mut refusal = Refusal {
         node: attempt.node.to_owned(),
         claim: attempt.claims.get(claim).map(Claim::name).unwrap_or_default(),
-        request: String::new(),
-        wanted: 0,
-        selected: 0,
-        used: 0,
-        tainted: 0,
-        short: 0,
-        constraints: Vec::new(),
         unread_pools: attempt.devices.unread.clone(),
         steps: attempt.steps(),
+        ..Refusal::default()
     };
     for device in 0..attempt.devices.devices.len() {
         // If a selector fails here, the search did not reach it, so that it is not the reason.

@@ -112,9 +112,7 @@ fn device_of_another_claim_is_in_use_until_released() {
 /// A claim has at most 32 results (types.go, AllocationResultsMaxSize).
 #[test]
 fn claim_gets_at_most_32_devices() {
-    let names: Vec<String> = (0..40).map(|index| format!("d{index}")).collect();
-    let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    let slices = [slice("a", plain(&names))];
+    let slices = [slice("a", plain((0..40).map(|index| format!("d{index}"))))];
     assert_eq!(devices(&slices, &count(32)).unwrap().len(), 32);
     devices(&slices, &count(33)).unwrap_err();
 }
@@ -123,13 +121,11 @@ fn claim_gets_at_most_32_devices() {
 /// A request for 12 of 24 equal devices has many combinations, and no device satisfies the second request.
 #[test]
 fn search_stops_at_the_most_steps() {
-    let names: Vec<String> = (0..24).map(|index| format!("d{index}")).collect();
-    let names: Vec<&str> = names.iter().map(String::as_str).collect();
     let requests = json!([
         {"name": "many", "exactly": {"deviceClassName": "all", "count": 12}},
         {"name": "none", "exactly": {"deviceClassName": "all", "selectors": [{"cel": {"expression": "false"}}]}},
     ]);
-    let cluster = cluster(&[slice("a", plain(&names))]).with_most_steps(10_000);
+    let cluster = cluster(&[slice("a", plain((0..24).map(|index| format!("d{index}"))))]).with_most_steps(10_000);
     let failure = cluster.allocate("n", &[claim(requests, json!([]))]).unwrap_err();
     assert!(matches!(failure, Failure::TooMuchWork(_, 10_000)), "{failure}");
 }

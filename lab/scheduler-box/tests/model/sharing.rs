@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 
-use crate::support::{allocate, claim, cluster, plain, results, slice};
-use linkwise_scheduler_box::{Cluster, Failure};
+use crate::support::{allocate, claim, cluster, granted, plain, results, slice};
+use linkwise_scheduler_box::Cluster;
 
 /// A device with four shares and 80 Gi of memory.
 fn shared(name: &str) -> Value {
@@ -22,16 +22,11 @@ fn share(count: usize, requests: Value) -> Value {
 
 /// The shares and the memory that a claim consumes of each device, or the reason why it is refused.
 fn consumed(slices: &[Value], claim: &Value) -> Result<Vec<(String, String)>, String> {
-    match allocate(slices, claim) {
-        Ok(placement) => {
-            let results = placement.allocations[0]["devices"]["results"].as_array().unwrap().iter();
-            let text = |value: &Value| value.as_str().unwrap().to_owned();
-            let capacities = results.map(|result| &result["consumedCapacity"]);
-            Ok(capacities.map(|capacity| (text(&capacity["shares"]), text(&capacity["memory"]))).collect())
-        }
-        Err(Failure::Refused(why)) => Err(why[0].to_string()),
-        Err(other) => panic!("{other}"),
-    }
+    let placement = granted(slices, claim)?;
+    let results = placement.allocations[0]["devices"]["results"].as_array().unwrap().iter();
+    let text = |value: &Value| value.as_str().unwrap().to_owned();
+    let capacities = results.map(|result| &result["consumedCapacity"]);
+    Ok(capacities.map(|capacity| (text(&capacity["shares"]), text(&capacity["memory"]))).collect())
 }
 
 /// consumable_capacity.go: a missing amount becomes the policy's default, and an amount below the minimum becomes the

@@ -18,8 +18,8 @@ pub fn slice(name: &str, devices: Value) -> Value {
 }
 
 /// Devices without attributes.
-pub fn plain(names: &[&str]) -> Value {
-    names.iter().map(|name| json!({"name": name})).collect()
+pub fn plain(names: impl IntoIterator<Item = impl std::fmt::Display>) -> Value {
+    names.into_iter().map(|name| json!({"name": name.to_string()})).collect()
 }
 
 /// The slice with another value of the field at a JSON pointer below `spec`.
@@ -66,13 +66,16 @@ pub fn results(placement: &Placement, claim: usize) -> Vec<String> {
     allocated.iter().map(|result| format!("{} {}", text(&result["request"]), text(&result["device"]))).collect()
 }
 
+/// Allocates one claim on node `n`. Returns the reason if the node refuses it.
+pub fn granted(slices: &[Value], claim: &Value) -> Result<Placement, String> {
+    allocate(slices, claim).map_err(|failure| match failure {
+        Failure::Refused(why) => why[0].to_string(),
+        other => panic!("{other}"),
+    })
+}
+
 /// The devices that a claim gets on the node `n`, or the reason why the node refuses it.
 pub fn devices(slices: &[Value], claim: &Value) -> Result<Vec<String>, String> {
-    match allocate(slices, claim) {
-        Ok(placement) => {
-            Ok(results(&placement, 0).iter().map(|one| one.split_once(' ').unwrap().1.to_owned()).collect())
-        }
-        Err(Failure::Refused(why)) => Err(why[0].to_string()),
-        Err(other) => panic!("{other}"),
-    }
+    let results = results(&granted(slices, claim)?, 0);
+    Ok(results.iter().map(|one| one.split_once(' ').unwrap().1.to_owned()).collect())
 }
