@@ -22,7 +22,7 @@ use linkwise_cluster::ApiServer;
 use linkwise_core::allocation::{
     AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, preferred_allocation,
 };
-use linkwise_core::state::{DRA_DRIVER, Event, Health, NodeState};
+use linkwise_core::state::{DRA_DRIVER, Event, NodeState};
 use linkwise_core::topology::{Gpu, NodeTopology};
 use linkwise_host::machines::Machine;
 use linkwise_host::picture::machine_tree;
@@ -386,11 +386,7 @@ impl Script<'_> {
             let has_gpu = |pod: &RunningPod| self.gpus(&pod.devices).iter().any(|(_, own)| own.uuid == gpu.uuid);
             let holder = tally.running.iter().find(|(_, pod)| has_gpu(pod));
             let device = snapshot.offers().through_dra().iter().find(|device| device.gpu.uuid == gpu.uuid);
-            match (device.map(|device| &device.health), holder) {
-                (Some(Health::Unhealthy { reason, .. }), _) => format!("✗ {reason}"),
-                (_, Some((pod, _))) => format!("● {pod}"),
-                _ => "○ free".to_owned(),
-            }
+            show::holder(device.map(|device| &device.health), holder.map(|(pod, _)| pod))
         };
         self.print_line(&show::holders(self.topology, note))
     }

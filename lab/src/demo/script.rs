@@ -8,7 +8,7 @@ use tokio::sync::{mpsc, watch};
 
 use super::{Print, show};
 use linkwise_core::allocation::AllocationReport;
-use linkwise_core::state::{Event, Health, NodeState, ResourceName};
+use linkwise_core::state::{Event, NodeState, ResourceName};
 use linkwise_core::topology::{Gpu, NodeTopology};
 use linkwise_host::machines::Machine;
 use linkwise_kubelet_box::{AdmissionError, KubeletBox, Pod, ResourceState, Restart};
@@ -204,13 +204,9 @@ impl Script<'_> {
             preferred.sort_unstable();
             ensure!(preferred == grant.allocation.devices, "{name} got other GPUs than the preferred ones");
         }
-        let gpus: Vec<(usize, &Gpu)> = self
-            .topology
-            .gpus()
-            .iter()
-            .enumerate()
-            .filter(|(_, gpu)| grant.allocation.devices.iter().any(|id| id == gpu.uuid.as_str()))
-            .collect();
+        let is_granted = |gpu: &Gpu| grant.allocation.devices.iter().any(|id| id == gpu.uuid.as_str());
+        let gpus = self.topology.gpus().iter().enumerate().filter(|(_, gpu)| is_granted(gpu));
+        let gpus: Vec<(usize, &Gpu)> = gpus.collect();
         let hint = admitted.containers.get(CONTAINER).and_then(|container| container.hint.as_ref());
         let offered = grant.asked.as_ref().map(|asked| (asked.available.len(), asked.must_include.len()));
         let manager = hint.map(|hint| show::hint(hint, offered));
@@ -249,16 +245,10 @@ impl Script<'_> {
         let snapshot = Arc::clone(&self.snapshot.borrow());
         let state = self.state();
         let note = |gpu: &Gpu| {
-            let holder = state
-                .allocated
-                .iter()
-                .find(|(_, containers)| containers.values().any(|devices| devices.contains(gpu.uuid.as_str())));
+            let uuid = gpu.uuid.as_str();
+            let holder = state.allocated.iter().find(|(_, held)| held.values().flatten().any(|id| id == uuid));
             let device = snapshot.offers().of(&ResourceName::gpu()).find(|(_, device)| device.gpu.uuid == gpu.uuid);
-            match (device.map(|(_, device)| &device.health), holder) {
-                (Some(Health::Unhealthy { reason, .. }), _) => format!("✗ {reason}"),
-                (_, Some((pod, _))) => format!("● {pod}"),
-                _ => "○ free".to_owned(),
-            }
+            show::holder(device.map(|(_, device)| &device.health), holder.map(|(pod, _)| pod))
         };
         self.print_line(&show::holders(self.topology, note))
     }

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use linkwise_core::allocation::AllocationReport;
+use linkwise_core::state::Health;
 use linkwise_core::topology::{Gpu, NodeTopology, NumaNodeId};
 use linkwise_kubelet_box::TopologyHint;
 
@@ -65,6 +66,15 @@ pub(super) fn holders(topology: &NodeTopology, note: impl Fn(&Gpu) -> String) ->
         }
     }
     text
+}
+
+/// The note of a GPU in [`holders`]: the reason why it is unhealthy, or the pod that holds it.
+pub(super) fn holder(health: Option<&Health>, pod: Option<&String>) -> String {
+    match (health, pod) {
+        (Some(Health::Unhealthy { reason, .. }), _) => format!("✗ {reason}"),
+        (_, Some(pod)) => format!("● {pod}"),
+        _ => "○ free".to_owned(),
+    }
 }
 
 /// The NUMA nodes of GPUs and the links between them.

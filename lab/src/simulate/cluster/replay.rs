@@ -48,22 +48,18 @@ impl<'a, 'b> Replay<'a, 'b> {
     pub fn new(scheduler: Scheduler<'a>, jobs: &'b [Job], counted: usize, watch: &'b mut dyn FnMut(&Event)) -> Self {
         let states = scheduler.states();
         let shapes = &states.shapes.shapes;
-        let mut offers = vec![BTreeMap::new(); shapes.len()];
         let arrival = |at: usize| jobs.get(at).map(|job| job.arrival);
         let window = (arrival(counted).unwrap_or(0), arrival(jobs.len().saturating_sub(1)).unwrap_or(0));
-        let mut tally = Tally::new(window);
-        for number in scheduler.nodes() {
-            let Some(state) = states.state(*number) else { continue };
-            count(&mut offers, &state.best, true);
-            tally.count_free(state.free.len(), states.free_for_fours(*number), state.stuck, true);
-        }
-        tally.total = tally.free;
         let best = |machine: &super::machines::Machine| {
             shapes.iter().map(|shape| best_set(&machine.tables, machine.whole, shape.gpus).1).collect()
         };
         let idle = states.machines.iter().map(best).collect();
-        let waiting = vec![VecDeque::new(); shapes.len()];
-        Self { scheduler, jobs, counted, running: BinaryHeap::new(), waiting, offers, idle, tally, watch }
+        let (waiting, offers) = (vec![VecDeque::new(); shapes.len()], vec![BTreeMap::new(); shapes.len()]);
+        let (running, tally) = (BinaryHeap::new(), Tally::new(window));
+        let mut replay = Self { scheduler, jobs, counted, running, waiting, offers, idle, tally, watch };
+        (0..replay.scheduler.nodes().len()).for_each(|node| replay.count(node, true));
+        replay.tally.total = replay.tally.free;
+        replay
     }
 
     pub fn run(mut self) -> Result<Figures> {
@@ -164,27 +160,22 @@ impl<'a, 'b> Replay<'a, 'b> {
         Ok(())
     }
 
-    /// Adds the free GPUs of a node to the sums, or subtracts them.
+    /// Adds the free GPUs and the offers of a node to the sums, or subtracts them.
     fn count(&mut self, node: usize, adds: bool) {
         let states = self.scheduler.states();
         let Some(number) = self.scheduler.nodes().get(node) else { return };
         let Some(state) = states.state(*number) else { return };
-        count(&mut self.offers, &state.best, adds);
-        self.tally.count_free(state.free.len(), states.free_for_fours(*number), state.stuck, adds);
-    }
-}
-
-/// Adds the offers of a node, or subtracts them.
-fn count(offers: &mut [BTreeMap<u64, usize>], best: &[Option<u64>], adds: bool) {
-    for (offers, best) in offers.iter_mut().zip(best) {
-        let Some(best) = best else { continue };
-        let nodes = offers.entry(*best).or_default();
-        if adds {
-            *nodes += 1;
-        } else if *nodes > 1 {
-            *nodes -= 1;
-        } else {
-            offers.remove(best);
+        for (offers, best) in self.offers.iter_mut().zip(&state.best) {
+            let Some(best) = best else { continue };
+            let nodes = offers.entry(*best).or_default();
+            if adds {
+                *nodes += 1;
+            } else if *nodes > 1 {
+                *nodes -= 1;
+            } else {
+                offers.remove(best);
+            }
         }
+        self.tally.count_free(state.free.len(), states.free_for_fours(*number), state.stuck, adds);
     }
 }

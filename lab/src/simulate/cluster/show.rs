@@ -64,16 +64,10 @@ pub(super) fn text(simulation: &Simulation) -> String {
     text += "\n\n";
     row(&mut text, "", simulation, |door| door.door.clone());
     let share = |share: Option<u64>| share.map_or_else(|| "-".to_owned(), percent);
-    type Cell = fn(&Figures) -> Option<u64>;
-    let shares: [(&str, Cell); 4] = [
-        ("collective of the cluster's best", |figures| figures.collective_of_cluster),
-        ("jobs that got the cluster's best", |figures| figures.best_of_cluster),
-        ("collective of their node's best", |figures| figures.collective_of_node),
-        ("collective of the idle machine's", |figures| figures.collective_of_machine),
-    ];
-    for (label, cell) in shares {
-        row(&mut text, label, simulation, |door| share(cell(&door.figures)));
-    }
+    row(&mut text, "collective of the cluster's best", simulation, |door| share(door.figures.collective_of_cluster));
+    row(&mut text, "jobs that got the cluster's best", simulation, |door| share(door.figures.best_of_cluster));
+    row(&mut text, "collective of their node's best", simulation, |door| share(door.figures.collective_of_node));
+    row(&mut text, "collective of the idle machine's", simulation, |door| share(door.figures.collective_of_machine));
     if simulation.doors.iter().any(|door| door.figures.equal_rails.is_some()) {
         row(&mut text, "pairs of pods on equal rails", simulation, |door| share(door.figures.equal_rails));
     }
