@@ -133,7 +133,8 @@ fn piped_demo_prints_plain_lines_of_100_columns() {
     }
 }
 
-struct KillOnDrop(Child);
+/// A child process that ends with its value.
+pub struct KillOnDrop(pub Child);
 
 impl Drop for KillOnDrop {
     fn drop(&mut self) {

@@ -14,7 +14,7 @@ fn trace_from_stdin_gives_figures_for_each_policy() {
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
     let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
     // First fit takes GPUs 0 and 1, which one NVLink joins, then 2 and 3, which two NVLinks join.
-    check_snapshot("simulate-json", &serde_json::to_string_pretty(&answer).unwrap());
+    check_snapshot("snapshots", "simulate-json", &serde_json::to_string_pretty(&answer).unwrap());
 }
 
 #[test]
@@ -41,6 +41,6 @@ fn figures_of_the_sample_trace_are_golden() {
     let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/traces/sample.csv");
     for machine in ["dgx1-v100", "pcie-8x-pix-pairs"] {
         let args = ["simulate", "--node", machine, "--trace", trace];
-        check_snapshot(&format!("simulate-{machine}"), &stdout(&mut lab(&args)));
+        check_snapshot("snapshots", &format!("simulate-{machine}"), &stdout(&mut lab(&args)));
     }
 }

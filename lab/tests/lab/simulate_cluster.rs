@@ -16,10 +16,10 @@ fn printed(args: &[&str]) -> String {
     stdout(&mut simulate(args))
 }
 
-/// Compares a text with snapshots/NAME.snap.
-pub fn check_snapshot(name: &str, text: &str) {
+/// Compares a text with FOLDER/NAME.snap.
+pub fn check_snapshot(folder: &str, name: &str, text: &str) {
     let mut settings = insta::Settings::clone_current();
-    settings.set_snapshot_path("snapshots");
+    settings.set_snapshot_path(folder);
     settings.set_prepend_module_to_snapshot(false);
     settings.set_omit_expression(true);
     settings.bind(|| insta::assert_snapshot!(name, text));
@@ -29,9 +29,9 @@ const SMALL: [&str; 6] = ["--nodes", "6", "--mix", "dgx1-v100=2,pcie-8x-pix-pair
 
 #[test]
 fn small_cluster_has_its_figures() {
-    check_snapshot("simulate-cluster", &printed(&SMALL));
+    check_snapshot("snapshots", "simulate-cluster", &printed(&SMALL));
     let json: Value = serde_json::from_str(&printed(&[&SMALL[..], &["--format", "json"]].concat())).unwrap();
-    check_snapshot("simulate-cluster-json", &serde_json::to_string_pretty(&json).unwrap());
+    check_snapshot("snapshots", "simulate-cluster-json", &serde_json::to_string_pretty(&json).unwrap());
 }
 
 #[test]

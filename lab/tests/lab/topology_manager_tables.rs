@@ -21,6 +21,7 @@ use linkwise_host::machines::{self, Machine};
 use linkwise_kubelet_box::{AdmissionError, Admitted, BoxError, Place, Pod, Policy};
 
 use crate::numa_hints::play_on;
+use crate::simulate_cluster::check_snapshot;
 
 const GPU: &str = "nvidia.com/gpu";
 const POLICIES: [Policy; 4] = [Policy::None, Policy::BestEffort, Policy::Restricted, Policy::SingleNumaNode];
@@ -180,13 +181,7 @@ async fn docs_table_matches_each_machine() {
             continue;
         }
         let table = table(&machine).await;
-        insta::with_settings!({
-            snapshot_path => FOLDER,
-            prepend_module_to_snapshot => false,
-            omit_expression => true,
-        }, {
-            insta::assert_snapshot!(built_in.name, table);
-        });
+        check_snapshot(FOLDER, built_in.name, &table);
         names.insert(format!("{}.snap", built_in.name));
     }
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/lab").join(FOLDER);

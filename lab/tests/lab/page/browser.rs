@@ -6,12 +6,14 @@ use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
+
+use crate::demo::KillOnDrop;
 
 /// The longest wait for any answer or state, far longer than each takes.
 pub const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -28,7 +30,7 @@ fn program() -> PathBuf {
 
 /// A browser with one empty tab.
 pub struct Browser {
-    process: Child,
+    _process: KillOnDrop,
     commands: File,
     answers: Receiver<Value>,
     /// Events that came while an answer was awaited.
@@ -36,13 +38,6 @@ pub struct Browser {
     session: Option<String>,
     last: u64,
     _folder: TempDir,
-}
-
-impl Drop for Browser {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
 }
 
 impl Browser {
@@ -70,7 +65,7 @@ impl Browser {
             }
         });
         let mut browser = Self {
-            process,
+            _process: KillOnDrop(process),
             commands,
             answers: receiver,
             events: VecDeque::new(),

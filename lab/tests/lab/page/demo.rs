@@ -1,24 +1,18 @@
 //! `linkwise-lab demo --step` as a child process, and the text that each step prints.
 
 use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 
 use super::browser::WAIT_TIMEOUT;
+use crate::demo::KillOnDrop;
 
 /// A demo that waits for Enter.
 pub struct Demo {
-    process: Child,
+    _process: KillOnDrop,
     input: ChildStdin,
     lines: Receiver<String>,
     pub url: String,
-}
-
-impl Drop for Demo {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
 }
 
 impl Demo {
@@ -30,7 +24,8 @@ impl Demo {
         let output = BufReader::new(process.stdout.take().unwrap());
         let (sender, lines) = channel();
         std::thread::spawn(move || output.lines().map_while(Result::ok).try_for_each(|line| sender.send(line)));
-        let mut demo = Self { input: process.stdin.take().unwrap(), process, lines, url: String::new() };
+        let (input, url) = (process.stdin.take().unwrap(), String::new());
+        let mut demo = Self { _process: KillOnDrop(process), input, lines, url };
         let printed = demo.read_step();
         let url = printed.lines().find_map(|line| line.strip_prefix("The node's page: "));
         demo.url = url.unwrap_or_else(|| panic!("no address: {printed}")).to_owned();
