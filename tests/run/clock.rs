@@ -63,8 +63,7 @@ async fn wall_clock_jump_changes_no_state() {
     node.setup.tell("fail 2 nvmlDeviceGetTemperature 999");
     unhealthy(&kubelet, &[2]).await;
     // The GPU answers again, and three polls of all GPUs show it: the hold time of an hour has begun.
-    node.setup.tell("unfail 2 nvmlDeviceGetTemperature");
-    node.setup.tell("calls nvmlDeviceGetTemperature 24");
+    node.setup.tell_all(&["unfail 2 nvmlDeviceGetTemperature", "calls nvmlDeviceGetTemperature 24"]);
     let this_year = year_of(&node, 13).await;
     for (xid, jumped) in [(31, TWENTY_YEARS), (43, -TWENTY_YEARS), (32, -2 * TWENTY_YEARS)] {
         jump(&node.setup, jumped);

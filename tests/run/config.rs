@@ -125,7 +125,6 @@ async fn file_overrides_the_class_of_an_xid() {
     let text = "linkwise:\n  health:\n    xids: {31: reset-gpu, 79: application}\n";
     let (node, kubelet, _file) = serve(text).await;
     // The built-in table says the opposite.
-    node.setup.tell("xid 1 79");
-    node.setup.tell("xid 2 31");
+    node.setup.tell_all(&["xid 1 79", "xid 2 31"]);
     unhealthy(&kubelet, &[2]).await;
 }

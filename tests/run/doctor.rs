@@ -253,8 +253,7 @@ async fn same_finding_on_eight_gpus_is_one_entry() {
         assert_eq!(count(&report, check, status, ""), 1, "{check}: {report:#}");
     }
     // Two kinds of finding stay two entries, whatever their advice; three or fewer of a kind are listed one by one.
-    setup.tell("recovery 0 1");
-    setup.tell("rows 1 false true");
+    setup.tell_all(&["recovery 0 1", "rows 1 false true"]);
     for gpu in 2..8 {
         setup.tell(&format!("recovery {gpu} 2"));
     }

@@ -149,12 +149,10 @@ async fn pauses_double_without_nvml_until_another_cause() {
 #[tokio::test]
 async fn on_nvml_loss_unhealthy_withholds_every_gpu() {
     let (node, kubelet) = quick().arg("--on-nvml-loss=unhealthy").serve(8).await;
-    node.setup.tell("init 9");
-    node.setup.tell("fail * nvmlDeviceGetCount_v2 9");
+    node.setup.tell_all(&["init 9", "fail * nvmlDeviceGetCount_v2 9"]);
     unhealthy(&kubelet, &[0, 1, 2, 3, 4, 5, 6, 7]).await;
     assert!(kubelet.admit(&Pod::single("none", GPU, 1), None).await.is_err());
-    node.setup.tell("unfail * nvmlDeviceGetCount_v2");
-    node.setup.tell("init 0");
+    node.setup.tell_all(&["unfail * nvmlDeviceGetCount_v2", "init 0"]);
     unhealthy(&kubelet, &[]).await;
     allocation(&kubelet, "all", GPU, 8).await;
 }
@@ -173,8 +171,7 @@ async fn replaced_library_is_loaded_by_the_next_agent() {
     };
     // A truncated library: the agent goes on with the one that it has loaded.
     replace(&|new| std::fs::write(new, b"\x7fELF").unwrap());
-    node.setup.tell("calls nvmlDeviceGetTemperature 16");
-    node.setup.tell("xid 1 79");
+    node.setup.tell_all(&["calls nvmlDeviceGetTemperature 16", "xid 1 79"]);
     unhealthy(&kubelet, &[1]).await;
     node.metric(STARTS, 1).await;
     // The next agents cannot load it, and pods are admitted.
@@ -202,9 +199,7 @@ async fn first_poll_finds_what_happened_between_two_agents() {
     let second = node.agent(&[first]).await;
     let control = node.setup.at(&format!("control.{second}"));
     until(async || UnixStream::connect(&control).map(drop)).await;
-    for command in ["recovery 4 1", "rows 5 false true", "lost 6"] {
-        node.setup.tell(command);
-    }
+    node.setup.tell_all(&["recovery 4 1", "rows 5 false true", "lost 6"]);
     allocation(&kubelet, "meanwhile", GPU, 8).await;
     node.setup.tell("unhang nvmlInit_v2");
     unhealthy(&kubelet, &[4, 5, 6]).await;

@@ -24,21 +24,15 @@ fn listed(kubelet: &KubeletBox) -> BTreeMap<String, BTreeMap<String, BTreeSet<i6
 #[tokio::test]
 async fn gpus_lost_during_a_scan_return_with_all_facts() {
     let (node, kubelet) = quick(Setup::on("dgx1-v100")).serve(8).await;
-    node.setup.tell("hang 4 nvmlDeviceGetName");
-    node.setup.tell("link 0 0 down");
+    node.setup.tell_all(&["hang 4 nvmlDeviceGetName", "link 0 0 down"]);
     // The scan hangs at GPU 4: it has read the GPUs before it, and not those after it.
-    node.setup.tell("blocked nvmlDeviceGetName");
-    node.setup.tell("lost 2");
-    node.setup.tell("lost 6");
+    node.setup.tell_all(&["blocked nvmlDeviceGetName", "lost 2", "lost 6"]);
     // These calls fail even after GPU 6 is back, so that each further scan is incomplete.
-    node.setup.tell("fail 6 nvmlDeviceGetMinorNumber 999");
-    node.setup.tell("fail 6 nvmlDeviceGetNvLinkState 999");
+    node.setup.tell_all(&["fail 6 nvmlDeviceGetMinorNumber 999", "fail 6 nvmlDeviceGetNvLinkState 999"]);
     node.setup.tell("unhang 4 nvmlDeviceGetName");
     unhealthy(&kubelet, &[0, 2, 6]).await;
     node.metric("linkwise_gpus", 8).await;
-    node.setup.tell("back 2");
-    node.setup.tell("back 6");
-    node.setup.tell("link 0 0 up");
+    node.setup.tell_all(&["back 2", "back 6", "link 0 0 up"]);
     registered(&kubelet, 1, 8).await;
     allocation(&kubelet, "all", GPU, 8).await;
     node.metric("linkwise_nvml_agent_starts_total", 1).await;

@@ -77,8 +77,7 @@ async fn unidentified_gpu_is_unhealthy_until_identified() {
         ("nvmlDeviceGetPciInfo_v3", 15, "nvmlDeviceGetPciInfo_v3 says that the GPU is lost"),
     ] {
         let (node, kubelet) = quick().serve(8).await;
-        node.setup.tell(&format!("fail 3 {call} {code}"));
-        node.setup.tell("link 0 0 down");
+        node.setup.tell_all(&[&format!("fail 3 {call} {code}"), "link 0 0 down"]);
         unhealthy(&kubelet, &[0, 3]).await;
         reason(&node, 3, why).await;
         node.setup.tell("link 0 0 up");
@@ -99,13 +98,11 @@ async fn lost_gpu_costs_no_event_of_others() {
     node.process.said("NVML agent replaced").await;
     let second = node.agent(&[first]).await;
     node.metric(UP, 1).await;
-    node.setup.tell("recovery 4 1");
-    node.setup.tell("xid 4 79");
+    node.setup.tell_all(&["recovery 4 1", "xid 4 79"]);
     node.metric(&format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"79\"}}", uuid(1, 4)), 1).await;
     unhealthy(&kubelet, &[2, 4]).await;
     node.metric("linkwise_nvml_event_failures_total", 1).await;
-    node.setup.tell("recovery 4 0");
-    node.setup.tell("back 2");
+    node.setup.tell_all(&["recovery 4 0", "back 2"]);
     node.agent(&[first, second]).await;
     registered(&kubelet, 1, 8).await;
     node.metric(UNHEARD, 0).await;
@@ -140,12 +137,10 @@ async fn gpu_in_mig_mode_has_no_missing_links() {
     node.setup.tell("mig 6 {enabled: true}");
     registered(&kubelet, 1, 8).await;
     // Out of MIG mode, polls cover the whole GPU again.
-    node.setup.tell("rows 6 false true");
-    node.setup.tell("mig 6 {enabled: false}");
+    node.setup.tell_all(&["rows 6 false true", "mig 6 {enabled: false}"]);
     unhealthy(&kubelet, &[6]).await;
     reason(&node, 6, "a row remapping failed").await;
-    node.setup.tell("link 6 1 up");
-    node.setup.tell("rows 6 false false");
+    node.setup.tell_all(&["link 6 1 up", "rows 6 false false"]);
     registered(&kubelet, 1, 8).await;
 }
 
@@ -155,9 +150,7 @@ async fn gpu_in_mig_mode_makes_no_peer_unhealthy() {
     setup.tell("mig 6 {enabled: false}");
     let (node, kubelet) = setup.serve(8).await;
     // The driver shuts down both ends of its links: the GPU's, which polls skip, and its peers'.
-    node.setup.tell("mig 6 {enabled: true}");
-    node.setup.tell("links 6 down");
-    node.setup.tell("calls nvmlDeviceGetTemperature 80");
+    node.setup.tell_all(&["mig 6 {enabled: true}", "links 6 down", "calls nvmlDeviceGetTemperature 80"]);
     // GPU 0 fails last, so that failures of its peers would be known by then.
     node.setup.tell("recovery 0 1");
     unhealthy(&kubelet, &[0]).await;

@@ -89,8 +89,7 @@ async fn broken_or_newer_record_costs_one_log_line() {
 #[tokio::test]
 async fn unwritable_record_is_logged_once() {
     let (mut node, kubelet) = Setup::on("dgx1-v100").arg("--state-dir=/dev/null/nowhere").serve(8).await;
-    node.setup.tell("xid 2 79");
-    node.setup.tell("xid 3 79");
+    node.setup.tell_all(&["xid 2 79", "xid 3 79"]);
     registered(&kubelet, 1, 6).await;
     let line = node.process.said("cannot write the health record").await;
     assert_eq!(line["file"], "/dev/null/nowhere/linkwise_health.json");
@@ -108,8 +107,7 @@ async fn disabled_health_checks_leave_gpus_in_service() {
         (line["variable"].as_str(), line["passed_over"].as_str()),
         (Some("DP_ENABLE_HEALTHCHECKS"), Some("many"))
     );
-    node.setup.tell("xid 2 79");
-    node.setup.tell("xid 3 13");
+    node.setup.tell_all(&["xid 2 79", "xid 3 13"]);
     unhealthy(&kubelet, &[3]).await;
     // A reason that polls find is reported and changes nothing.
     node.setup.tell("lost 4");

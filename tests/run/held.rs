@@ -15,8 +15,7 @@ async fn lost_gpu_stays_listed_until_its_pod_ends() {
     }
     let setup = node.end().await;
     // GPU 7 is lost, GPU 0 is taken out; each is held by another pod.
-    setup.tell("lost 7");
-    setup.tell("remove 0");
+    setup.tell_all(&["lost 7", "remove 0"]);
     let (lost, removed) = (uuid(1, 7), uuid(1, 0));
     let node = setup.start().await;
     registered(&kubelet, 2, 6).await;

@@ -90,8 +90,7 @@ async fn new_gpu_is_unready_until_scanned() {
     setup.tell("init 9");
     let node = setup.start().await;
     node.ready(200, "no NVIDIA GPU on the PCI bus").await;
-    node.setup.tell("init 0");
-    node.setup.tell("hang nvmlInit_v2");
+    node.setup.tell_all(&["init 0", "hang nvmlInit_v2"]);
     node.setup.on_bus("0000:06:00.0");
     node.ready(503, "GPU 0000:06:00.0 appeared on the PCI bus, and has not been scanned yet").await;
     node.metric("linkwise_idle", 0).await;

@@ -84,13 +84,11 @@ async fn labels_file_stays_while_nvml_is_unavailable() {
     let process = setup.spawn();
     has(&path, "nvidia.com/gpu.count", "8").await;
     let before = fs::read(&path).unwrap();
-    setup.tell("init 9");
-    setup.tell("crash");
+    setup.tell_all(&["init 9", "crash"]);
     process.said("NVML unavailable for longer than the grace period").await;
     assert_eq!(fs::read(&path).unwrap(), before);
     // NVML is back with one GPU less, and the labels follow.
-    setup.tell("remove 7");
-    setup.tell("init 0");
+    setup.tell_all(&["remove 7", "init 0"]);
     has(&path, "nvidia.com/gpu.count", "7").await;
 }
 

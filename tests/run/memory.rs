@@ -94,8 +94,7 @@ pub async fn every_command_fails(setup: &Setup, cause: &str) {
 async fn every_command_bounds_its_agent() {
     let setup = Setup::on("dgx1-v100").env("LINKWISE_NVML_MEMORY_MIB", "24");
     setup.all_on_bus();
-    setup.tell("leak 40");
-    setup.tell("hang nvmlInit_v2");
+    setup.tell_all(&["leak 40", "hang nvmlInit_v2"]);
     every_command_fails(&setup, "more than 24 MiB (--nvml-memory-mib").await;
     let node = setup.start().await;
     node.ready(503, "more than 24 MiB").await;

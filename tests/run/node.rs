@@ -174,7 +174,12 @@ impl Setup {
         Control::new(self.at("control")).send(command).unwrap();
     }
 
-    /// The same; fails if no process receives the command.
+    /// Sends commands one after the other.
+    pub fn tell_all(&self, commands: &[&str]) {
+        commands.iter().for_each(|command| self.tell(command));
+    }
+
+    /// Sends a command; fails if no process receives it.
     pub fn try_tell(&self, command: &str) -> std::io::Result<()> {
         Control::new(self.at("control")).send(command)
     }

@@ -107,8 +107,7 @@ async fn gpu_is_reset_between_release_and_resume() {
     let (node, kubelet) = setup.serve(8).await;
     let labels = discovery(&node);
     said_times(&labels, 1, "NVML available").await;
-    node.setup.tell("recovery 3 1");
-    node.setup.tell("fall 3");
+    node.setup.tell_all(&["recovery 3 1", "fall 3"]);
     unhealthy(&kubelet, &[3]).await;
     assert!(node.setup.try_tell("reset 3").is_err(), "our processes use the GPU");
     let words = ordered(&node, &["release"]).await;
@@ -192,8 +191,7 @@ async fn hung_or_stopped_agent_releases_the_driver() {
         if is_stopped {
             signal("STOP", node.agent(&[]).await);
         } else {
-            node.setup.tell("hang nvmlDeviceGetTemperature");
-            node.setup.tell("hang nvmlEventSetWait_v2");
+            node.setup.tell_all(&["hang nvmlDeviceGetTemperature", "hang nvmlEventSetWait_v2"]);
         }
         assert!(driver_is_held(&node));
         ordered(&node, &["release"]).await;

@@ -36,8 +36,7 @@ async fn hung_kubelet_does_not_delay_shutdown() {
     kubelet.set_fault(Fault::Hang);
     let mut node = setup.start().await;
     kubelet.wait(|state| state.registering == 1).await.unwrap();
-    node.setup.tell("hang nvmlEventSetWait_v2");
-    node.setup.tell("hang nvmlDeviceGetTemperature");
+    node.setup.tell_all(&["hang nvmlEventSetWait_v2", "hang nvmlDeviceGetTemperature"]);
     // A scraper that keeps its connection.
     let _scraper = tokio::net::TcpStream::connect(node.address).await.unwrap();
     node.process.end().await;

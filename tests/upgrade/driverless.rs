@@ -19,13 +19,11 @@ async fn serving(setup: Setup) -> (World, Running) {
 
 /// Makes the driver fail for the running agent and for new ones.
 fn breaks(setup: &Setup) {
-    setup.tell("init 9");
-    setup.tell("fail * nvmlDeviceGetCount_v2 9");
+    setup.tell_all(&["init 9", "fail * nvmlDeviceGetCount_v2 9"]);
 }
 
 fn mends(setup: &Setup) {
-    setup.tell("init 0");
-    setup.tell("unfail * nvmlDeviceGetCount_v2");
+    setup.tell_all(&["init 0", "unfail * nvmlDeviceGetCount_v2"]);
 }
 
 /// Asserts that devices stay offered without a gap, and that the new pod uses the driver once it is back.

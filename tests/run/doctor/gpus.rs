@@ -37,9 +37,7 @@ async fn running(admin: bool) -> (Node, KubeletBox) {
 #[tokio::test]
 async fn unhealthy_gpu_reports_reason_and_remedy() {
     let (setup, _kubelet) = healthy();
-    setup.tell("recovery 1 1");
-    setup.tell("rows 2 false true");
-    setup.tell("fail 5 nvmlDeviceGetTemperature 999");
+    setup.tell_all(&["recovery 1 1", "rows 2 false true", "fail 5 nvmlDeviceGetTemperature 999"]);
     // A row that waits for a reset is not a reason.
     setup.tell("rows 6 true false");
     let report = look(&setup, &[]).await;
@@ -58,8 +56,7 @@ async fn fabric_joining_warns_and_fabric_failure_fails() {
     let fabric = ", nvlinks: [], fabric: {cluster: 11111111-2222-3333-4444-555555555555, clique: 0}";
     let gpus = [("GPU-a", "0000:01:00.0", fabric), ("GPU-b", "0000:02:00.0", fabric)];
     let (setup, _kubelet) = with_host(Setup::with(&machine(&gpus)));
-    setup.tell("fabric 0 3 999");
-    setup.tell("fabric 1 2 0");
+    setup.tell_all(&["fabric 0 3 999", "fabric 1 2 0"]);
     let report = look(&setup, &[]).await;
     reports(&report, "GPU-a", "failed", "not joined to the NVLink fabric: status 999", "joined to its fabric");
     reports(&report, "GPU-b", "warning", "still joining the NVLink fabric", "the GPU joined to its fabric");
@@ -73,8 +70,7 @@ async fn reasons_of_running_linkwise_are_reported() {
     found(&report, "gpus", "ok", "linkwise answers on");
     reports(&report, &uuid(1, 2), "ok", "Tesla V100", "");
     // The driver reports no recovery action for these GPUs, and only the running linkwise saw their events.
-    setup.tell("xid 2 79");
-    setup.tell("link 3 0 down");
+    setup.tell_all(&["xid 2 79", "link 3 0 down"]);
     unhealthy(&kubelet, &[2, 3]).await;
     let report = look(setup, &[]).await;
     reports(&report, &uuid(1, 2), "failed", "XID 79", "linkwise admin clear");
