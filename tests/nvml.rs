@@ -75,6 +75,10 @@ impl Machine {
     fn tell(&self, command: &str) {
         self.control.send(command).unwrap();
     }
+
+    fn tell_all(&self, commands: &[&str]) {
+        commands.iter().for_each(|command| self.tell(command));
+    }
 }
 
 /// A machine, and an agent that has scanned it.
@@ -238,8 +242,7 @@ async fn nvlink_peer_of_unknown_kind_is_known_by_address() {
 #[tokio::test]
 async fn gpu_lost_from_the_start_affects_no_other() {
     let machine = machine();
-    machine.tell("lost *");
-    machine.tell("back 0");
+    machine.tell_all(&["lost *", "back 0"]);
     let mut agent = machine.agent();
     let (gpus, failures) = ready(&mut agent).await;
     assert_eq!(gpus.iter().map(|gpu| gpu.index).collect::<Vec<_>>(), [0]);
@@ -292,8 +295,7 @@ async fn poll_reports_the_health_of_each_gpu() {
     // An event of a lost GPU still names the GPU, because that needs no call.
     machine.tell("xid 2 79");
     assert!(matches!(message(&mut agent).await.unwrap(), FromAgent::Xid { gpu, code: 79, .. } if gpu == uuid(2)));
-    machine.tell("fail 2 nvmlDeviceGetTemperature 16");
-    machine.tell("back 2");
+    machine.tell_all(&["fail 2 nvmlDeviceGetTemperature 16", "back 2"]);
     polled(&mut agent, 2, |poll| matches!(&poll.reach, Reach::ResetRequired { .. })).await;
     machine.tell("fail 2 nvmlDeviceGetTemperature 999");
     let (call, error) = ("nvmlDeviceGetTemperature".to_owned(), "NVML_ERROR_UNKNOWN (999)".to_owned());
@@ -326,8 +328,7 @@ async fn reach_is_polled_by_the_first_call_a_gpu_offers() {
         machine.tell(&format!("fail 1 {stands_in} 15"));
         let lost = Reach::Lost { call: stands_in.into() };
         polled(&mut agent, 1, |poll| poll.reach == lost).await;
-        machine.tell(&format!("fail 1 {stands_in} 3"));
-        machine.tell("fail 1 nvmlDeviceGetUtilizationRates 3");
+        machine.tell_all(&[&format!("fail 1 {stands_in} 3"), "fail 1 nvmlDeviceGetUtilizationRates 3"]);
         polled(&mut agent, 1, |poll| poll.reach == Reach::Unknown).await;
     }
 }
@@ -365,17 +366,14 @@ async fn one_call_reads_all_links_if_the_driver_can() {
     let mut agent = machine.agent();
     assert_eq!(ready(&mut agent).await.0[0].nvlinks, written()[0].nvlinks);
     // The agent makes no call for each link.
-    machine.tell("fail * nvmlDeviceGetNvLinkState 999");
-    machine.tell("link 0 4 down");
+    machine.tell_all(&["fail * nvmlDeviceGetNvLinkState 999", "link 0 4 down"]);
     polled(&mut agent, 0, down(&[2, 4])).await;
     // A link that sleeps is not down.
     machine.tell("link 0 4 sleep");
     polled(&mut agent, 0, down(&[2])).await;
     machine.tell("unfail * nvmlDeviceGetNvLinkState");
     // With an older driver, polls and scans make a call for each link.
-    machine.tell("link-fields no");
-    machine.tell("link 0 0 down");
-    machine.tell("link 0 4 up");
+    machine.tell_all(&["link-fields no", "link 0 0 down", "link 0 4 up"]);
     polled(&mut agent, 0, down(&[0, 2])).await;
     machine.tell("link 0 0 up");
     polled(&mut agent, 0, down(&[2])).await;
@@ -386,12 +384,10 @@ async fn one_call_reads_all_links_if_the_driver_can() {
 async fn nvlinks_that_were_not_ready_join_the_graph_later() {
     for fields in ["yes", "no"] {
         let machine = machine();
-        machine.tell(&format!("link-fields {fields}"));
-        machine.tell("links 0 absent");
+        machine.tell_all(&[&format!("link-fields {fields}"), "links 0 absent"]);
         let mut agent = machine.agent();
         assert_eq!(ready(&mut agent).await.0[0].nvlinks, Some(Vec::new()), "fields: {fields}");
-        machine.tell("calls nvmlDeviceGetTemperature 8");
-        machine.tell("links 0 up");
+        machine.tell_all(&["calls nvmlDeviceGetTemperature 8", "links 0 up"]);
         assert_ne!(ready(&mut agent).await.0[0].nvlinks, Some(Vec::new()), "fields: {fields}");
     }
 }
@@ -401,9 +397,7 @@ async fn ecc_that_is_switched_on_later_is_counted() {
     let machine = machine();
     let mut agent = machine.agent();
     polled(&mut agent, 1, |poll| poll.uncorrectable_ecc.is_none() && poll.row_remapping.is_none()).await;
-    machine.tell("calls nvmlDeviceGetTemperature 8");
-    machine.tell("uncorrectable 1 3");
-    machine.tell("rows 1 true false");
+    machine.tell_all(&["calls nvmlDeviceGetTemperature 8", "uncorrectable 1 3", "rows 1 true false"]);
     let poll = polled(&mut agent, 1, |poll| poll.uncorrectable_ecc.is_some()).await;
     assert_eq!((poll.uncorrectable_ecc, poll.row_remapping.map(|rows| rows.pending)), (Some(3), Some(true)));
 }
@@ -411,9 +405,7 @@ async fn ecc_that_is_switched_on_later_is_counted() {
 #[tokio::test]
 async fn poll_has_recovery_action_and_counters_if_offered() {
     let machine = machine();
-    for command in ["recovery 1 0", "rows 1 false false", "uncorrectable 1 0"] {
-        machine.tell(command);
-    }
+    machine.tell_all(&["recovery 1 0", "rows 1 false false", "uncorrectable 1 0"]);
     let mut agent = machine.agent();
     let poll = polled(&mut agent, 1, |_| true).await;
     assert_eq!(poll.recovery_action, Some(RecoveryAction::None));
@@ -560,17 +552,14 @@ async fn failed_wait_for_events_is_reported_once() {
     machine.tell("fail * nvmlEventSetWait_v2 999");
     let failed = FromAgent::Failed(CallFailure::new("driver", CallError::returned("nvmlEventSetWait_v2", 999)));
     assert_eq!(message(&mut agent).await.unwrap(), failed);
-    machine.tell("calls nvmlEventSetWait_v2 3");
-    machine.tell("xid 0 63");
-    machine.tell("unfail * nvmlEventSetWait_v2");
+    machine.tell_all(&["calls nvmlEventSetWait_v2 3", "xid 0 63", "unfail * nvmlEventSetWait_v2"]);
     assert!(matches!(message(&mut agent).await.unwrap(), FromAgent::Xid { code: 63, .. }));
 }
 
 #[tokio::test]
 async fn links_and_counters_return_when_mig_mode_ends() {
     let machine = machine();
-    machine.tell("mig 0 {enabled: false}");
-    machine.tell("fabric 0 2 0");
+    machine.tell_all(&["mig 0 {enabled: false}", "fabric 0 2 0"]);
     let mut agent = machine.agent();
     let down = polled(&mut agent, 0, |poll| poll.fabric == Some(FabricHealth::Joining)).await;
     assert_eq!((down.nvlinks_down, down.row_remapping), (Some(vec![2]), None));
@@ -587,9 +576,7 @@ async fn links_and_counters_return_when_mig_mode_ends() {
         })
         .await;
     }
-    machine.tell("unfail 0 nvmlDeviceGetMigMode");
-    machine.tell("rows 0 false true");
-    machine.tell("mig 0 {enabled: false}");
+    machine.tell_all(&["unfail 0 nvmlDeviceGetMigMode", "rows 0 false true", "mig 0 {enabled: false}"]);
     let rows = Some(RowRemapping { pending: false, failed: true });
     let after = polled(&mut agent, 0, |poll| poll.row_remapping == rows).await;
     assert_eq!((after.nvlinks_down, after.fabric), (Some(vec![2]), Some(FabricHealth::Joining)));
@@ -603,8 +590,7 @@ async fn event_is_followed_by_a_poll() {
     let mut agent = machine.agent();
     polled(&mut agent, 1, |poll| poll.recovery_action == Some(RecoveryAction::None)).await;
     for action in [1, 2] {
-        machine.tell(&format!("recovery 1 {action}"));
-        machine.tell("storm 1 31 100");
+        machine.tell_all(&[&format!("recovery 1 {action}"), "storm 1 31 100"]);
         polled(&mut agent, 1, |poll| poll.recovery_action == Some(RecoveryAction::from(action))).await;
     }
 }

@@ -194,12 +194,9 @@ async fn scan_survives_each_code_of_calls_that_find_gpus() {
 async fn poll_survives_each_code_of_each_call() {
     let mut machine = machine();
     machine.command.poll = Duration::from_millis(2);
-    for command in ["recovery 0 0", "rows 0 false false", "uncorrectable 0 0"] {
-        machine.tell(command);
-    }
+    machine.tell_all(&["recovery 0 0", "rows 0 false false", "uncorrectable 0 0"]);
     // No other call may replace that of the temperature.
-    machine.tell("fail 0 nvmlDeviceGetTemperatureV 3");
-    machine.tell("fail 0 nvmlDeviceGetUtilizationRates 3");
+    machine.tell_all(&["fail 0 nvmlDeviceGetTemperatureV 3", "fail 0 nvmlDeviceGetUtilizationRates 3"]);
     let mut agent = machine.agent();
     let before = polled(&mut agent, 0, |_| true).await;
     let full = |poll: &HealthPoll| differences(poll, &before).is_empty();

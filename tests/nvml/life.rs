@@ -201,12 +201,9 @@ async fn change_reverted_during_a_scan_is_scanned_again() {
     let machine = machine();
     let mut agent = machine.agent();
     let (before, _) = ready(&mut agent).await;
-    machine.tell("hang 1 nvmlDeviceGetBrand");
-    machine.tell("link 0 3 down");
+    machine.tell_all(&["hang 1 nvmlDeviceGetBrand", "link 0 3 down"]);
     // The scan has read GPU 0, and hangs at GPU 1.
-    machine.tell("blocked nvmlDeviceGetBrand");
-    machine.tell("link 0 3 up");
-    machine.tell("unhang 1 nvmlDeviceGetBrand");
+    machine.tell_all(&["blocked nvmlDeviceGetBrand", "link 0 3 up", "unhang 1 nvmlDeviceGetBrand"]);
     let (during, _) = ready(&mut agent).await;
     assert_ne!(during[0].nvlinks, before[0].nvlinks);
     assert_eq!(ready(&mut agent).await.0, before);
