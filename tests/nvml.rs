@@ -111,13 +111,10 @@ async fn message(agent: &mut Agent) -> Result<FromAgent, AgentEnded> {
 }
 
 async fn ready(agent: &mut Agent) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
-    match message(agent).await.unwrap() {
-        FromAgent::Ready(scan) => {
-            let node = scan.after(None).node(HostObservation::default(), Vec::new());
-            (node.gpus, node.failures)
-        }
-        other => panic!("not ready: {other:?}"),
-    }
+    let message = message(agent).await.unwrap();
+    let FromAgent::Ready(scan) = message else { panic!("not ready: {message:?}") };
+    let node = scan.after(None).node(HostObservation::default(), Vec::new());
+    (node.gpus, node.failures)
 }
 
 /// Waits for a poll in which a GPU is as wanted.
@@ -232,11 +229,8 @@ async fn nvlink_peer_of_unknown_kind_is_known_by_address() {
     let machine = machine();
     machine.tell("fail 1 nvmlDeviceGetNvLinkRemoteDeviceType 999");
     let (gpus, _) = ready(&mut machine.agent()).await;
-    let own = NvLinkRemote::Gpu(written()[0].pci);
-    assert_eq!(
-        gpus[1].nvlinks.as_ref().unwrap()[0],
-        NvLinkObservation { links: vec![0, 1], remote: own, active: true }
-    );
+    let to_own = NvLinkObservation { links: vec![0, 1], remote: NvLinkRemote::Gpu(written()[0].pci), active: true };
+    assert_eq!(gpus[1].nvlinks.as_ref().unwrap()[0], to_own);
 }
 
 #[tokio::test]
@@ -570,11 +564,7 @@ async fn links_and_counters_return_when_mig_mode_ends() {
     // If the mode cannot be read, the last known mode counts.
     machine.tell("fail 0 nvmlDeviceGetMigMode 999");
     for _ in 0..2 {
-        polled(&mut agent, 0, |poll| {
-            assert_eq!(poll.nvlinks_down, Some(vec![]));
-            true
-        })
-        .await;
+        assert_eq!(polled(&mut agent, 0, |_| true).await.nvlinks_down, Some(vec![]));
     }
     machine.tell_all(&["unfail 0 nvmlDeviceGetMigMode", "rows 0 false true", "mig 0 {enabled: false}"]);
     let rows = Some(RowRemapping { pending: false, failed: true });

@@ -58,18 +58,11 @@ async fn agent_that_closes_its_socket_is_killed() {
 /// An agent started by hand, with the parent's end of its socket.
 fn by_hand(control: &Control) -> (UnixStream, Child) {
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let library = Some(fake_nvml::library_path());
-    let command = AgentCommand { library, ..AgentCommand::new("") };
-    let child = Command::new(env!("CARGO_BIN_EXE_linkwise"))
-        .args(["nvml-agent", &serde_json::to_string(&command).unwrap()])
-        .env("FAKE_NVML_MACHINE", machine_file())
-        .env("FAKE_NVML_CONTROL", control.socket())
-        .stdin(OwnedFd::from(theirs))
-        .stderr(Stdio::piped())
-        .kill_on_drop(true)
-        .spawn()
-        .unwrap();
-    (ours, child)
+    let command = AgentCommand { library: Some(fake_nvml::library_path()), ..AgentCommand::new("") };
+    let mut agent = Command::new(env!("CARGO_BIN_EXE_linkwise"));
+    agent.args(["nvml-agent", &serde_json::to_string(&command).unwrap()]).stdin(OwnedFd::from(theirs));
+    agent.env("FAKE_NVML_MACHINE", machine_file()).env("FAKE_NVML_CONTROL", control.socket());
+    (ours, agent.stderr(Stdio::piped()).kill_on_drop(true).spawn().unwrap())
 }
 
 #[tokio::test]

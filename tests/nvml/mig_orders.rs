@@ -24,10 +24,9 @@ fn empty() -> Machine {
 
 async fn order(agent: &mut Agent, task: MigTask) -> Result<Vec<MigUuid>, MigOrderError> {
     agent.request(ToAgent::Mig(MigOrder { gpu: uuid(0), task })).await.unwrap();
-    match message(agent).await.unwrap() {
-        FromAgent::MigDone(result) => result,
-        other => panic!("no answer: {other:?}"),
-    }
+    let message = message(agent).await.unwrap();
+    let FromAgent::MigDone(result) = message else { panic!("no answer: {message:?}") };
+    result
 }
 
 /// Destroys the instance in a slot if it is this one; returns the GPU's MIG devices by the scan that follows.
@@ -42,6 +41,14 @@ async fn make(agent: &mut Agent) -> MigUuid {
     let made = order(agent, MigTask::Make(SLOT)).await.unwrap().remove(0);
     ready(agent).await;
     made
+}
+
+/// The machine of [`empty`] with the instance of [`SLOT`], and the agent that made it.
+async fn with_instance() -> (Machine, Agent, MigUuid) {
+    let machine = empty();
+    let mut agent = machine.scanned().await;
+    let made = make(&mut agent).await;
+    (machine, agent, made)
 }
 
 fn mig(gpus: &[GpuObservation]) -> &MigObservation {
@@ -148,9 +155,7 @@ async fn refused_make_names_call_and_code() {
 
 #[tokio::test]
 async fn taken_placement_is_refused_and_stays() {
-    let machine = empty();
-    let mut agent = machine.scanned().await;
-    let made = make(&mut agent).await;
+    let (_machine, mut agent, made) = with_instance().await;
     for slot in [SLOT, MigSlot { profile_id: 19, placement: MigPlacement { start: 3, size: 1 } }] {
         let refused = order(&mut agent, MigTask::Make(slot)).await.unwrap_err();
         let why = "nvmlDeviceCreateGpuInstanceWithPlacement: NVML_ERROR_INSUFFICIENT_RESOURCES (23)";
@@ -161,9 +166,7 @@ async fn taken_placement_is_refused_and_stays() {
 
 #[tokio::test]
 async fn instance_in_use_stays_until_it_is_free() {
-    let machine = empty();
-    let mut agent = machine.scanned().await;
-    let made = make(&mut agent).await;
+    let (machine, mut agent, made) = with_instance().await;
     for call in ["nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy"] {
         machine.tell(&format!("fail 0 {call} 19"));
         let refused = order(&mut agent, MigTask::Destroy(SLOT, Some(made.clone()))).await.unwrap_err();
@@ -178,9 +181,7 @@ async fn instance_in_use_stays_until_it_is_free() {
 
 #[tokio::test]
 async fn other_instance_in_the_slot_is_left_alone() {
-    let machine = empty();
-    let mut agent = machine.scanned().await;
-    let made = make(&mut agent).await;
+    let (_machine, mut agent, made) = with_instance().await;
     assert_eq!(destroy(&mut agent, SLOT, Some("MIG-another".parse().unwrap())).await, std::slice::from_ref(&made));
     // An instance of another profile is left alone too.
     assert_eq!(destroy(&mut agent, MigSlot { profile_id: 15, ..SLOT }, None).await, [made]);
@@ -247,9 +248,7 @@ async fn order_waits_for_that_of_another_process() {
 
 #[tokio::test]
 async fn lost_gpu_has_no_instances_left() {
-    let machine = empty();
-    let mut agent = machine.scanned().await;
-    let made = make(&mut agent).await;
+    let (machine, mut agent, made) = with_instance().await;
     machine.tell("lost 0");
     let refused = order(&mut agent, MigTask::Make(SLOT)).await.unwrap_err();
     assert!(refused.why.contains("GPU_IS_LOST") && !refused.may_exist, "{refused}");
@@ -260,9 +259,7 @@ async fn lost_gpu_has_no_instances_left() {
 #[tokio::test]
 async fn without_mig_mode_nothing_is_left_to_destroy() {
     const LIST: &str = "nvmlDeviceGetGpuInstances";
-    let machine = empty();
-    let mut agent = machine.scanned().await;
-    let made = make(&mut agent).await;
+    let (machine, mut agent, made) = with_instance().await;
     // NVML answers so once MIG mode is off.
     machine.tell(&format!("fail 0 {LIST} 3"));
     assert_eq!(order(&mut agent, MigTask::Destroy(SLOT, Some(made))).await, Ok(vec![]));
