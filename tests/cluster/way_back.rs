@@ -16,7 +16,7 @@ use tokio::task::{JoinSet, LocalSet};
 use crate::cluster::support::{until, within};
 use crate::dra::cluster::node::Node;
 use crate::node_settings::{DRA, PLUGIN, SETTINGS, Setting};
-use crate::run::node::{Answer, Process, get};
+use crate::run::node::{Answer, Process, get, seen};
 
 const GPU: &str = "nvidia.com/gpu";
 const GPUS: u32 = 8;
@@ -36,11 +36,7 @@ enum Change {
 async fn readyz(process: &Process, accepts: impl Fn(&Answer) -> bool) -> String {
     let up = process.logged(|line| line["message"] == "linkwise is up").await;
     let address = up["metrics"].as_str().unwrap().parse().unwrap();
-    let ask = async || {
-        let answer = get(address, "/readyz").await;
-        if accepts(&answer) { Ok(answer.body) } else { Err(answer.body) }
-    };
-    crate::run::node::until(ask).await
+    seen(async || get(address, "/readyz").await, accepts).await.body
 }
 
 async fn ready(process: &Process) -> String {

@@ -9,7 +9,7 @@ use linkwise_kubelet_box::{KubeletBox, Pod};
 
 use crate::run::handover::{cdi_setup, lines};
 use crate::run::mig::{listed, mixed, with_minors};
-use crate::run::node::{GPU, Node, Setup, until};
+use crate::run::node::{GPU, Node, Setup};
 
 /// Starts linkwise, waits for these numbers of healthy devices by resource, and checks that there is no other resource.
 async fn offers(setup: Setup, wanted: &[(&str, usize)]) -> (Node, KubeletBox) {
@@ -18,15 +18,11 @@ async fn offers(setup: Setup, wanted: &[(&str, usize)]) -> (Node, KubeletBox) {
         listed(&kubelet, resource, *healthy).await;
     }
     let wanted: BTreeSet<&str> = wanted.iter().map(|(resource, _)| *resource).collect();
-    let ask = async || {
-        let text = node.get("/metrics").await.body;
-        let of = |line: &str| {
-            Some(line.strip_prefix("linkwise_kubelet_connected{resource=\"")?.split_once('"')?.0.to_owned())
-        };
-        let found: BTreeSet<String> = text.lines().filter_map(of).collect();
-        if found.iter().eq(wanted.iter()) { Ok(()) } else { Err(found) }
+    let found = |text: &str| {
+        let series = text.lines().filter_map(|line| line.strip_prefix("linkwise_kubelet_connected{resource=\""));
+        series.map(|labels| labels.split_once('"').unwrap().0).collect::<BTreeSet<_>>() == wanted
     };
-    until(ask).await;
+    node.metrics(found).await;
     (node, kubelet)
 }
 

@@ -7,7 +7,7 @@ use std::path::Path;
 use linkwise_kubelet_box::Pod;
 use serde_json::Value;
 
-use crate::run::node::{GPU, Node, Setup, allocation, registered, replace, signal, unhealthy, until, uuid};
+use crate::run::node::{GPU, Node, Setup, allocation, registered, replace, seen, signal, unhealthy, until, uuid};
 
 const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";
@@ -108,11 +108,8 @@ fn pauses(node: &Node, message: &str) -> Vec<String> {
 
 /// Waits for `wanted` pauses after the first `known` ones, and returns them.
 async fn next_pauses(node: &Node, message: &str, known: usize, wanted: usize) -> Vec<String> {
-    let ask = async || {
-        let pauses = pauses(node, message).split_off(known);
-        if pauses.len() >= wanted { Ok(pauses) } else { Err(pauses) }
-    };
-    let mut pauses = until(ask).await;
+    let new = async || pauses(node, message).split_off(known);
+    let mut pauses = seen(new, |pauses| pauses.len() >= wanted).await;
     pauses.truncate(wanted);
     pauses
 }

@@ -8,7 +8,7 @@ use linkwise_kubelet_box::{KubeletBox, Pod};
 use crate::nvml::codes::{CALLS, IDENTITY};
 use crate::run::config::hinted;
 use crate::run::mig;
-use crate::run::node::{GPU, Setup, allocation, registered, replace, unhealthy, until};
+use crate::run::node::{GPU, Setup, allocation, registered, replace, seen, unhealthy, until};
 
 /// A machine with frequent polls and almost no hold time, whose driver reports recovery actions.
 fn quick(setup: Setup) -> Setup {
@@ -86,11 +86,8 @@ async fn failed_host_scan_keeps_the_host_and_is_repeated() {
     host(broken);
     node.setup.tell("link 0 0 down");
     unhealthy(&kubelet, &[0]).await;
-    until(async || {
-        // The host was scanned again, in vain.
-        if node.process.count("hwloc_topology_load") == 2 { Ok(()) } else { Err(node.process.lines()) }
-    })
-    .await;
+    // The host was scanned again, in vain.
+    seen(async || node.process.count("hwloc_topology_load"), |times| *times == 2).await;
     assert_eq!(listed(&kubelet), before);
 }
 

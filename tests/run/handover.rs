@@ -7,7 +7,7 @@ use linkwise_kubelet_box::Allocation;
 
 use crate::cdi::root::Root;
 use crate::cdi::schema;
-use crate::run::node::{GPU, Node, Setup, allocation, fifo, machine, registered, until, writer};
+use crate::run::node::{GPU, Node, Setup, allocation, fifo, machine, registered, seen, writer};
 use crate::run::refusals::refused;
 
 const TWO: [(&str, &str, &str); 2] = [("GPU-a", "0000:01:00.0", ""), ("GPU-b", "0000:41:00.0", "")];
@@ -31,13 +31,11 @@ pub fn spec_file(setup: &Setup) -> PathBuf {
 
 /// Waits until the CDI spec has exactly these devices, and checks it against the schema.
 pub async fn spec_with(node: &Node, wanted: &[&str]) {
-    let ask = async || {
-        let text = fs::read_to_string(spec_file(&node.setup)).unwrap_or_default();
-        let names: Vec<&str> = text.lines().filter_map(|line| line.trim().strip_prefix("\"name\": \"")).collect();
-        let names: Vec<&str> = names.iter().map(|name| name.trim_end_matches("\",")).collect();
-        if names == wanted { Ok(text) } else { Err(text) }
+    let has_wanted = |text: &String| {
+        let names = text.lines().filter_map(|line| line.trim().strip_prefix("\"name\": \""));
+        names.map(|name| name.trim_end_matches("\",")).eq(wanted.iter().copied())
     };
-    let text = until(ask).await;
+    let text = seen(async || fs::read_to_string(spec_file(&node.setup)).unwrap_or_default(), has_wanted).await;
     assert_eq!(schema::check(&text), [""; 0], "{text}");
 }
 
@@ -181,17 +179,17 @@ async fn later_device_nodes_are_passed_too() {
     let uvm = setup.at("driver/dev/nvidia-uvm");
     fs::remove_file(&uvm).unwrap();
     let (node, kubelet) = setup.serve(2).await;
-    let has = |lines: &[String]| lines.iter().any(|line| line.contains("/dev/nvidia-uvm at"));
+    let has = |lines: &Vec<String>| lines.iter().any(|line| line.contains("/dev/nvidia-uvm at"));
     assert!(!has(&lines(&allocation(&kubelet, "before", GPU, 1).await)));
     assert!(kubelet.remove_pod("before"));
     std::os::unix::fs::symlink("/dev/null", &uvm).unwrap();
     node.setup.tell("xid 1 79");
-    let ask = async || {
-        let got = lines(&allocation(&kubelet, "after", GPU, 1).await);
+    let given = async || {
+        let given = lines(&allocation(&kubelet, "after", GPU, 1).await);
         assert!(kubelet.remove_pod("after"));
-        if has(&got) { Ok(()) } else { Err(got) }
+        given
     };
-    until(ask).await;
+    seen(given, has).await;
 }
 
 #[tokio::test]

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-use crate::run::node::{Setup, registered, unhealthy, until, uuid};
+use crate::run::node::{Setup, registered, seen, unhealthy, uuid};
 
 pub fn file(setup: &Setup) -> PathBuf {
     setup.at("k/linkwise/linkwise_health.json")
@@ -12,13 +12,11 @@ pub fn file(setup: &Setup) -> PathBuf {
 
 /// Waits until the health record has a reason for this GPU.
 pub async fn kept(setup: &Setup, gpu: &str) {
-    let ask = async || {
-        let text = std::fs::read_to_string(file(setup)).unwrap_or_default();
-        let record: Value = serde_json::from_str(&text).unwrap_or_default();
-        let reasons = record["gpus"][gpu]["reasons"].as_array();
-        if reasons.is_some_and(|reasons| !reasons.is_empty()) { Ok(()) } else { Err(text) }
+    let has_reason = |text: &String| {
+        let record: Value = serde_json::from_str(text).unwrap_or_default();
+        record["gpus"][gpu]["reasons"].as_array().is_some_and(|reasons| !reasons.is_empty())
     };
-    until(ask).await;
+    seen(async || std::fs::read_to_string(file(setup)).unwrap_or_default(), has_reason).await;
 }
 
 #[tokio::test]
@@ -114,10 +112,6 @@ async fn disabled_health_checks_leave_gpus_in_service() {
     let line = node.process.said("health checks are disabled: the GPU stays healthy").await;
     assert_eq!(line["gpu"], uuid(1, 4));
     let series = format!("linkwise_gpu_unhealthy_since_seconds{{uuid=\"{}\",reason=\"lost\"}}", uuid(1, 4));
-    until(async || {
-        let text = node.get("/metrics").await.body;
-        if text.contains(&series) { Ok(()) } else { Err(text) }
-    })
-    .await;
+    node.metrics(|text| text.contains(&series)).await;
     unhealthy(&kubelet, &[3]).await;
 }

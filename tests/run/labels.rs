@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::run::mig::four_gpus;
-use crate::run::node::{GPU, Setup, allocation, replace, until};
+use crate::run::node::{GPU, Setup, allocation, replace, seen};
 
 const BARE: &str = "version: 1\nname: bare\nobserved: {gpus: []}\n";
 
@@ -39,11 +39,7 @@ fn read(file: &Path) -> BTreeMap<String, String> {
 
 /// Waits until a label in the file has this value, and returns all labels.
 pub async fn has(file: &Path, key: &str, value: &str) -> BTreeMap<String, String> {
-    let ask = async || {
-        let labels = read(file);
-        if labels.get(key).map(String::as_str) == Some(value) { Ok(labels) } else { Err(labels) }
-    };
-    until(ask).await
+    seen(async || read(file), |labels| labels.get(key).is_some_and(|it| it == value)).await
 }
 
 #[tokio::test]
@@ -67,12 +63,7 @@ async fn labels_file_follows_the_mig_layout() {
     let labels = has(&path, "nvidia.com/mig-1g.10gb.count", "1").await;
     assert_eq!(labels["nvidia.com/gpu.count"], "4");
     setup.tell("mig 3 {enabled: false}");
-    let gone = async || {
-        let labels = read(&path);
-        let left: Vec<String> = labels.keys().filter(|key| key.contains("mig-1g")).cloned().collect();
-        if left.is_empty() { Ok(()) } else { Err(left) }
-    };
-    until(gone).await;
+    seen(async || read(&path), |labels| !labels.keys().any(|key| key.contains("mig-1g"))).await;
     let names: Vec<_> = fs::read_dir(path.parent().unwrap()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(names, ["gfd"], "NFD would read other files in the folder too");
 }
@@ -180,12 +171,7 @@ async fn pods_are_admitted_without_the_labels_folder() {
     let (node, kubelet) = setup.arg("--output-file").arg(&path).serve(8).await;
     let line = node.process.said("cannot write labels, keeping the previous ones").await;
     assert_eq!(line["file"], path.to_str().unwrap());
-    let failed = async || {
-        let text = node.get("/metrics").await.body;
-        let counted = text.lines().any(|line| line.starts_with("linkwise_label_writes_total{outcome=\"failed\"}"));
-        if counted { Ok(()) } else { Err(text) }
-    };
-    until(failed).await;
+    node.metrics(|text| text.contains("\nlinkwise_label_writes_total{outcome=\"failed\"}")).await;
     allocation(&kubelet, "pod", GPU, 1).await;
     fs::remove_file(&features).unwrap();
     let labels = has(&path, "nvidia.com/gpu.count", "8").await;

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use crate::run::handover::{cdi_setup, spec_file, spec_with};
-use crate::run::node::{GPU, Node, Setup, allocation, until};
+use crate::run::node::{GPU, Node, Setup, allocation};
 use linkwise_core::topology::NodeObservation;
 use linkwise_host::machines;
 use linkwise_kubelet_box::KubeletBox;
@@ -138,11 +138,7 @@ async fn spec_follows_mig_layout_and_drops_old_devices() {
     spec(&node, &[0, 1, 2, 3], &now).await;
     listed(&kubelet, "nvidia.com/mig-3g.40gb", 1).await;
     // The pod that lost its device is still known to hold it.
-    let ask = async || {
-        let unhealthy = kubelet.state().resources["nvidia.com/mig-3g.40gb"].unhealthy.clone();
-        if unhealthy.contains(&mig_uuid(0x20)) { Ok(()) } else { Err(unhealthy) }
-    };
-    until(ask).await;
+    kubelet.wait(|state| state.resources["nvidia.com/mig-3g.40gb"].unhealthy.contains(&mig_uuid(0x20))).await.unwrap();
     assert_eq!(kubelet.state().resources[GPU].registrations, 1);
     assert_eq!(kubelet.violations(), []);
 }

@@ -11,7 +11,7 @@ use tokio::process::Command;
 
 use crate::mps::node::{kill_groups, link_programs, pid_in};
 use crate::run::handover::{cdi_setup, lines};
-use crate::run::node::{GPU, Node, Process, Setup, allocation, machine, registered, replace, signal, until, uuid};
+use crate::run::node::{GPU, Node, Process, Setup, allocation, machine, registered, replace, seen, signal, uuid};
 
 /// The example of the NVIDIA plugin's README, which promises 80 of `nvidia.com/gpu` on a node with 8 GPUs.
 const README: &str = "version: v1\nsharing:\n  mps:\n    resources:\n    - name: nvidia.com/gpu\n      replicas: 10\n";
@@ -219,8 +219,7 @@ async fn released_driver_has_no_mps_daemons() {
     let line = daemons.said("ending the MPS daemon").await;
     assert_eq!(line["why"], "an operator released the driver");
     slots(&kubelet, 0, 6).await;
-    let is_gone = async || if Path::new(&format!("/proc/{first}")).exists() { Err(first) } else { Ok(()) };
-    until(is_gone).await;
+    seen(async || Path::new(&format!("/proc/{first}")).exists(), |is_there| !*is_there).await;
     node.process.signal("USR2");
     slots(&kubelet, 6, 0).await;
     assert_ne!(shared.control(), first);
@@ -258,11 +257,8 @@ async fn new_replicas_are_offered_with_their_limits() {
     daemons.said("it is no longer shared by MPS").await;
     let got = lines(&allocation(&kubelet, "whole", GPU, 1).await);
     assert!(got.len() == 1 && got[0].starts_with("env NVIDIA_VISIBLE_DEVICES=GPU-"), "{got:?}");
-    until(async || {
-        let modes = fs::read_to_string(shared.bin().join("modes")).unwrap_or_default();
-        if modes.matches("-c DEFAULT").count() == 4 { Ok(()) } else { Err(modes) }
-    })
-    .await;
+    let modes = async || fs::read_to_string(shared.bin().join("modes")).unwrap_or_default();
+    seen(modes, |modes| modes.matches("-c DEFAULT").count() == 4).await;
     assert_eq!((kubelet.state().resources[GPU].registrations, kubelet.violations().len()), (1, 0));
 }
 
@@ -272,11 +268,7 @@ async fn mps_daemon_survives_a_lost_gpu_and_takes_a_new_one() {
     let (control, orders) = (shared.control(), shared.root().join(".dra/orders.json"));
     shared.replace_gpus(&node, &GPUS[..1]);
     slots(&kubelet, 3, 3).await;
-    until(async || {
-        let text = fs::read_to_string(&orders).unwrap();
-        if text.contains("GPU-b") { Err(text) } else { Ok(()) }
-    })
-    .await;
+    seen(async || fs::read_to_string(&orders).unwrap(), |orders| !orders.contains("GPU-b")).await;
     assert_eq!(shared.control(), control, "clients on the remaining GPU go on");
     shared.replace_gpus(&node, &GPUS);
     slots(&kubelet, 9, 0).await;

@@ -551,12 +551,8 @@ pub async fn try_get(address: SocketAddr, path: &str) -> std::io::Result<Answer>
 
 /// Waits until /readyz at an address answers with this status and with this text in it.
 pub async fn ready(address: SocketAddr, status: u16, text: &str) -> Answer {
-    let ask = async || {
-        let answer = get(address, "/readyz").await;
-        let wanted = answer.status == status && answer.body.contains(text);
-        if wanted { Ok(answer) } else { Err(answer) }
-    };
-    until(ask).await
+    let wanted = |answer: &Answer| answer.status == status && answer.body.contains(text);
+    seen(async || get(address, "/readyz").await, wanted).await
 }
 
 impl Node {
@@ -567,6 +563,11 @@ impl Node {
     /// Waits until /readyz answers with this status and with this text in it.
     pub async fn ready(&self, status: u16, text: &str) -> Answer {
         ready(self.address, status, text).await
+    }
+
+    /// Waits until the metrics meet a condition, and returns them.
+    pub async fn metrics(&self, wanted: impl Fn(&str) -> bool) -> String {
+        seen(async || self.get("/metrics").await.body, |text: &String| wanted(text)).await
     }
 
     /// Waits until a series exists and has this value.
@@ -611,6 +612,15 @@ pub async fn until<T, E: std::fmt::Debug>(ask: impl AsyncFn() -> Result<T, E>) -
     };
     let found = timeout(LIMIT, asking).await.ok();
     found.unwrap_or_else(|| panic!("the wait has failed; the last answer: {last:?}"))
+}
+
+/// Looks until what is seen meets a condition, and returns it.
+pub async fn seen<T: std::fmt::Debug>(look: impl AsyncFn() -> T, wanted: impl Fn(&T) -> bool) -> T {
+    let ask = async || {
+        let seen = look().await;
+        if wanted(&seen) { Ok(seen) } else { Err(seen) }
+    };
+    until(ask).await
 }
 
 /// The living children of a process.

@@ -11,7 +11,7 @@ use tokio::process::Command;
 
 use crate::run::memory::ran;
 use crate::run::node::{
-    GPU, Node, Process, Setup, allocation, children, registered, signal, stranger, unhealthy, until, uuid,
+    GPU, Node, Process, Setup, allocation, children, registered, seen, signal, stranger, unhealthy, until, uuid,
 };
 
 /// A machine whose linkwise has an admin socket.
@@ -169,14 +169,14 @@ async fn processes_initialise_nvml_one_after_the_other() {
     node.setup.tell("hang nvmlInit_v2");
     let loaded = || Control::new(node.setup.at("control")).processes();
     let first = discovery(&node);
-    until(async || if loaded() == 2 { Ok(()) } else { Err(loaded()) }).await;
+    seen(async || loaded(), |times| *times == 2).await;
     let second = discovery(&node);
     let waits = |agent: &u32| {
         let files = std::fs::read_dir(format!("/proc/{agent}/fd")).into_iter().flatten().flatten();
         files.filter_map(|file| std::fs::read_link(file.path()).ok()).any(|file| file.ends_with("driver/initialising"))
     };
     let agents = || children(second.id());
-    until(async || if agents().iter().any(waits) { Ok(()) } else { Err(agents()) }).await;
+    seen(async || agents(), |agents| agents.iter().any(waits)).await;
     assert_eq!(loaded(), 2, "the third process loads no library while the second is in nvmlInit");
     node.setup.tell("unhang nvmlInit_v2");
     for process in [&first, &second] {
@@ -245,12 +245,12 @@ async fn cordoned_gpu_gets_no_new_pod_until_uncordon() {
     unhealthy(&kubelet, &[2]).await;
     // Another order for a GPU that has one replaces it.
     ordered(&node, &["cordon", &gpu, "--reason", "a hot cable", "--by", "ada", "--evict"]).await;
-    let seen = async |node: &Node| {
+    let reported = async |node: &Node| {
         let gpu = state(node).await["gpus"][2].clone();
         (gpu["healthy"].clone(), gpu["availability"].clone(), gpu["reasons"][0]["reason"].clone())
     };
     let held = (true.into(), "held".into(), "cordoned by ada: a hot cable".into());
-    until(async || if seen(&node).await == held { Ok(()) } else { Err(seen(&node).await) }).await;
+    seen(async || reported(&node).await, |gpu| *gpu == held).await;
     node.metric(&format!("linkwise_gpu_healthy{{uuid=\"{gpu}\"}}"), 1).await;
     let metrics = node.get("/metrics").await.body;
     assert!(metrics.contains(&format!("linkwise_gpu_cordoned_since_seconds{{uuid=\"{gpu}\"}}")), "{metrics}");
@@ -318,12 +318,12 @@ async fn missing_gpu_is_reported_until_back_or_accepted() {
 
     // The shortfall ends when the GPU is back.
     node.setup.tell("add 7");
-    until(async || if shortfalls(&node).await.is_empty() { Ok(()) } else { Err(shortfalls(&node).await) }).await;
+    seen(async || shortfalls(&node).await, Vec::is_empty).await;
     node.setup.tell("remove 7");
-    until(async || if shortfalls(&node).await.len() == 2 { Ok(()) } else { Err(shortfalls(&node).await) }).await;
+    seen(async || shortfalls(&node).await, |lacking| lacking.len() == 2).await;
     let accepted = ordered(&node, &["accept"]).await;
     assert_eq!(accepted, format!("accepted: {what}; this node: 7 GPUs, 8 are expected\n"));
-    until(async || if shortfalls(&node).await.is_empty() { Ok(()) } else { Err(shortfalls(&node).await) }).await;
+    seen(async || shortfalls(&node).await, Vec::is_empty).await;
     let node = node.end().await.start().await;
     registered(&kubelet, 3, 7).await;
     assert_eq!(shortfalls(&node).await, Vec::<Value>::new());

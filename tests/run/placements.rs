@@ -2,16 +2,7 @@
 
 use linkwise_kubelet_box::Pod;
 
-use crate::run::node::{GPU, Node, Setup, place, until, uuid};
-
-/// Waits until the metrics meet a condition, and returns them.
-async fn metrics(node: &Node, wanted: impl Fn(&str) -> bool) -> String {
-    let ask = async || {
-        let text = node.get("/metrics").await.body;
-        if wanted(&text) { Ok(text) } else { Err(text) }
-    };
-    until(ask).await
-}
+use crate::run::node::{GPU, Setup, place, uuid};
 
 /// The labels of a pod's container, as the metrics have them.
 fn labels(pod: &str) -> String {
@@ -25,12 +16,12 @@ fn at_admission(pod: &str) -> String {
 #[tokio::test]
 async fn series_come_and_go_with_pods() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
-    metrics(&node, |text| text.contains("linkwise_fragmentation 1.0")).await;
+    node.metrics(|text| text.contains("linkwise_fragmentation 1.0")).await;
     let long = "p".repeat(253);
     kubelet.admit(&Pod::single("first", GPU, 2), None).await.unwrap();
     kubelet.admit(&Pod::single(&long, GPU, 4), None).await.unwrap();
     let best = |text: &str, pod: &str| text.contains(&format!("{}1.0", at_admission(pod)));
-    let text = metrics(&node, |text| best(text, "first") && best(text, &long)).await;
+    let text = node.metrics(|text| best(text, "first") && best(text, &long)).await;
     let gpus = |text: &str, pod: &str| {
         let info = |line: &&str| line.starts_with("linkwise_allocation_info{") && line.contains(pod);
         text.lines().filter(info).count()
@@ -41,11 +32,11 @@ async fn series_come_and_go_with_pods() {
     assert!(kubelet.remove_pod("first"));
     // The next Allocate makes linkwise ask the kubelet.
     kubelet.admit(&Pod::single("last", GPU, 1), None).await.unwrap();
-    let text = metrics(&node, |text| gpus(text, "pod=\"last\"") == 1 && !text.contains("pod=\"first\"")).await;
+    let text = node.metrics(|text| gpus(text, "pod=\"last\"") == 1 && !text.contains("pod=\"first\"")).await;
     assert!(!text.contains(&at_admission("last")), "one GPU has no links: {text}");
     // The series of the other pods survive a restart, and so does the quality at admission.
     let node = node.end().await.start().await;
-    metrics(&node, |text| best(text, &long) && gpus(text, "pod=\"last\"") == 1).await;
+    node.metrics(|text| best(text, &long) && gpus(text, "pod=\"last\"") == 1).await;
     // The series stay while the kubelet is away.
     kubelet.stop().await.unwrap();
     node.ready(503, "").await;
@@ -64,7 +55,7 @@ async fn hostile_names_and_lies_break_no_series() {
     kubelet.hold(place("vendor", "other.vendor/nic"), ["nic0".to_owned()]);
     kubelet.hold(place("none", "no name"), [uuid(1, 4)]);
     kubelet.admit(&Pod::single("honest", GPU, 1), None).await.ok();
-    let text = metrics(&node, |text| text.contains("pod=\"twin\"") && text.contains("pod=\"lost\"")).await;
+    let text = node.metrics(|text| text.contains("pod=\"twin\"") && text.contains("pod=\"lost\"")).await;
     let escaped = "pod=\"\\\"} 1\\n<script>\\\\\"";
     assert!(text.contains(escaped), "{text}");
     assert!(!text.contains("vendor") && !text.contains("pod=\"none\""), "{text}");
@@ -78,6 +69,6 @@ async fn hostile_names_and_lies_break_no_series() {
 async fn hidden_pod_names_are_in_no_series() {
     let (node, kubelet) = Setup::on("dgx1-v100").arg("--hide-pod-names").serve(8).await;
     kubelet.admit(&Pod::single("secret", GPU, 2), None).await.unwrap();
-    let text = metrics(&node, |text| text.contains("linkwise_allocation_quality{")).await;
+    let text = node.metrics(|text| text.contains("linkwise_allocation_quality{")).await;
     assert!(text.contains("pod=\"pod-") && !text.contains("secret"), "{text}");
 }

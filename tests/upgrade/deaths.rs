@@ -4,16 +4,13 @@
 use linkwise_kubelet_box::{Connections, Fault};
 
 use crate::upgrade::fleet::{GPUS, Running, World, stage};
-use crate::upgrade::node::{GPU, KUBELETS, get, registered, until};
+use crate::upgrade::node::{GPU, KUBELETS, get, registered, seen, until};
 
 /// Waits until only one process has sockets beside the kubelet's, and the kubelet has its stream.
 async fn has_only_sockets_of_one(world: &World) {
     // The socket of a serving process has one name, or two after a takeover.
-    until(async || {
-        let (sockets, connected) = (world.setup.sockets(), world.kubelet.state().resources[GPU].connected);
-        if (1..=2).contains(&sockets.len()) && connected { Ok(()) } else { Err((sockets, connected)) }
-    })
-    .await;
+    let state = async || (world.setup.sockets(), world.kubelet.state().resources[GPU].connected);
+    seen(state, |(sockets, connected)| (1..=2).contains(&sockets.len()) && *connected).await;
 }
 
 async fn death_at_any_step(connections: Connections) {
