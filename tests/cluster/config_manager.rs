@@ -229,19 +229,13 @@ async fn kubeconfig_is_used_if_given() {
     node.label("a");
     let kubeconfig = node.at("kubeconfig");
     let ca = node.cluster.folder().join("ca.crt");
-    fs::write(
-        &kubeconfig,
-        json!({
-            "apiVersion": "v1", "kind": "Config", "current-context": "c",
-            "contexts": [{"name": "c", "context": {"cluster": "box", "user": "me"}}],
-            "clusters": [{
-                "name": "box", "cluster": {"server": node.cluster.server.url(), "certificate-authority": ca},
-            }],
-            "users": [{"name": "me", "user": {"token": "first"}}],
-        })
-        .to_string(),
-    )
-    .unwrap();
+    let cluster = json!({"server": node.cluster.server.url(), "certificate-authority": ca});
+    let config = json!({
+        "apiVersion": "v1", "kind": "Config", "current-context": "c",
+        "contexts": [{"name": "c", "context": {"cluster": "box", "user": "me"}}],
+        "clusters": [{"name": "box", "cluster": cluster}], "users": [{"name": "me", "user": {"token": "first"}}],
+    });
+    fs::write(&kubeconfig, config.to_string()).unwrap();
     let variables =
         [("ONESHOT", "true"), ("KUBECONFIG", kubeconfig.to_str().unwrap()), ("KUBERNETES_SERVICE_HOST", "")];
     let (status, log) = node.ends(&variables).await;

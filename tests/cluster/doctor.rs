@@ -153,13 +153,8 @@ async fn resource_of_both_doors_or_an_old_plugin_is_named() {
     let class = json!({"spec": {"extendedResourceName": "nvidia.com/gpu"}});
     host.cluster.server.put("kubectl", &ResourceType::DEVICE_CLASSES.key(None, "gpu.nvidia.com"), class);
     std::fs::create_dir_all(host.root.path().join("var/lib/kubelet")).unwrap();
-    let policy = |name: &str| {
-        std::fs::write(
-            host.root.path().join("var/lib/kubelet/config.yaml"),
-            format!("topologyManagerPolicy: {name}\n"),
-        )
-        .unwrap();
-    };
+    let settings = host.root.path().join("var/lib/kubelet/config.yaml");
+    let policy = |name: &str| std::fs::write(&settings, format!("topologyManagerPolicy: {name}\n")).unwrap();
     policy("single-numa-node");
     let reports = async |allocatable: Value, capacity: Value, status: &str, part: &str| {
         let node = json!({"status": {"allocatable": allocatable, "capacity": capacity}});
@@ -167,13 +162,8 @@ async fn resource_of_both_doors_or_an_old_plugin_is_named() {
         host.finds("DRA", status, part).await;
     };
     let gpus = |count: &str| json!({"nvidia.com/gpu": count});
-    reports(
-        gpus("3"),
-        gpus("8"),
-        "warning",
-        "nvidia.com/gpu is a resource of the device plugin here and of the DeviceClass",
-    )
-    .await;
+    let both = "nvidia.com/gpu is a resource of the device plugin here and of the DeviceClass";
+    reports(gpus("3"), gpus("8"), "warning", both).await;
     reports(gpus("0"), gpus("8"), "warning", "policy single-numa-node").await;
     policy("none");
     reports(gpus("0"), gpus("8"), "ok", "still remembers a device plugin").await;

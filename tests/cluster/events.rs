@@ -66,8 +66,8 @@ impl Writing {
 
     /// Waits until exactly these pods have events.
     async fn has_events_of(&self, pods: &[&str]) {
-        within(self.cluster.server.wait_for_objects(&ResourceType::EVENTS, |events| pods_with_events(events) == pods))
-            .await;
+        let wanted = |events: &[Value]| pods_with_events(events) == pods;
+        within(self.cluster.server.wait_for_objects(&ResourceType::EVENTS, wanted)).await;
     }
 
     fn outcomes(&self, outcome: &'static str) -> u64 {
@@ -271,8 +271,6 @@ async fn event_says_why_better_gpus_were_not_given() {
     checkpoint(&node, &[("late", &[1, 6])]);
     let event = first_event(&node).await;
     let note = event["note"].as_str().unwrap();
-    assert!(
-        regarded_pod(&event) == "default/late" && note.contains(" Fragmented: other pods have the better ones"),
-        "{note}"
-    );
+    assert_eq!(regarded_pod(&event), "default/late");
+    assert!(note.contains(" Fragmented: other pods have the better ones"), "{note}");
 }

@@ -64,8 +64,8 @@ fn key() -> Key {
 /// Waits until the object's labels are exactly these.
 async fn written(cluster: &Cluster, labels: &[(&str, &str)]) {
     let labels: Value = labels.iter().map(|(key, value)| ((*key).to_owned(), json!(value))).collect();
-    within(cluster.server.wait_for_object(&key(), |object| object.is_some_and(|it| it["spec"]["labels"] == labels)))
-        .await;
+    let has = |object: Option<&Value>| object.is_some_and(|it| it["spec"]["labels"] == labels);
+    within(cluster.server.wait_for_object(&key(), has)).await;
 }
 
 /// Waits until the writer has decided about the object again.
@@ -115,8 +115,7 @@ async fn same_labels_cause_no_write_even_after_a_restart() {
     for _ in 0..2 {
         let writing = write(&cluster, Pace { reassert: Duration::from_millis(20), ..PACE }, None);
         writing.want(&[("a", "1")]);
-        let before = cluster.count("GET", "nodefeatures");
-        until(|| cluster.count("GET", "nodefeatures") > before + 3).await;
+        read_again(&cluster).await;
         writing.running.end().await;
     }
     assert_eq!(cluster.count("PATCH", "nodefeatures"), 1);
