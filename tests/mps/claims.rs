@@ -80,6 +80,7 @@ async fn invalid_orders_change_nothing() {
     until(|| ready(&node, &good).is_ok()).await;
     let (pid, text) = (node.pid(name), fs::read_to_string(orders_file(&node)).unwrap());
     let one = gpu(1).to_string();
+    let twice = r#""gpus": [{"gpu":"X"},{"gpu":"X"},{"#;
     let empty = r#"{"version":1,"gpus":[],"daemons":[{"gpus":[],"threadPercentage":1,"exclusive":true}]}"#;
     for (wrong, problem) in [
         ("{".to_owned(), "EOF"),
@@ -87,10 +88,7 @@ async fn invalid_orders_change_nothing() {
         (text.replace(": 30", ": 0"), "an order has 0 percent of the threads"),
         (text.replace(": 30", ": 101"), "an order has 101 percent of the threads"),
         (text.replace(": 2048", ": 0"), "an order has a memory limit of 0 MiB"),
-        (
-            text.replace("\"gpus\": [\n        {", "\"gpus\": [{\"gpu\":\"X\"},{\"gpu\":\"X\"},{"),
-            "a GPU is twice in the orders",
-        ),
+        (text.replace("\"gpus\": [\n        {", twice), "a GPU is twice in the orders"),
         (text.replace(&one, "../../etc"), "'../../etc' is not a GPU UUID"),
         (empty.to_owned(), "an order names no GPU"),
         ("x".repeat(300 << 10), "longer than 262144 bytes"),
@@ -202,10 +200,8 @@ async fn older_releases_daemon_has_common_shared_memory() {
     fs::create_dir_all(node.layout().resource(&name)).unwrap();
     let older = Limits { own_shm: false, ..limits.clone() };
     let _marker = Marker::set(&node.layout().marker(&name), &older).unwrap();
-    assert!(
-        !fs::read_to_string(node.layout().marker(&name)).unwrap().contains("Shm"),
-        "as the older release writes it"
-    );
+    let written = fs::read_to_string(node.layout().marker(&name)).unwrap();
+    assert!(!written.contains("Shm"), "as the older release writes it");
     assert_eq!(shm_of_ready(node.layout(), &name, &limits), Ok(MpsShm::Common));
 }
 
