@@ -71,13 +71,9 @@ async fn stream_of_another_process_does_not_count() {
     kubelet.set_fault(Fault::AnswerWithoutDial);
     let node = setup.start().await;
     node.process.said("\"registered\"").await;
-    let mut other = tokio::process::Command::new(std::env::current_exe().unwrap())
-        .args(["run::callers::the_other_process", "--exact", "--ignored"])
-        .current_dir(node.setup.at(""))
-        .stdout(Stdio::null())
-        .kill_on_drop(true)
-        .spawn()
-        .unwrap();
+    let mut other = tokio::process::Command::new(std::env::current_exe().unwrap());
+    other.args(["run::callers::the_other_process", "--exact", "--ignored"]).current_dir(node.setup.at(""));
+    let mut other = other.stdout(Stdio::null()).kill_on_drop(true).spawn().unwrap();
     crate::run::node::until(async || std::fs::metadata(node.setup.at("listed"))).await;
     // The other process gets its list, and linkwise stays unready.
     let answer = node.ready(503, "waiting for the kubelet's ListAndWatch").await;

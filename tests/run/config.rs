@@ -1,6 +1,6 @@
 //! The configuration file under a running plugin: what a change applies, and what is rejected.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use linkwise_kubelet_box::{KubeletBox, Pod};
@@ -17,11 +17,10 @@ async fn serve(text: &str) -> (Node, KubeletBox, PathBuf) {
 
 /// Waits until every GPU has a NUMA hint, or none has.
 pub async fn hinted(kubelet: &KubeletBox, hinted: bool) {
-    let claims = |nodes: &BTreeSet<i64>| nodes.is_empty() != hinted;
-    kubelet
-        .wait(|state| state.resources[GPU].numa.len() == 8 && state.resources[GPU].numa.values().all(claims))
-        .await
-        .unwrap();
+    let wanted = |numa: &BTreeMap<String, BTreeSet<i64>>| {
+        numa.len() == 8 && numa.values().all(|nodes| nodes.is_empty() != hinted)
+    };
+    kubelet.wait(|state| wanted(&state.resources[GPU].numa)).await.unwrap();
 }
 
 #[tokio::test]
@@ -33,10 +32,7 @@ async fn changed_file_applies_while_pods_keep_their_gpus() {
     replace(&file, "version: v1\nlinkwise:\n  numaHints: off\n");
     hinted(&kubelet, false).await;
     let line = node.process.logged(|line| line["message"] == "configuration applied").await;
-    assert_eq!(
-        (line["changed"].as_str(), line["why"].as_str()),
-        (Some("linkwise.numaHints"), Some("the file changed"))
-    );
+    assert_eq!((&line["changed"], &line["why"]), (&"linkwise.numaHints".into(), &"the file changed".into()));
     let state = &kubelet.state().resources[GPU];
     assert_eq!((state.registrations, state.in_use(), kubelet.violations().len()), (1, held, 0));
     node.metric(VALID, 1).await;
@@ -111,13 +107,11 @@ async fn invalid_configuration_ends_the_start() {
     assert_eq!(status.code(), Some(1));
     let file = setup.config_file();
     let file = file.display();
-    assert_eq!(
-        words,
-        [format!(
-            "linkwise: {file}: line 2: flags.failOnInitError: expected true or false, found 'maybe' \
+    let expected = format!(
+        "linkwise: {file}: line 2: flags.failOnInitError: expected true or false, found 'maybe' \
          (and 1 more: see 'linkwise config check {file}')"
-        )]
     );
+    assert_eq!(words, [expected]);
 }
 
 #[tokio::test]

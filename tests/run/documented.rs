@@ -95,24 +95,22 @@ fn a100s(memory: u64, layouts: &[&[(u32, u64)]]) -> String {
     let mut text = "version: 1\nname: test\nobserved:\n  gpus:\n".to_owned();
     for (gpu, devices) in layouts.iter().enumerate() {
         let device = |(index, (slices, memory)): (usize, &(u32, u64))| {
-            let cap = 1000 * gpu + 10 * index;
+            let (instance, cap) = (index + 1, 1000 * gpu + 10 * index);
             format!(
-                "{{index: {index}, uuid: MIG-0000000{gpu}-0000-4000-8000-00000000000{index}, gpu_instance: {}, \
+                "{{index: {index}, uuid: MIG-0000000{gpu}-0000-4000-8000-00000000000{index}, gpu_instance: {instance}, \
                  compute_instance: 0, gpu_slices: {slices}, compute_slices: {slices}, memory_mib: {memory}, \
                  extension: none, capabilities: {{gpu_instance: {}, compute_instance: {}}}}}",
-                index + 1,
                 cap + 1,
                 cap + 2,
             )
         };
-        let devices: Vec<String> = devices.iter().enumerate().map(device).collect();
+        let is_enabled = !devices.is_empty();
+        let devices = devices.iter().enumerate().map(device).collect::<Vec<_>>().join(", ");
         writeln!(
             text,
             "    - {{index: {gpu}, uuid: GPU-0000000{gpu}-0000-4000-8000-000000000000, pci: '0000:{gpu}0:00.0', \
              minor: {gpu}, model: NVIDIA A100, compute_capability: '8.0', memory_mib: {memory}, \
-             pcie: {{mts: 16000, width: 16}}, mig: {{enabled: {}, devices: [{}]}}}}",
-            !devices.is_empty(),
-            devices.join(", "),
+             pcie: {{mts: 16000, width: 16}}, mig: {{enabled: {is_enabled}, devices: [{devices}]}}}}"
         )
         .unwrap();
     }
@@ -239,13 +237,8 @@ async fn imex_channels() {
             .arg("--device-list-strategy=envvar,cdi-cri");
         let setup = if with { channel(setup) } else { setup };
         let (_node, kubelet) = offers(setup, &[(GPU, 8)]).await;
-        write!(
-            text,
-            "{name}, channel {}:\n{}",
-            if with { "there" } else { "missing" },
-            pods(&kubelet, &[(GPU, 1)]).await
-        )
-        .unwrap();
+        let (state, given) = (if with { "there" } else { "missing" }, pods(&kubelet, &[(GPU, 1)]).await);
+        write!(text, "{name}, channel {state}:\n{given}").unwrap();
     }
     insta::assert_snapshot!(text);
     let (status, words) = file(cdi_setup(Setup::on("dgx1-v100")), "nvidia/imex-required.yaml").spawn().ended().await;

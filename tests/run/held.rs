@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use linkwise_kubelet_box::Pod;
+use serde_json::{Value, json};
 
 use crate::run::node::{GPU, Setup, registered, unhealthy, uuid};
 use crate::run::rediscovery::quick;
@@ -42,15 +43,12 @@ async fn lost_gpu_stays_listed_until_its_pod_ends() {
 
 /// Writes the kubelet's checkpoint of devices. PodResources does not list init containers that have ended.
 fn checkpoint(setup: &Setup, ids: &[&str]) {
-    let entries: Vec<serde_json::Value> = ids
-        .iter()
-        .map(|id| {
-            serde_json::json!({"PodUID": "pod", "ContainerName": "init", "ResourceName": GPU,
-                "DeviceIDs": {"0": [id]}, "AllocResp": ""})
-        })
-        .collect();
-    let data = serde_json::json!({"PodDeviceEntries": entries, "RegisteredDevices": {}});
-    let text = serde_json::json!({"Data": data, "Checksum": 1}).to_string();
+    let entry = |id: &&str| {
+        json!({"PodUID": "pod", "ContainerName": "init", "ResourceName": GPU, "DeviceIDs": {"0": [id]},
+               "AllocResp": ""})
+    };
+    let entries: Vec<Value> = ids.iter().map(entry).collect();
+    let text = json!({"Data": {"PodDeviceEntries": entries, "RegisteredDevices": {}}, "Checksum": 1}).to_string();
     std::fs::write(setup.kubelet_socket.with_file_name("kubelet_internal_checkpoint"), text).unwrap();
 }
 

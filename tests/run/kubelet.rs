@@ -149,11 +149,9 @@ async fn unanswered_register_is_retried_and_counted() {
     kubelet.set_fault(Fault::Hang);
     let register_timeout = Duration::from_millis(50);
     let alone = Alone::start(Settings { register_timeout, ..quick(folder.path().join("kubelet.sock")) });
-    alone
-        .log
-        .has(&["cannot register with the kubelet", "error=\"the kubelet did not answer Register within 50ms\""])
-        .await;
-    alone.log.has_times(2, &["repeated", "Registered(Err(\"the kubelet did not answer Register within 50ms\"))"]).await;
+    let cause = "\"the kubelet did not answer Register within 50ms\"";
+    alone.log.has(&["cannot register with the kubelet", &format!("error={cause}")]).await;
+    alone.log.has_times(2, &["repeated", &format!("Registered(Err({cause}))")]).await;
     alone.end().await;
 }
 

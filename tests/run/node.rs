@@ -643,15 +643,12 @@ pub fn uuid(machine: u32, index: u32) -> String {
 
 /// A machine file with these GPUs, all of one model; `more` are further fields of a GPU.
 pub fn machine(gpus: &[(&str, &str, &str)]) -> String {
-    let gpus: Vec<String> = gpus
-        .iter()
-        .enumerate()
-        .map(|(index, (uuid, pci, more))| {
-            format!(
-                "    - {{index: {index}, uuid: {uuid}, pci: \"{pci}\", minor: {index}, model: H100, \
-                 compute_capability: \"9.0\", pcie: {{mts: 32000, width: 16}}{more}}}\n"
-            )
-        })
-        .collect();
-    format!("version: 1\nname: test\nobserved:\n  gpus:\n{}", gpus.concat())
+    let mut text = "version: 1\nname: test\nobserved:\n  gpus:\n".to_owned();
+    for (index, (uuid, pci, more)) in gpus.iter().enumerate() {
+        text += &format!(
+            "    - {{index: {index}, uuid: {uuid}, pci: \"{pci}\", minor: {index}, model: H100, \
+             compute_capability: \"9.0\", pcie: {{mts: 32000, width: 16}}{more}}}\n"
+        );
+    }
+    text
 }

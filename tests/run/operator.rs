@@ -155,10 +155,8 @@ async fn release_names_processes_that_hold_the_driver() {
     labels.signal("CONT");
     let words = String::from_utf8(refused.stderr).unwrap();
     assert_eq!(refused.status.code(), Some(1));
-    assert!(
-        words.contains("still hold the driver after 10s: gpu-feature-discovery;") && words.contains("stands"),
-        "{words}"
-    );
+    let holds = "still hold the driver after 10s: gpu-feature-discovery;";
+    assert!(words.contains(holds) && words.contains("stands"), "{words}");
     ordered(&node, &["release"]).await;
     assert!(!driver_is_held(&node));
 }
@@ -266,10 +264,8 @@ async fn cordoned_gpu_gets_no_new_pod_until_uncordon() {
     unhealthy(&kubelet, &[2]).await;
     node.metric("linkwise_gpus_by_availability{availability=\"cordoned\"}", 1).await;
     let page = node.get("/").await.body;
-    assert!(
-        page.contains("<dt>Cordoned</dt><dd>1</dd>") && page.contains("7 free, 1 cordoned, 0 unhealthy."),
-        "{page}"
-    );
+    let [count, summary] = ["<dt>Cordoned</dt><dd>1</dd>", "7 free, 1 cordoned, 0 unhealthy."];
+    assert!(page.contains(count) && page.contains(summary), "{page}");
     ordered(&node, &["uncordon", &gpu]).await;
     unhealthy(&kubelet, &[]).await;
     allocation(&kubelet, "after", GPU, 8).await;
@@ -301,15 +297,11 @@ async fn missing_gpu_is_reported_until_back_or_accepted() {
     let node = setup.start().await;
     registered(&kubelet, 2, 7).await;
     let lacking = shortfalls(&node).await;
-    assert_eq!(
-        (lacking.len(), &lacking[0]["what"], &lacking[1]["what"]),
-        (2, &what.as_str().into(), &"this node: 7 GPUs, 8 are expected".into())
-    );
+    let lacks: Vec<&Value> = lacking.iter().map(|it| &it["what"]).collect();
+    assert_eq!(lacks, [what.as_str(), "this node: 7 GPUs, 8 are expected"]);
     let metrics = node.get("/metrics").await.body;
-    assert!(
-        metrics.contains(&format!("linkwise_hardware_lacking_since_seconds{series} {}\n", lacking[0]["since"])),
-        "{metrics}"
-    );
+    let since = format!("linkwise_hardware_lacking_since_seconds{series} {}\n", lacking[0]["since"]);
+    assert!(metrics.contains(&since), "{metrics}");
     assert!(node.get("/").await.body.contains(&what));
     assert!(ordered(&node, &["state", "--format", "text"]).await.contains(&what));
     let doctor = node.setup.doctor().output().await.unwrap();

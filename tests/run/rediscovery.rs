@@ -161,11 +161,8 @@ async fn hung_driver_version_delays_nothing() {
         other => Err(other),
     };
     until(known).await;
-    assert_eq!(
-        kubelet.state().resources[GPU].unhealthy.len(),
-        1,
-        "learning the driver's version late is not a change of driver"
-    );
+    let unhealthy = kubelet.state().resources[GPU].unhealthy.len();
+    assert_eq!(unhealthy, 1, "learning the driver's version late is not a change of driver");
 }
 
 /// As under WSL, or in a container whose /sys is not the host's.

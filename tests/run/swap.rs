@@ -56,10 +56,8 @@ async fn untouched(kubelet: &KubeletBox, pods: &Pods) {
     let mut seen = BTreeSet::new();
     for (pod, allocation) in pods {
         assert_eq!(held[*pod]["main"].iter().collect::<Vec<_>>(), allocation.devices.iter().collect::<Vec<_>>());
-        assert!(
-            allocation.devices.iter().all(|id| seen.insert(id.clone())),
-            "{pod} has another pod's device: {pods:?}"
-        );
+        let are_own = allocation.devices.iter().all(|id| seen.insert(id.clone()));
+        assert!(are_own, "{pod} has another pod's device: {pods:?}");
         assert_eq!(&kubelet.restart_container(pod, "main").unwrap()[GPU], allocation, "{pod}");
     }
     assert_eq!(held.len(), pods.len());
