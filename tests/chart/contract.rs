@@ -60,13 +60,9 @@ fn names_are_nvidias_and_follow_the_overrides() {
         (&["fullnameOverride=gpus", "namespaceOverride=elsewhere"], "gpus", "elsewhere"),
     ] {
         let objects = Helm::found().objects(&[&ALL[..], values].concat());
-        let names: BTreeSet<(String, String)> = objects
-            .iter()
-            .map(|object| {
-                let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-                (text(&object["kind"]), text(&object["metadata"]["name"]))
-            })
-            .collect();
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let name = |object: &Value| (text(&object["kind"]), text(&object["metadata"]["name"]));
+        let names: BTreeSet<(String, String)> = objects.iter().map(name).collect();
         let expected = "ClusterRole=-role ClusterRoleBinding=-role-binding DaemonSet= \
                         DaemonSet=-gpu-feature-discovery DaemonSet=-mps-control-daemon Pod=-test PodMonitor= \
                         Role=-gpu-feature-discovery RoleBinding=-gpu-feature-discovery \
@@ -111,10 +107,8 @@ fn selectors_are_nvidias_and_match_their_pods() {
 
 /// The variables of a container; the value is empty if it is not a text.
 fn variables(container: &Value) -> BTreeMap<&str, &str> {
-    list(container, "/env")
-        .into_iter()
-        .map(|env| (env["name"].as_str().unwrap(), env["value"].as_str().unwrap_or("")))
-        .collect()
+    let env = list(container, "/env").into_iter();
+    env.map(|env| (env["name"].as_str().unwrap(), env["value"].as_str().unwrap_or(""))).collect()
 }
 
 #[test]
@@ -173,11 +167,8 @@ fn mounts_volumes_and_ports_belong_together() {
             let names =
                 |pointer: &str| list(set, pointer).iter().map(|item| item["name"].clone().to_string()).collect();
             let volumes: BTreeSet<String> = names(&format!("{POD}/volumes"));
-            let mounts: BTreeSet<String> = containers(set)
-                .into_iter()
-                .flat_map(|container| list(container, "/volumeMounts"))
-                .map(|mount| mount["name"].to_string())
-                .collect();
+            let mounts = containers(set).into_iter().flat_map(|container| list(container, "/volumeMounts"));
+            let mounts: BTreeSet<String> = mounts.map(|mount| mount["name"].to_string()).collect();
             assert_eq!(mounts, volumes, "{values:?}: {}", set["metadata"]["name"]);
             for container in containers(set) {
                 let ports: Vec<&Value> = list(container, "/ports").into_iter().map(|port| &port["name"]).collect();

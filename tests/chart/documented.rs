@@ -94,11 +94,8 @@ fn documentation_has_every_value() {
 #[test]
 fn documentation_has_the_command_that_installs_nfd() {
     let helpers = fs::read_to_string(repository("charts/linkwise/templates/_helpers.tpl")).unwrap();
-    let command: Vec<&str> = helpers
-        .lines()
-        .skip_while(|line| !line.starts_with("helm install nfd"))
-        .take_while(|line| !line.starts_with("{{"))
-        .collect();
+    let lines = helpers.lines().skip_while(|line| !line.starts_with("helm install nfd"));
+    let command: Vec<&str> = lines.take_while(|line| !line.starts_with("{{")).collect();
     assert_eq!(command.len(), 4, "{command:?}");
     let text = fs::read_to_string(repository("docs/chart.md")).unwrap();
     let documented = text.lines().map(str::trim).collect::<Vec<_>>().join("\n");

@@ -22,16 +22,9 @@ fn section(values: &[&str], before: &Lines, after: &Lines) -> String {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn helm_lint_finds_nothing() {
-    for values in [
-        &[][..],
-        &[
-            "gfd.enabled=true",
-            "config.name=other",
-            "podMonitor.enabled=true",
-            "dra.enabled=true",
-            "dra.unchangedPods.enabled=true",
-        ],
-    ] {
+    let others = ["gfd.enabled=true", "config.name=other", "podMonitor.enabled=true"];
+    let all = [&others[..], &["dra.enabled=true", "dra.unchangedPods.enabled=true"]].concat();
+    for values in [&[][..], &all[..]] {
         let output = Helm::found().run(&["lint", "--strict", "--quiet"], &set(values));
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
     }
@@ -94,6 +87,9 @@ fn configurations_bring_config_manager() {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn programs_are_switched_on_and_off() {
+    let of_dra = "dra.enabled=true dra.gpus=none dra.evictLost=true dra.dynamicMig=true dra.migRights=true \
+                  dra.admissionPolicy=false dra.deviceClasses=false";
+    let of_dra: Vec<&str> = of_dra.split(' ').collect();
     let entries = [
         &["gfd.enabled=true"][..],
         &["devicePlugin.enabled=false"],
@@ -105,15 +101,7 @@ fn programs_are_switched_on_and_off() {
         &["metrics.hidePodNames=true"],
         &["podMonitor.enabled=true", "podMonitor.labels.release=prometheus"],
         &["dra.enabled=true"],
-        &[
-            "dra.enabled=true",
-            "dra.gpus=none",
-            "dra.evictLost=true",
-            "dra.dynamicMig=true",
-            "dra.migRights=true",
-            "dra.admissionPolicy=false",
-            "dra.deviceClasses=false",
-        ],
+        &of_dra[..],
         &["dra.enabled=true", "kubeletRootDir=/var/lib/k0s/kubelet"],
         &["events.enabled=true"],
         &["nodeCondition.enabled=true", "nodeCondition.type=a.b/C", "nodeCondition.startupTaints={a.b/c}"],

@@ -89,9 +89,12 @@ fn given_security_context_replaces_ours() {
     }
 }
 
-/// Stores the chart's objects of these kinds; returns the user name of its ServiceAccount.
-fn store_policies(server: &ApiServerBox, objects: &[Value], types: &[ResourceType]) -> String {
-    for resource in types {
+/// A server with the chart's policies. Its tokens: `ours` and `old` of the chart's ServiceAccount, `other` of another
+/// user; all but `old` name the node `n`.
+async fn server(values: &[&str], other: &str) -> ApiServerBox {
+    let server = ApiServerBox::start(&ResourceType::ALL).await;
+    let objects = Helm::found().objects(values);
+    for resource in [ResourceType::VALIDATING_ADMISSION_POLICIES, ResourceType::VALIDATING_ADMISSION_POLICY_BINDINGS] {
         for object in objects.iter().filter(|object| object["kind"] == resource.kind) {
             let key = resource.key(None, object["metadata"]["name"].as_str().unwrap());
             server.create("helm", &key, object.clone()).unwrap();
@@ -99,24 +102,29 @@ fn store_policies(server: &ApiServerBox, objects: &[Value], types: &[ResourceTyp
     }
     let account = objects.iter().find(|object| object["kind"] == "ServiceAccount").unwrap();
     let name = |of: &str| account["metadata"][of].as_str().unwrap();
-    format!("system:serviceaccount:{}:{}", name("namespace"), name("name"))
+    let username = format!("system:serviceaccount:{}:{}", name("namespace"), name("name"));
+    let extra = json!({"authentication.kubernetes.io/node-name": ["n"]});
+    server.name_user("ours", json!({"username": username, "extra": extra}));
+    server.name_user("old", json!({"username": username, "extra": {}}));
+    server.name_user("other", json!({"username": other, "extra": extra}));
+    server
+}
+
+/// Asserts that a request was refused with this text in the message, or was not refused.
+fn answered(answer: Result<Value, Value>, why: Option<&str>, request: &str) {
+    let refusal = answer.err().map(|status| status["message"].as_str().unwrap().to_owned());
+    let is_expected = match (&refusal, why) {
+        (Some(refusal), Some(why)) => refusal.contains(why),
+        _ => refusal.is_none() && why.is_none(),
+    };
+    assert!(is_expected, "{request}: {refusal:?}");
 }
 
 /// A policy limits the writes, because RBAC does not know the node of a token.
 #[tokio::test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 async fn gpu_feature_discovery_labels_its_own_node_only() {
-    let types = [
-        ResourceType::NODE_FEATURES,
-        ResourceType::VALIDATING_ADMISSION_POLICIES,
-        ResourceType::VALIDATING_ADMISSION_POLICY_BINDINGS,
-    ];
-    let server = ApiServerBox::start(&types).await;
-    let username = store_policies(&server, &Helm::found().objects(&["gfd.enabled=true"]), &types[1..]);
-    let extra = json!({"authentication.kubernetes.io/node-name": ["n"]});
-    server.name_user("ours", json!({"username": username, "extra": extra}));
-    server.name_user("old", json!({"username": username, "extra": {}}));
-    server.name_user("other", json!({"username": "nfd", "extra": extra}));
+    let server = server(&["gfd.enabled=true"], "nfd").await;
     for (token, object, node, why) in [
         ("ours", "nvidia-features-for-n", "n", None),
         ("ours", "nvidia-features-for-m", "m", Some("may not write the NodeFeature 'nvidia-features-for-m'")),
@@ -126,18 +134,10 @@ async fn gpu_feature_discovery_labels_its_own_node_only() {
     ] {
         let key = ResourceType::NODE_FEATURES.key(Some("gpu"), object);
         let labels = json!({"nfd.node.kubernetes.io/node-name": node});
-        let made = server.create_as(
-            token,
-            &key,
-            json!({"metadata": {"name": object, "labels": labels}, "spec": {"labels": {}}}),
-        );
+        let feature = json!({"metadata": {"name": object, "labels": labels}, "spec": {"labels": {}}});
+        let made = server.create_as(token, &key, feature);
         server.remove(&key);
-        let refusal = made.err().map(|status| status["message"].as_str().unwrap().to_owned());
-        let is_expected = refusal
-            .as_deref()
-            .zip(why)
-            .map_or(refusal.is_none() && why.is_none(), |(refusal, why)| refusal.contains(why));
-        assert!(is_expected, "{token} {object} {node}: {refusal:?}");
+        answered(made, why, &format!("{token} {object} {node}"));
     }
 }
 
@@ -145,33 +145,19 @@ async fn gpu_feature_discovery_labels_its_own_node_only() {
 #[tokio::test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 async fn node_condition_may_patch_only_its_part_of_its_node() {
-    let types = [
-        ResourceType::NODES,
-        ResourceType::VALIDATING_ADMISSION_POLICIES,
-        ResourceType::VALIDATING_ADMISSION_POLICY_BINDINGS,
-    ];
-    let server = ApiServerBox::start(&types).await;
     let values = ["nodeCondition.enabled=true", "nodeCondition.startupTaints={a.b/c}"];
-    let username = store_policies(&server, &Helm::found().objects(&values), &types[1..]);
-    let extra = json!({"authentication.kubernetes.io/node-name": ["n"]});
-    server.name_user("ours", json!({"username": username, "extra": extra}));
-    server.name_user("other", json!({"username": "kubelet", "extra": extra}));
+    let server = server(&values, "kubelet").await;
     let ready = json!({"type": "Ready", "status": "True"});
     let (ours, other) =
         (json!({"key": "a.b/c", "effect": "NoSchedule"}), json!({"key": "other", "effect": "NoExecute"}));
     let node = json!({"metadata": {"labels": {"a": "b"}}, "spec": {"taints": [ours, other], "podCIDR": "10.0.0.0/24"},
                       "status": {"conditions": [ready], "capacity": {"cpu": "8"}}});
     let own = json!({"type": "linkwise.dev/GPUsReady", "status": "True"});
-    let sick = json!({"type": "Ready", "status": "False"});
+    let (sick, not_ours) = (json!({"type": "Ready", "status": "False"}), "no condition but linkwise.dev/GPUsReady");
+    let new = json!({"key": "x", "effect": "NoExecute"});
     for (token, name, path, change, why) in [
         ("ours", "n", "/status", json!({"status": {"conditions": [ready, own]}}), None),
-        (
-            "ours",
-            "n",
-            "/status",
-            json!({"status": {"conditions": [sick, own]}}),
-            Some("no condition but linkwise.dev/GPUsReady"),
-        ),
+        ("ours", "n", "/status", json!({"status": {"conditions": [sick, own]}}), Some(not_ours)),
         ("ours", "n", "/status", json!({"status": {"conditions": [own]}}), Some("no condition but")),
         ("ours", "n", "/status", json!({"status": {"capacity": {"cpu": "9"}}}), Some("status.capacity")),
         ("ours", "n", "/status", json!({"status": {"allocatable": {"cpu": "9"}}}), Some("status.allocatable")),
@@ -180,25 +166,14 @@ async fn node_condition_may_patch_only_its_part_of_its_node() {
         ("other", "m", "/status", json!({"status": {"conditions": [sick]}}), None),
         ("ours", "n", "", json!({"spec": {"taints": [other]}}), None),
         ("ours", "n", "", json!({"spec": {"taints": [ours]}}), Some("may only remove the taints a.b/c")),
-        (
-            "ours",
-            "n",
-            "",
-            json!({"spec": {"taints": [other, ours, {"key": "x", "effect": "NoExecute"}]}}),
-            Some("may only remove"),
-        ),
+        ("ours", "n", "", json!({"spec": {"taints": [other, ours, new]}}), Some("may only remove")),
         ("ours", "n", "", json!({"spec": {"unschedulable": true}}), Some("spec.unschedulable")),
         ("ours", "n", "", json!({"metadata": {"annotations": {"a": "b"}}}), Some("the annotations")),
         ("ours", "m", "", json!({"spec": {"taints": [other]}}), Some("may not write node 'm'")),
     ] {
         let key = ResourceType::NODES.key(None, name);
         server.put("kubelet", &key, node.clone());
-        let refusal = server.patch_as(token, &key, path == "/status", &change).err();
-        let refusal = refusal.map(|status| status["message"].as_str().unwrap().to_owned());
-        let is_expected = refusal
-            .as_deref()
-            .zip(why)
-            .map_or(refusal.is_none() && why.is_none(), |(refusal, why)| refusal.contains(why));
-        assert!(is_expected, "{token} {name} {path} {change}: {refusal:?}");
+        let patched = server.patch_as(token, &key, path == "/status", &change);
+        answered(patched, why, &format!("{token} {name} {path} {change}"));
     }
 }
