@@ -44,12 +44,8 @@ fn available() -> &'static BTreeSet<&'static str> {
         let line =
             status.lines().find_map(|line| line.strip_prefix("CapBnd:")).expect("the kernel names the bounding set");
         let bits = u64::from_str_radix(line.trim(), 16).unwrap();
-        CAPABILITIES
-            .split_whitespace()
-            .enumerate()
-            .filter(|(bit, _)| bits >> bit & 1 == 1)
-            .map(|(_, name)| name)
-            .collect()
+        let numbered = CAPABILITIES.split_whitespace().enumerate();
+        numbered.filter(|(bit, _)| bits >> bit & 1 == 1).map(|(_, name)| name).collect()
     })
 }
 

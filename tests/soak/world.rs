@@ -219,18 +219,9 @@ fn spawn(node: &Node, pod: u32) -> Process {
     command.env("FAKE_NVML_MACHINE", node.at("machine.json")).env("MPS_ROOT", "/host/mps");
     command.arg("--mps-container-root").arg(node.at("mps")).arg("--fail-on-init-error=false");
     // Everything happens about a hundred times as fast as on a node.
-    for (option, milliseconds) in [
-        ("nvml-poll", 100),
-        ("nvml-call", 1_000),
-        ("nvml-start", 10_000),
-        ("nvml-pause", 50),
-        ("nvml-grace", 500),
-        ("nvml-trial", 100),
-        ("health-hold", 100),
-        ("claims-listed", 300),
-    ] {
-        command.arg(format!("--{option}-ms={milliseconds}"));
-    }
+    let times = "--nvml-poll-ms=100 --nvml-call-ms=1000 --nvml-start-ms=10000 --nvml-pause-ms=50 --nvml-grace-ms=500 \
+                 --nvml-trial-ms=100 --health-hold-ms=100 --claims-listed-ms=300";
+    command.args(times.split(' '));
     command.env("LINKWISE_POD_UID", format!("pod-{pod}")).env("LINKWISE_LOG_FORMAT", "json");
     Process::of(command)
 }
@@ -460,9 +451,8 @@ impl Soak {
                 break;
             }
             if begin.elapsed() > RECOVERY_TIMEOUT {
-                self.world
-                    .ledger
-                    .error(format!("not whole after {RECOVERY_TIMEOUT:?}: {missing}\n{}", self.last_lines()));
+                let lines = self.last_lines();
+                self.world.ledger.error(format!("not whole after {RECOVERY_TIMEOUT:?}: {missing}\n{lines}"));
             }
             tokio::time::sleep(POLL_INTERVAL).await;
         }
