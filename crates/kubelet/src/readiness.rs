@@ -76,7 +76,7 @@ pub struct Readiness {
 }
 
 impl Readiness {
-    /// Starts without parts, with this reason.
+    /// Starts without parts. `idle` is the reason why the node is idle.
     pub fn new(idle: Idle) -> Self {
         let (parts, driver_is_away, takeover_failed) = Default::default();
         Self { parts, idle: watch::Sender::new(idle), driver_is_away, takeover_failed }
@@ -92,7 +92,7 @@ impl Readiness {
         self.driver_is_away.load(Ordering::Relaxed)
     }
 
-    /// Shows, while another process serves this node, why this one could not take over; `None` removes that.
+    /// Shows, while another process serves this node, why this one could not take over; `None` removes the reason.
     pub fn takeover_failed(&self, how: Option<String>) {
         *lock(&self.takeover_failed) = how;
     }
@@ -166,8 +166,8 @@ impl Readiness {
         let has_dra = parts.contains_key(&Part::DraPlugin) || parts.contains_key(&Part::Held);
         // A process that may not look at the GPUs serves them only if it has seen them before.
         let has_dra = has_dra && !parts.contains_key(&Part::Driver);
-        let is_idle = matches!(&*self.idle.borrow(), Idle::NoGpu(_)) || has_dra;
-        !parts.contains_key(&Part::Owner) && plugins().all(serves) && (is_idle || plugins().next().is_some())
+        let needs_none = matches!(&*self.idle.borrow(), Idle::NoGpu(_)) || has_dra;
+        !parts.contains_key(&Part::Owner) && plugins().all(serves) && (needs_none || plugins().next().is_some())
     }
 
     /// Returns true if this process has a plugin of each of these resources, registered or not.
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn dra_counts_where_no_plugin_is() {
+    fn dra_decides_readiness_without_device_plugin() {
         let readiness = Readiness::new(Idle::Waiting("no scan yet".to_owned()));
         readiness.add(Part::DraPlugin, "waiting");
         readiness.add(Part::DraSlices, "being written");
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn held_gpus_keep_the_node_from_nothing() {
+    fn node_with_held_gpus_is_ready() {
         let readiness = Readiness::new(Idle::Waiting("no scan yet".to_owned()));
         assert!(!readiness.has_plugins(true));
         readiness.note(Part::Held, "waiting for their ends", "GPUs: 8, claim default/a".to_owned());

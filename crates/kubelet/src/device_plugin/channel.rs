@@ -25,7 +25,7 @@ pub enum ConnectError {
     Handshake(String, #[source] tonic::transport::Error),
 }
 
-/// Connects to a socket; returns the channel, which has this one connection, and which process listens.
+/// Connects to a socket; returns the channel of this one connection, and the process that listens.
 pub(crate) async fn connect(socket: &Path) -> Result<(Channel, Peer), ConnectError> {
     let path = || socket.display().to_string();
     let connected = uds::connect(socket).await;

@@ -116,10 +116,10 @@ impl Registrant for DevicePlugin {
         let Shared { resource, settings, snapshot, .. } = self.shared.clone();
         Some(match action {
             OwnAction::Register => self.register(session, session.name.clone()),
-            OwnAction::Renew => match session.rename(&settings, &resource, random()) {
+            OwnAction::Renew => match session.add_alias(&settings, &resource, random()) {
                 Ok(name) => self.register(session, name),
                 Err(error) => {
-                    let why = format!("cannot give our socket another name: {error}");
+                    let why = format!("cannot give our socket a second name: {error}");
                     Box::pin(std::future::ready(Input::Registered(Err(why))))
                 }
             },

@@ -59,8 +59,8 @@ impl PluginMetrics {
                        (sorted order)";
         let fallbacks = "Answers to GetPreferredAllocation in sorted order, by reason";
         let choice_seconds = "Time the choice of a set of devices took, without the RPC around it";
-        let narrowed = "GetPreferredAllocation requests that held back a device that is healthy and free, or had \
-                        taken one already";
+        let narrowed = "GetPreferredAllocation requests in which the kubelet held back a healthy and free device, \
+                        or had chosen one already";
         let rpc_seconds = "Time unary RPCs of the kubelet took, from the request to the end of the answer";
         let connected =
             "1 while the registration of the resource stands: the kubelet holds an open stream and lists the devices";

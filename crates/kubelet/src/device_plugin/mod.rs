@@ -122,7 +122,7 @@ pub enum Phase {
     /// As [`Self::Serving`], while another plugin of the resource has not ended, or the kubelet may not have seen its
     /// end yet.
     Overlapping,
-    /// The kubelet holds an open ListAndWatch stream, and where PodResources is there it lists our devices.
+    /// The kubelet holds an open ListAndWatch stream, and PodResources, where it answers, lists our devices.
     Serving,
     /// The session ended; its connections are closing.
     Ending,
@@ -153,8 +153,8 @@ impl Phase {
     }
 }
 
-/// Receives the report of a choice, and true if the kubelet held back devices that are healthy and free, or had taken
-/// some already. Called during an admission: it must not block.
+/// Receives the report of a choice, and true if the kubelet narrowed the request. Called during an admission: it must
+/// not block.
 pub type Chosen = Arc<dyn Fn(&ResourceName, &Arc<AllocationReport>, bool) + Send + Sync>;
 
 /// The inputs and outputs that all plugins of a node share.
@@ -170,6 +170,6 @@ pub struct Sources {
     pub events: mpsc::Sender<Event>,
     /// Receives the choices.
     pub chosen: Chosen,
-    /// The number of plugins that registered after ours and ended: after each, plugins register again.
+    /// The number of plugins that registered after ours and ended: after each, our plugins register again.
     pub renew: watch::Receiver<u64>,
 }

@@ -74,19 +74,19 @@ mod tests {
         narrowing.allocated(&ids("a"));
         assert!(narrowed(&mut narrowing, "c d", ""));
         narrowing.allocated(&ids("b"));
-        assert!(!narrowed(&mut narrowing, "c d", ""), "b is in use");
+        assert!(!narrowed(&mut narrowing, "c d", ""), "b was allocated without a request");
         assert!(narrowed(&mut narrowing, "d", ""));
-        assert!(narrowed(&mut Narrowing::default(), "a b", "a"), "a has to be in it");
+        assert!(narrowed(&mut Narrowing::default(), "a b", "a"), "the kubelet chose a");
     }
 
     #[test]
-    fn offer_belongs_to_the_next_allocation_of_its_devices() {
+    fn request_belongs_to_next_allocation_of_its_devices() {
         let mut narrowing = Narrowing::default();
         narrowing.answered(ids("a b c"));
         assert_eq!(narrowing.allocated(&ids("a b")), ids("a b c"));
         assert_eq!(narrowing.allocated(&ids("c")), [], "the kubelet did not ask");
         narrowing.answered(ids("a b"));
-        assert_eq!(narrowing.allocated(&ids("d")), [], "another pod's offer");
+        assert_eq!(narrowing.allocated(&ids("d")), [], "another pod's request");
     }
 
     #[test]

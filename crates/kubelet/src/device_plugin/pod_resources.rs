@@ -176,9 +176,9 @@ async fn holders_after(sources: &HolderSources, containers: &mut ListedContainer
 
 /// Polls the holders until `shutdown`.
 ///
-/// The first pause is a second; pauses grow as long as the kubelet gives the same answer. A message of `often` (the
-/// state waits for an answer) resets them, and two questions are at least a second apart. A message of `new_state`
-/// resets them too, and is followed by a question at once: a state that was just made has seen no answer.
+/// The first pause is a second; pauses grow as long as the kubelet gives the same answer. A change of `often`
+/// (true while the state waits for an answer) resets them, and two questions are at least a second apart. `new_state`
+/// resets them too, and a question follows at once: a state that was just made has seen no answer.
 ///
 /// After a failure the holders are unknown until the next answer. Every answer is published, even one that equals the
 /// last, because an orphan leaves the device list when two lists of holders in a row lack it.

@@ -24,7 +24,7 @@ use linkwise_kubelet_api::v1beta1::registration_client::RegistrationClient;
 use linkwise_system::grpc::accepted;
 use linkwise_system::uds::Peer;
 
-/// The answer to every call of the kubelet to a registration that fails on purpose. The kubelet logs it.
+/// The answer to the kubelet's calls to a socket whose registration fails on purpose. The kubelet logs it.
 const REFUSAL: &str = "refused on purpose: linkwise takes over from the plugin before it";
 
 /// The cause of a registration that failed.
@@ -66,7 +66,7 @@ pub(super) enum DetachError {
     #[error("cannot detach from the plugin before us")]
     Ask(#[source] RegisterError),
     #[error("the kubelet accepted the registration that fails on purpose")]
-    Taken,
+    Accepted,
     #[error("the server of the registration that fails on purpose ended")]
     Ended,
 }
@@ -100,6 +100,6 @@ pub(super) async fn detach(settings: &Settings, resource: &ResourceName, random:
         // The kubelet dials, asks and forgets the client before it answers.
         Err(RegisterError::Refused { .. }) if dialled.has_changed().is_ok_and(|changed| changed) => Ok(()),
         Err(error) => Err(DetachError::Ask(error)),
-        Ok(()) => Err(DetachError::Taken),
+        Ok(()) => Err(DetachError::Accepted),
     }
 }

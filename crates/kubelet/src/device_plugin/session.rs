@@ -51,7 +51,7 @@ fn is_nvidias(name: &str, resource: &ResourceName) -> bool {
     name.strip_prefix("nvidia-").and_then(|rest| rest.strip_suffix(".sock")) == Some(last)
 }
 
-/// The sockets of plugins of this resource on which a process listens: another linkwise, or the NVIDIA plugin. None if
+/// The sockets of plugins of this resource on which a process listens: another linkwise, or the NVIDIA plugin. Empty if
 /// the folder cannot be read.
 fn living(folder: &Path, resource: &ResourceName, prefix: &str) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
@@ -106,10 +106,10 @@ impl PluginSession {
 
     /// Gives our socket a second name, with this random number in it; returns that name. Removes the sockets of plugins
     /// that have ended.
-    pub fn rename(&mut self, settings: &Settings, resource: &ResourceName, random: u64) -> io::Result<String> {
+    pub fn add_alias(&mut self, settings: &Settings, resource: &ResourceName, random: u64) -> io::Result<String> {
         let (path, name) = socket_path(settings, resource, random);
         uds::remove_dead(files::folder(&path), is_any_of_ours)?;
-        self.servers.rename(&path)?;
+        self.servers.add_alias(&path)?;
         Ok(name)
     }
 

@@ -25,11 +25,11 @@ use linkwise_system::inotify::Changes;
 pub enum Life<P> {
     /// The phase changed.
     Phase(P),
-    /// The plugin is not registered, and why not.
+    /// The reason why the plugin is not registered.
     Waiting(String),
     /// A registration succeeded, or the cause of a failed one.
     Registered(Result<(), String>),
-    /// A session with the kubelet ended, and why.
+    /// The reason why a session with the kubelet ended.
     Ended(String),
     /// A connection to a socket of ours was not served.
     Refused(Refusal),
@@ -78,7 +78,7 @@ pub trait Session<H: Handshake>: Send + 'static {
     /// The sockets and their servers.
     fn servers(&mut self) -> &mut Servers;
 
-    /// The other facts that a check of the files finds; without a session, nothing has been bound.
+    /// The other facts that a check of the files finds. Without a session, no socket is bound.
     fn others(session: Option<&mut Self>) -> H::Others;
 
     /// Waits for the next input. Cancel-safe. The servers accept connections only while this is awaited.
@@ -174,9 +174,9 @@ impl<R: Registrant> Executor<R> {
             self.changes = self.watching.begin();
         }
         let kubelet = self.registrant.kubelet();
-        let own = self.session.as_mut().is_some_and(|session| session.servers().has_sockets());
+        let has_sockets = self.session.as_mut().is_some_and(|session| session.servers().has_sockets());
         let others = R::Session::others(self.session.as_mut());
-        self.feed(Input::Checked { kubelet, own, others });
+        self.feed(Input::Checked { kubelet, has_sockets, others });
     }
 
     fn feed(&mut self, input: Input<R::Handshake>) {

@@ -95,7 +95,7 @@ pub enum Input<H: Handshake> {
         /// The kubelet, or why there is none.
         kubelet: Result<H::Kubelet, String>,
         /// True if the plugin's own sockets are in place.
-        own: bool,
+        has_sockets: bool,
         /// The handshake's other facts.
         others: H::Others,
     },
@@ -161,7 +161,7 @@ pub struct Attempts<H: Handshake> {
     attempted: Option<H::Kubelet>,
     /// The time at which the current session began.
     session_began: Duration,
-    /// True if the next session that ends soon is followed by an attempt at once; the pauses come after it.
+    /// True until a session ends soon or cannot begin: the next attempt follows at once, later ones after pauses.
     retry_at_once: bool,
     pauses: Backoff,
     /// The state of the generator of random numbers.
@@ -275,7 +275,7 @@ impl<H: Handshake> Attempts<H> {
         self.act(Action::End);
     }
 
-    fn checked(&mut self, own: bool, now: Duration) {
+    fn checked(&mut self, has_sockets: bool, now: Duration) {
         if self.phase == H::Phase::WAITING_FOR_KUBELET {
             return self.attempt_or_wait(now);
         }
@@ -287,7 +287,7 @@ impl<H: Handshake> Attempts<H> {
                 self.attempt_or_wait(now);
             }
             Some(cause) => self.end_if_open(cause, now),
-            None if own => {}
+            None if has_sockets => {}
             None => self.end_if_open(H::SOCKETS_GONE, now),
         }
     }
@@ -370,10 +370,10 @@ impl<H: Handshake> RegistrationMachine<H> {
     pub fn step(&mut self, input: Input<H>, now: Duration) -> Vec<ActionOf<H>> {
         let Self { attempts, handshake } = self;
         match input {
-            Input::Checked { kubelet, own, others } => {
+            Input::Checked { kubelet, has_sockets, others } => {
                 attempts.kubelet = kubelet;
                 handshake.checked(attempts, others, now);
-                attempts.checked(own, now);
+                attempts.checked(has_sockets, now);
             }
             Input::Bound(_) if attempts.phase != H::Phase::BINDING => {}
             Input::Bound(result) => {

@@ -98,8 +98,8 @@ impl Servers {
         self.servers.push(Box::pin(server));
     }
 
-    /// Gives the first socket another name, in addition to the one that it has.
-    pub fn rename(&mut self, path: &Path) -> io::Result<()> {
+    /// Gives the first socket a second name.
+    pub fn add_alias(&mut self, path: &Path) -> io::Result<()> {
         let socket = self.sockets.first().ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
         self.alias = Some(socket.alias(path)?);
         Ok(())

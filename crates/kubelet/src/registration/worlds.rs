@@ -58,7 +58,7 @@ pub trait Neighbour: Debug + Default + Sized {
     fn kubelet_changed(_: &mut World<Self>) {}
     /// Takes the present time, after time has passed.
     fn passed(_: &mut World<Self>) {}
-    /// Answers everything at once and well. What was begun before may be `lost`, though.
+    /// Answers everything at once and well. If `lost`, fails the session that began before.
     fn works(world: &mut World<Self>, lost: bool);
     /// Random events of the neighbour.
     fn happening() -> BoxedStrategy<Self::Happening>;
@@ -100,7 +100,7 @@ pub struct World<N: Neighbour> {
     pub machine: RegistrationMachine<N::Handshake>,
     pub now: Duration,
     pub kubelet: Option<u64>,
-    /// The newest kubelet so far.
+    /// The number of the newest kubelet.
     kubelets: u64,
     /// The socket that is bound, or still has connections.
     pub socket: Option<Socket>,
@@ -109,7 +109,7 @@ pub struct World<N: Neighbour> {
     pub neighbour: N,
     /// All actions, with their times.
     pub done: Vec<(Duration, ActionOf<N::Handshake>)>,
-    /// The phase and the time at which it began.
+    /// The phase, and the time at which it began.
     phase: (PhaseOf<N>, Duration),
 }
 
@@ -211,9 +211,9 @@ impl<N: Neighbour> World<N> {
 
     pub fn check_files(&mut self) {
         let kubelet = self.kubelet.map(N::kubelet).ok_or_else(|| "there is none".to_owned());
-        let own = self.socket.is_some_and(|socket| socket.stands);
+        let has_sockets = self.socket.is_some_and(|socket| socket.stands);
         let others = self.neighbour.others();
-        self.feed(Input::Checked { kubelet, own, others });
+        self.feed(Input::Checked { kubelet, has_sockets, others });
     }
 
     /// Goes to the time at which the machine's timer is due.
@@ -226,7 +226,7 @@ impl<N: Neighbour> World<N> {
         match happening {
             Happening::Passes(millis) => {
                 let until = self.now + Duration::from_millis(millis);
-                // Timers go off when they are due, a few at most before something else has to happen.
+                // Timers go off when they are due. The bound is for a machine whose timer stays due.
                 for _ in 0..1000 {
                     match self.machine.wake().filter(|wake| *wake <= until) {
                         Some(wake) => self.now = self.now.max(wake),
@@ -298,8 +298,8 @@ impl<N: Neighbour> World<N> {
         }
     }
 
-    /// Lets everything around the plugin work from now on, and at once, until the plugin is registered. What was begun
-    /// before may be lost, though, and connections may stay open until they are cut.
+    /// Lets everything around the plugin work from now on, and at once, until the plugin is registered. If `lost`, the
+    /// session that began before fails. Unless `close`, connections stay open until they are cut.
     pub fn benign_until_registered(&mut self, lost: bool, close: bool) {
         if self.kubelet.is_none() {
             self.happens(Happening::KubeletNew);

@@ -56,9 +56,9 @@ struct Books {
 #[derive(Clone, Copy, Debug, Default)]
 struct Predecessor {
     stands: bool,
-    /// The time at which the kubelet sees its stream end.
+    /// The time at which the kubelet sees the plugin's stream end.
     stream_ends: Option<Duration>,
-    streams: bool,
+    has_stream: bool,
 }
 
 #[derive(Debug, Default)]
@@ -70,7 +70,7 @@ struct Kubelet {
     predecessor: Predecessor,
     /// True if the other plugin's end may end our session: that plugin was gone when our socket was bound, or the
     /// kubelet did not forget the name.
-    kept: bool,
+    may_lose_session: bool,
     /// True if a kubelet up to 1.36 has a client of ours under the resource's name, which the end of any stream ends.
     named: bool,
     /// True from the end of that client to the next Register: no stream opens for it.
@@ -144,7 +144,7 @@ impl Neighbour for Kubelet {
     }
 
     fn bound(&mut self) -> bool {
-        self.kept = !self.predecessor.stands;
+        self.may_lose_session = !self.predecessor.stands;
         self.books = Books::default();
         self.predecessor.stands
     }
@@ -170,7 +170,7 @@ impl Neighbour for Kubelet {
                 assert!(!kubelet.detaching && kubelet.books.registered, "detaches too early");
                 kubelet.detaching = true;
             }
-            OwnAction::ReportDetached(result) => kubelet.kept |= result.is_err(),
+            OwnAction::ReportDetached(result) => kubelet.may_lose_session |= result.is_err(),
         }
     }
 
@@ -198,7 +198,7 @@ impl Neighbour for Kubelet {
         match happening {
             Own::BindsWithPredecessor => {
                 if world.binding && kubelet.predecessor.stream_ends.is_none() {
-                    kubelet.predecessor = Predecessor { stands: true, stream_ends: None, streams: true };
+                    kubelet.predecessor = Predecessor { stands: true, stream_ends: None, has_stream: true };
                 }
                 world.happens(Happening::BindEnds(true));
             }
@@ -211,7 +211,7 @@ impl Neighbour for Kubelet {
             Own::DetachEnds(ok) => {
                 if std::mem::take(&mut kubelet.detaching) {
                     kubelet.named &= !ok;
-                    kubelet.kept |= !ok;
+                    kubelet.may_lose_session |= !ok;
                     own_input(world, OwnInput::Detached(not_today(ok)));
                 }
             }
@@ -258,10 +258,10 @@ impl Neighbour for Kubelet {
     fn passed(world: &mut World) {
         let (now, serving) = (world.now, world.phase().is_serving());
         let kubelet = &mut world.neighbour;
-        if kubelet.predecessor.streams && kubelet.predecessor.stream_ends.is_some_and(|end| end <= now) {
+        if kubelet.predecessor.has_stream && kubelet.predecessor.stream_ends.is_some_and(|end| end <= now) {
             kubelet.predecessor = Predecessor::default();
             if std::mem::take(&mut kubelet.named) {
-                assert!(!serving || kubelet.kept, "did not outlast the plugin before us");
+                assert!(!serving || kubelet.may_lose_session, "did not outlast the plugin before us");
                 kubelet.disconnected = true;
                 streams(world, |_| 0);
             }
@@ -363,7 +363,7 @@ proptest! {
 fn first_retry_is_at_once_then_pauses_double() {
     for seed in [0, 7, 511, 512, u64::MAX] {
         let (mut now, mut machine) = (Duration::ZERO, Kubelet::machine(seed));
-        let checked = Input::Checked { kubelet: Ok(FileId::numbered(1)), own: false, others: false };
+        let checked = Input::Checked { kubelet: Ok(FileId::numbered(1)), has_sockets: false, others: false };
         assert_eq!(machine.step(checked, now), [Action::Bind]);
         for full in [0, 250, 500, 1000, 2000, 4000, 8000, 16_000, 16_000].map(Duration::from_millis) {
             let actions = machine.step(Input::Bound(Err("full".to_owned())), now);
