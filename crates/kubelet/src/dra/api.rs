@@ -29,7 +29,7 @@ pub struct CdiDevices {
 /// Follows the CDI devices; `None` before the first scan of a host with GPUs.
 pub type CdiLink = watch::Receiver<Option<Arc<CdiDevices>>>;
 
-/// The channels to the task that passes orders to the process of the MPS control daemons, and reports what serves.
+/// The channels to the task that passes orders to the process of the MPS control daemons, and reports which serve.
 #[derive(Clone, Debug)]
 pub struct MpsLink {
     /// The ordered daemons; `None` while no claim manager has read the checkpoints.
@@ -80,7 +80,7 @@ pub struct LedgerEntry {
     pub gives_hardware: bool,
     /// The plan, called with the current state.
     pub plan: Plan,
-    /// The receiver of what the claim gets, or why it gets nothing.
+    /// Receives the claim's hardware, or why it gets none.
     pub answer: oneshot::Sender<Result<Prepared, ClaimError>>,
 }
 
@@ -104,7 +104,7 @@ impl LedgerLink {
         self.enter(true, Box::new(plan)).await
     }
 
-    /// Has the event applied that a function makes of the current state, and waits for that.
+    /// Has a function make an event of the current state; returns once the event is applied.
     pub async fn change(&self, event: impl FnOnce(&NodeState) -> Event + Send + 'static) {
         self.enter(false, Box::new(|state| Ok((event(state), Prepared::default())))).await;
     }

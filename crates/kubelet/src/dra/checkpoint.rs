@@ -87,7 +87,7 @@ impl Checkpoint {
         Self { version: VERSION, progress: Progress::Started, boot, claim, prepared, unknown: Value::Null }
     }
 
-    /// The same, with the fields of the claim's last checkpoint that this version does not know.
+    /// This checkpoint, with the fields of the claim's last one that this version does not know.
     pub fn after(self, last: Option<&Self>) -> Self {
         Self { unknown: last.map(|last| last.unknown.clone()).unwrap_or_default(), ..self }
     }
@@ -96,14 +96,14 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// None for any checkpoint; serde_json's type says otherwise.
+    /// None: every checkpoint can be written as JSON.
     pub fn text(&self) -> serde_json::Result<Vec<u8>> {
         let mut value = serde_json::to_value(self)?;
         add(&mut value, &self.unknown);
         serde_json::to_vec_pretty(&value)
     }
 
-    /// The same, completed.
+    /// This checkpoint, completed.
     pub fn completed(self) -> Self {
         Self { progress: Progress::Completed, ..self }
     }
@@ -198,8 +198,8 @@ impl CheckpointFolder {
 
     /// Writes a checkpoint, over the previous one. Does not wait for the disk: a checkpoint is read by the process that
     /// follows a killed one, and the kernel has the file. After a crash of the machine no container runs, MIG devices
-    /// and MPS control daemons are gone, and the kubelet has every claim prepared again. That overwrites a file that
-    /// the crash tore.
+    /// and MPS control daemons are gone, and the kubelet has every claim prepared again, which overwrites a file
+    /// that the crash tore.
     pub fn write(&self, checkpoint: &Checkpoint) -> io::Result<()> {
         let text = checkpoint.text()?;
         fs::create_dir_all(&self.folder)?;
@@ -217,7 +217,7 @@ impl CheckpointFolder {
     }
 }
 
-/// Reads one file; its name has the UID of its claim.
+/// Reads the file of the claim with this UID.
 fn read(path: &Path, uid: &str) -> Found {
     let unreadable = |error: io::Error| Box::new(Unreadable { why: error.to_string(), is_torn: false, parts: None });
     let bytes = files::read(path, MAX_FILE).map_err(unreadable)?;

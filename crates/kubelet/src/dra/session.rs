@@ -43,8 +43,8 @@ const MAX_WAITING_VERDICTS: usize = 16;
 /// The file name of a registration socket with this number.
 ///
 /// The kubelet dials it by its bare path, and grpc-go makes the `:authority` of that path, percent-encoded:
-/// `%2Fvar%2Flib%2F...`. The crate `http` allows no `%` in a host, and h2 answers with PROTOCOL_ERROR. It allows it in
-/// front of an `@`; so the name has one, with a legal host behind it.
+/// `%2Fvar%2Flib%2F...`. The crate `http` allows no `%` in a host, and h2 answers with PROTOCOL_ERROR. `http`
+/// allows a `%` in front of an `@`, so the name has an `@`, with a legal host behind it.
 fn registration_name(folder: &Path, driver: &str, number: u32) -> String {
     let begin = format!("{PREFIX}{number:08x}@");
     let folder = folder.as_os_str().len().max(KUBELETS_REGISTRY.len());
@@ -136,14 +136,14 @@ impl Session<DraHandshake> for PluginSession {
     }
 }
 
-/// The service Registration: gives the kubelet the plugin's name and services, and receives the kubelet's verdict,
-/// which is whether it registered the plugin. It answers from memory: the kubelet waits for 1 s.
+/// The service Registration: gives the kubelet the plugin's name and services, and receives the kubelet's verdict:
+/// registered or refused. It answers from memory, because the kubelet waits for 1 s.
 struct RegistrationService {
     /// The DRA driver's name.
     driver: String,
     /// The path of the socket with our services.
     endpoint: String,
-    /// The receiver of the kubelet's verdicts.
+    /// The channel for the kubelet's verdicts.
     verdicts: mpsc::Sender<Result<(), String>>,
 }
 

@@ -30,7 +30,7 @@ const LATE_CALLS: Duration = Duration::from_millis(100);
 /// The right to touch the claims of this node, held as long as any clone lives.
 pub type ClaimsLock = Right;
 
-/// The duties of a process's DRA plugin among several linkwise of a node.
+/// The duties of a process's DRA plugin among the linkwise processes of a node.
 #[derive(Clone, Debug)]
 pub struct Handover {
     /// True while the plugin has its sockets.

@@ -28,9 +28,9 @@ pub(super) const FOLDER: &str = "linkwise.dev-metadata-";
 pub(super) struct Metadata {
     /// The JSON.
     text: String,
-    /// True if the node publishes all devices of the request now. If not, an earlier file says more and stays.
+    /// True if the node publishes all devices of the request now. If not, an earlier file stays: it says more.
     is_whole: bool,
-    /// Its path in a container.
+    /// The file's path in a container.
     pub in_container: String,
 }
 

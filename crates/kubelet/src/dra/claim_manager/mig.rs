@@ -45,7 +45,7 @@ pub(super) enum MigError {
 
 impl ClaimManager {
     /// Makes the MIG devices that a checkpoint still lacks. If that fails, the claim's entry and checkpoint in memory
-    /// name only those that may exist.
+    /// name only the MIG devices that may exist.
     pub(super) async fn make_mig(&self, mut checkpoint: Checkpoint) -> Result<Checkpoint, PrepareError> {
         let uid = checkpoint.claim.uid.clone();
         if !checkpoint.prepared.devices.iter().any(PreparedDevice::is_unmade) {
@@ -94,7 +94,7 @@ impl ClaimManager {
         Ok(())
     }
 
-    /// Takes those MIG devices out of a checkpoint that were never ordered.
+    /// Removes from a checkpoint the orders for MIG devices that do not exist.
     pub(super) async fn forget_unmade(&self, uid: &str) {
         let Some(mut checkpoint) = self.checkpoint(uid) else { return };
         checkpoint.prepared.devices.iter_mut().filter(|device| device.is_unmade()).for_each(forget_order);
@@ -103,7 +103,7 @@ impl ClaimManager {
 
     async fn destroy(&self, uid: &str, which: impl Fn(&PreparedDevice) -> bool) -> Result<(), MigError> {
         let Some(checkpoint) = self.known(uid) else { return Ok(()) };
-        // A reboot ends MIG devices. Devices in their places are of others.
+        // A reboot ends MIG devices. Devices in their places belong to others.
         if checkpoint.is_of_another_boot(self.settings.boot.as_deref()) {
             return Ok(());
         }
@@ -154,7 +154,7 @@ impl ClaimManager {
         let failed = |why: &str, may_exist| MigOrderError { why: why.to_owned(), may_exist };
         let Some(mig) = &self.settings.mig else { return Err(failed("there is no driver to ask", false)) };
         // A process that has just started has claims before it has an agent, and without an agent the order is refused.
-        let _ = self.sees_gpus().await;
+        let _ = self.await_gpus().await;
         let (answer, answered) = oneshot::channel();
         let sent = mig.send(MigRequest { order, answer }).await;
         sent.map_err(|_| failed("linkwise is ending", false))?;
@@ -169,7 +169,7 @@ impl ClaimManager {
             return;
         }
         let listing = self.is_mig_known.get_or_try_init(async || {
-            if !self.sees_gpus().await {
+            if !self.await_gpus().await {
                 return Err(());
             }
             let state = Arc::clone(&self.snapshot.borrow());
@@ -191,7 +191,7 @@ impl ClaimManager {
         self.is_mig_known.initialized() || self.settings.mig.is_none()
     }
 
-    async fn sees_gpus(&self) -> bool {
+    async fn await_gpus(&self) -> bool {
         self.await_snapshot(|state| !state.topology().gpus().is_empty()).await
     }
 
@@ -210,7 +210,7 @@ fn is_scanned_after(state: &NodeState, order: u64) -> bool {
     state.hardware().mig_orders() >= order
 }
 
-/// Takes the order to make a MIG device out of a checkpoint's device.
+/// Removes the order to make a MIG device from a checkpoint's device.
 fn forget_order(device: &mut PreparedDevice) {
     device.made = None;
 }

@@ -208,9 +208,9 @@ impl ClaimManager {
 
     /// Prepares a claim as its checkpoint says. MIG devices and an MPS control daemon outlast this process, and the
     /// next one has to undo them. A claim that needs them therefore has a checkpoint from the beginning. Its CDI
-    /// devices resolve from then on, too, because a next process of an older release may give them to the kubelet as
-    /// they are. For any other claim nothing outlasts this process before the last step but a CDI spec, and a spec
-    /// without a checkpoint is removed.
+    /// devices resolve from then on, too, because the next process may be of an older release, which gives them to the
+    /// kubelet as they are. For any other claim, only a CDI spec outlasts a process that is killed before the last
+    /// step, and a spec without a checkpoint is removed.
     async fn carry_out(&self, checkpoint: Checkpoint, turn: &Turn) -> Result<Prepared, PrepareError> {
         let uid = checkpoint.claim.uid.clone();
         let outlasts_process =
@@ -245,7 +245,7 @@ impl ClaimManager {
         Ok(checkpoint.prepared)
     }
 
-    /// Writes the specs of a claim, if they are given, and then its checkpoint.
+    /// Writes the given specs of a claim, if any, and then its checkpoint.
     async fn write(&self, checkpoint: &Checkpoint, specs: Option<Specs>, turn: &Turn) -> Result<(), PrepareError> {
         let (store, checkpoint) = (Arc::clone(&self.store), checkpoint.clone());
         let folder = self.settings.cdi_folder.clone();

@@ -80,8 +80,8 @@ impl ClaimManager {
             if is_gone {
                 self.sweep_one(&checkpoint.claim, &turn, GONE).await;
             } else if checkpoint.is_half_made(self.settings.boot.as_deref()) && !self.is_off() {
-                // The kubelet has no answer for this claim, and may ask again. While DRA is off, it would be refused
-                // then.
+                // The kubelet has no answer for this claim, and may ask again. While DRA is off, a claim that was swept
+                // would be refused then.
                 self.sweep_one(&checkpoint.claim, &turn, HALF_MADE).await;
             } else if checkpoint.is_completed_in(self.settings.boot.as_deref()) {
                 self.renew_spec(&checkpoint, &turn).await;
@@ -135,7 +135,7 @@ impl ClaimManager {
     /// node has them. If DRA is off and there is no client of the API server, only the containers count.
     async fn is_gone(&self, checkpoint: &Checkpoint) -> bool {
         if self.is_off() && self.settings.read_claim.is_none() {
-            return self.is_long_unlisted(&checkpoint.claim.uid, self.is_unused(checkpoint));
+            return self.note_unlisted(&checkpoint.claim.uid, self.is_unused(checkpoint));
         }
         let is_over = match self.read_claim(&checkpoint.claim).await {
             Err(ReadClaimError::NotFound) => true,
@@ -149,7 +149,7 @@ impl ClaimManager {
 
     /// Notes whether a claim is unused at this sweep. Returns true if it was unused at every sweep for `listed_within`:
     /// the kubelet could be asked, and listed no container with it. A kubelet that starts lists no pod at first.
-    fn is_long_unlisted(&self, uid: &str, is_unused: bool) -> bool {
+    fn note_unlisted(&self, uid: &str, is_unused: bool) -> bool {
         let now = Instant::now();
         let mut slots = lock(&self.slots);
         let Some(slot) = slots.get_mut(uid) else { return false };
@@ -178,8 +178,8 @@ impl ClaimManager {
         self.ours(claim).any(|result| checkpoint.prepared.devices.iter().any(|device| device.device == result.device))
     }
 
-    /// Reads unreadable checkpoints again. Undoes the claims that are over: the cluster and the kubelet have no such
-    /// claim. If the claim's name cannot be read, it is over once the kubelet has listed no claim but those with
+    /// Reads unreadable checkpoints again. Undoes the claims that are over: the cluster and the kubelet no longer
+    /// have them. If the claim's name cannot be read, it is over once the kubelet has listed no claim but those with
     /// readable checkpoints for `listed_within`.
     async fn sweep_unreadable(&self) {
         let unreadable = |(uid, slot): (&String, &Slot)| slot.unreadable().map(|_| uid.clone());
@@ -187,7 +187,7 @@ impl ClaimManager {
         for uid in uids {
             let is_over = match self.known(&uid) {
                 Some(parts) => self.is_gone(&parts).await,
-                None => self.is_long_unlisted(&uid, self.is_known() && self.unaccounted().next().is_none()),
+                None => self.note_unlisted(&uid, self.is_known() && self.unaccounted().next().is_none()),
             };
             let turn = self.turn(&uid).await;
             if self.read_again(&uid, &turn).await.is_some() && is_over {

@@ -95,7 +95,7 @@ impl ClaimManager {
         Ok(())
     }
 
-    /// Returns true if DRA is off, and the first attempt to undo the claim was long enough ago.
+    /// Notes an attempt to undo a claim. Returns true if DRA is off, and the first attempt was long enough ago.
     fn gives_up(&self, uid: &str) -> bool {
         let mut slots = lock(&self.slots);
         let first = slots.get_mut(uid).map(|slot| *slot.undoing.get_or_insert_with(Instant::now));

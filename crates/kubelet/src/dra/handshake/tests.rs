@@ -337,7 +337,7 @@ fn refused_registration_is_tried_again_with_pauses() {
 }
 
 #[test]
-fn deleted_socket_is_made_anew() {
+fn deleted_socket_is_made_again() {
     let mut world = registered();
     world.now += Duration::from_secs(10);
     world.happens(Happening::OwnGone);
