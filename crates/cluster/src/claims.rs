@@ -55,7 +55,7 @@ impl ClaimReader {
         let _permit = self.permits.acquire().await;
         let mut server = lock(&self.server).clone();
         let read = read(&mut server, &claim.namespace, &claim.name).await;
-        // Its client works, or was dropped after an error that a new client may not have.
+        // The copy's client works, or was dropped after an error that a new client may not have.
         *lock(&self.server) = server;
         read.map_err(|error| match error.code() {
             Some(404) if error.is_missing(OBJECT, &claim.name) => ReadClaimError::NotFound,

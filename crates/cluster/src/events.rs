@@ -58,7 +58,7 @@ impl EventWriter {
     /// The rights that the writer needs in all namespaces: verb, API group and resource.
     pub const RIGHTS: [(&'static str, &'static str, &'static str); 1] = [("create", "events.k8s.io", EVENTS)];
 
-    /// Makes no request yet. `node` is the name of the node of these pods.
+    /// Makes no request yet. `node` is the name of the pods' node.
     pub fn new(server: ApiServer, node: String) -> Self {
         let attempts = Attempts::of("write an event about a pod", server.pace());
         Self { server, node, attempts, bucket: Bucket::default(), done: BTreeSet::new(), failed: None }
@@ -81,8 +81,8 @@ impl EventWriter {
                 continue;
             };
             let now = began.elapsed();
-            if let Err(full_in) = self.bucket.check(now) {
-                if let Ok(Err(_)) = tokio::time::timeout(full_in, due.changed()).await {
+            if let Err(wait) = self.bucket.check(now) {
+                if let Ok(Err(_)) = tokio::time::timeout(wait, due.changed()).await {
                     return;
                 }
                 continue;

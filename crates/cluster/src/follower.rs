@@ -63,7 +63,7 @@ pub(crate) struct Follower<F> {
     server: ApiServer,
     followed: F,
     attempts: Attempts,
-    /// Set if the last watch began and broke: then only an event shows that watches work again.
+    /// Set if the last watch began and broke: then the beginning of a watch does not show that watches work.
     is_broken: bool,
     /// Paces watches that end too soon, or whose version has expired.
     pauses: Backoff,

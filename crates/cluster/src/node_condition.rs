@@ -77,7 +77,7 @@ impl NodeConditionWriter {
     }
 
     /// Keeps the node's condition equal to the wanted one until `shutdown`, or until the channel is closed. Nothing is
-    /// written while there is none. Errors are logged and tried again.
+    /// written while none is wanted. Errors are logged and tried again.
     pub async fn run(self, mut wanted: watch::Receiver<Option<Arc<Condition>>>, shutdown: CancellationToken) {
         let attempts = Attempts::of("write the node's condition", self.server.pace());
         shutdown.run_until_cancelled(keep(self, attempts, &mut wanted)).await;

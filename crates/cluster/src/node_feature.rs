@@ -115,7 +115,7 @@ impl Kept for NodeFeatureWriter {
 }
 
 impl NodeFeatureWriter {
-    /// Deletes the object if it has not changed since, so that nothing of it stays, and makes a new one.
+    /// Deletes the object, if it has not changed since it was read, and makes a new one, so that no old field stays.
     async fn replace(&mut self, found: Option<&DynamicObject>, wanted: &Value) -> Result<(), ApiError> {
         if let (Some(found), false) = (found, self.uses_update) {
             let (metadata, name) = (&found.metadata, self.name());

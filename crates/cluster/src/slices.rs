@@ -449,7 +449,7 @@ impl Repairs {
             self.in_a_row = 0;
             self.backoff.reset();
         }
-        // Only deletions point to the kubelet; another driver writes as well.
+        // If slices were only deleted, the kubelet did it: another driver writes as well.
         if disturbances.changes == before.changes && self.in_a_row == 0 {
             return (Duration::ZERO, false);
         }

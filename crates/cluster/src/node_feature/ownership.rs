@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn owner_decides_what_becomes_of_an_object() {
+    fn managers_decide_what_becomes_of_an_object() {
         let wanted = json!({"metadata": {"labels": {"node": "n"}}, "spec": {"labels": {"a": "new"}}});
         let old: Labels = [("a".to_owned(), "old".to_owned())].into();
         let foreign = |names: &str| Ownership::Foreign(names.to_owned());

@@ -41,7 +41,7 @@ fn name(object: &Value) -> &str {
 }
 
 impl Stored {
-    /// Stores an object. One no newer than the known one changes nothing. Returns true if anything changed.
+    /// Stores an object, unless the known one is as new. Returns true if anything changed.
     fn put(&mut self, object: Value) -> bool {
         let name = name(&object).to_owned();
         if self.slices.get(&name).is_some_and(|known| version(known) >= version(&object) && version(known) != u64::MAX)
@@ -55,7 +55,7 @@ impl Stored {
     /// Stores the server's answer to a write of ours.
     pub fn written(&mut self, object: Value) {
         let version = version(&object);
-        // The event came before the answer, and was counted as a change by another program.
+        // If the event came before the answer, it was counted as a change by another program.
         if !self.put(object) && self.last_change == Some(version) {
             self.last_change = None;
             self.disturbances.changes = self.disturbances.changes.saturating_sub(1);
