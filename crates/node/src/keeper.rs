@@ -23,8 +23,8 @@ use linkwise_system::{files, or_never};
 
 /// The record's file name.
 pub const FILE: &str = "linkwise_health.json";
-/// linkwise's own folder beside the kubelet's socket. Kubelets that clean up that folder at their start leave folders
-/// alone; up to 1.31 at least they remove every file there except their own checkpoint (CleanupPluginDirectory in
+/// linkwise's own folder beside the kubelet's socket. At their start, kubelets (at least up to 1.31) remove every file
+/// beside that socket except their own checkpoint, and no folder (CleanupPluginDirectory in
 /// pkg/kubelet/cm/devicemanager/manager.go).
 const FOLDER: &str = "linkwise";
 /// The longest record that is read, in bytes: a hundred times that of a node with 16 unhealthy GPUs.

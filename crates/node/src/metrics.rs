@@ -186,7 +186,7 @@ fn allocations(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
     gauges(encoder, ("allocation_collective_megabytes_per_second", help), collectives)?;
 
     let nvls = view.held().iter().filter_map(|held| Some((labels(held), held.nvls?)));
-    let help = "The bus bandwidth of their all-reduce with NVLink SHARP, by NCCL's model; no series without SHARP";
+    let help = "The bus bandwidth of the GPUs' all-reduce with NVLink SHARP, by NCCL's model; no series without SHARP";
     gauges(encoder, ("allocation_nvls_megabytes_per_second", help), nvls)?;
 
     let quality = |of: fn(&Allocation) -> Option<u64>| {

@@ -89,7 +89,7 @@ pub struct Node {
     pub(crate) offers_dra: watch::Sender<bool>,
     /// The last scan of the node.
     pub(crate) observed: watch::Sender<Option<Arc<NodeObservation>>>,
-    /// The part that other linkwise processes of the node play for this one's driver; the takeover sets it.
+    /// The role of the node's other linkwise processes, which the takeover tells this one's NVML supervisor.
     pub others: watch::Sender<Others>,
     /// The number of times that the plugins had to register again.
     renew: watch::Sender<u64>,
@@ -112,7 +112,7 @@ pub struct Node {
     /// True while the state waits for a list of holders: the kubelet is asked often then. Each message, also a repeated
     /// one, makes the pauses short again.
     asks_often: watch::Sender<bool>,
-    /// Has the kubelet asked for the holders at once.
+    /// Makes the node ask the kubelet for the holders at once.
     ask_now: Arc<Notify>,
     /// The readiness of the node's parts.
     pub readiness: Readiness,
@@ -347,15 +347,15 @@ impl Node {
             self.views.observed(observed);
             self.observed.send_replace(Some(Arc::new((**observed).clone())));
         }
-        let is_handed_out = matches!(event, Event::Allocated { .. } | Event::Prepared(_));
+        let changes_holders = matches!(event, Event::Allocated { .. } | Event::Prepared(_));
         if let Some(log) = &mut self.replay_log {
             log.record(&event, Instant::now());
         }
         let effects = self.state.apply(event);
         let awaits = self.state.current.ledger().awaits_listing() || self.state.current.offers().awaits_holders();
         // The kubelet lists a new or ended holder soon, even if the pauses have grown while the state waited for
-        // another.
-        let asks_again = is_handed_out && awaits;
+        // another holder.
+        let asks_again = changes_holders && awaits;
         self.asks_often.send_if_modified(|often| std::mem::replace(often, awaits) != awaits || asks_again);
         if !self.state.current.topology().gpus().is_empty() {
             self.follow_holders();
@@ -500,7 +500,7 @@ impl Node {
         self.apply(Event::Holders(holders.held.map(|held| Holdings { is_early, ..held })));
     }
 
-    /// Forgets the plugin of a withdrawn resource. Returns true if the task that ended was one.
+    /// Forgets the plugin of a withdrawn resource. Returns true if the ended task ran such a plugin.
     fn forget_withdrawn(&mut self, task: &str) -> bool {
         let ended = |(resource, end): (&ResourceName, &CancellationToken)| {
             (end.is_cancelled() && plugin_task(resource) == task).then(|| resource.clone())

@@ -48,12 +48,12 @@ pub fn orders(node: &Node, release: &Release) -> Orders {
 }
 
 async fn release_driver(release: &Release, is_release: bool, patience: Duration) -> Outcome {
-    let others = release.order(is_release).await.err().map(|error| {
+    let failure = release.order(is_release).await.err().map(|error| {
         let order = if is_release { "releases" } else { "uses" };
-        format!("only this process {order} the driver: cannot pass the order to the node's others: {error}")
+        format!("only this process {order} the driver: cannot pass the order to other processes: {error}")
     });
     let holders = if is_release { release.holders_after(patience).await } else { Vec::new() };
-    match others {
+    match failure {
         _ if !holders.is_empty() => Outcome::NotYet(format!(
             "processes still hold the driver after {patience:?}: {}; one may hang in the kernel; the order stands",
             holders.join(", ")

@@ -119,7 +119,7 @@ impl Views {
     }
 
     /// The page: the last one while it is fresh, otherwise a new one. One page is rendered at a time, even if clients
-    /// come and go. `None` if that fails.
+    /// come and go. `None` if rendering fails.
     pub async fn page(&self) -> Option<Arc<Page>> {
         let (views, mut rendered) = (self.clone(), Arc::clone(&self.rendered).lock_owned().await);
         if let Some((at, page)) = &rendered.last

@@ -27,11 +27,11 @@ use tower::ServiceExt;
 
 /// The most connections that may wait to be accepted, as tokio sets it.
 const BACKLOG: i32 = 1024;
-/// The most connections at once. One more closes the oldest connection without a request; if all have sent a request,
-/// the oldest, which has had the most time to get its answer. A connection of HTTP/2 stays open after its answer: there
-/// the oldest is closed in any case, so that no new connection is.
+/// The most connections at once. One more closes the oldest connection without a request, or else the oldest, which has
+/// had the most time to get its answer. A connection of HTTP/2 stays open after its answer, so there one more always
+/// closes the oldest.
 const MAX_CONNECTIONS: usize = 64;
-/// The buffers of a connection for request and answer, in bytes; of HTTP/2, those of each request.
+/// The size of a connection's buffers for request and answer, in bytes; with HTTP/2, of each request's buffers.
 const MAX_BUFFER: u32 = 16 << 10;
 /// The pause after a failed accept: file descriptors may be exhausted for a while.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -107,7 +107,7 @@ where
     let mut next: u64 = 0;
     loop {
         tokio::select! {
-            // Requests that have arrived are read first, so that a new connection does not close theirs.
+            // Requests that have arrived are read first, so that a new connection closes none of their connections.
             biased;
             Some(number) = connections.next() => drop(open.remove(&number)),
             accepted = accept() => match accepted {
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn full_house_drops_the_oldest_that_has_asked_nothing() {
+    async fn full_server_closes_oldest_silent_connection() {
         let (connect, serving) = server(Protocol::Http1, PATIENCE);
         let client = async {
             let mut open = Vec::new();

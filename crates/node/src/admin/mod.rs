@@ -144,7 +144,7 @@ mod tests {
     use tokio::net::TcpStream;
     use tokio::time::timeout;
 
-    /// Clients that hold connections open, of each kind.
+    /// The number of clients of each kind that hold connections open.
     const STRANGERS: usize = 200;
 
     /// Serves these metrics while `asking` runs.

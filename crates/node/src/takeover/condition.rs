@@ -33,8 +33,8 @@ pub struct Facts {
 }
 
 impl Facts {
-    /// Waits until the condition of the machine's stage is met, and returns that as an input. Messages and deadlines
-    /// are the executor's. `is_empty_handed`: this process has nothing to register.
+    /// Waits until the condition of the machine's stage is met, and returns that as an input. The executor
+    /// handles messages and deadlines. `is_empty_handed`: this process has nothing to register.
     pub async fn condition(
         mut self,
         machine: &TakeoverMachine,
@@ -86,8 +86,8 @@ impl Facts {
         if is_met { Input::Met } else { std::future::pending().await }
     }
 
-    /// Waits until a new owner's plugins have no plugin before them any more, and have registered again. Later, that
-    /// registration would displace those of the next owner.
+    /// Waits until a new owner's plugins are the only ones of their resources and have registered again, or until the
+    /// time is over. A later registration would displace the plugins of the next owner.
     pub async fn settled(self, owning: Instant) {
         tokio::select! {
             () = until(&self.readiness, |readiness| readiness.has_plugins(true)) => {}

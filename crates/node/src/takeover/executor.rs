@@ -168,7 +168,7 @@ struct Takeover {
     /// The rights to touch claims that were taken back: each token is cancelled when its right has ended.
     claims_ends: Vec<CancellationToken>,
     files: watch::Sender<Option<Right>>,
-    /// True if the last order to the node was to have plugins.
+    /// True if the last order to the node was to start plugins.
     has_plugins: bool,
     facts: Facts,
     records: watch::Receiver<Option<HealthRecord>>,
@@ -520,8 +520,8 @@ impl Takeover {
         self.orders.send(order).await.ok().context("the node takes no orders")
     }
 
-    /// Sends a message to the other process; the lock goes with the record. If the process does not take it, the next
-    /// read or a deadline shows that it is gone.
+    /// Sends a message to the other process; the lock goes with the record. If that process does not take the
+    /// message, the next read or a deadline shows that the process is gone.
     async fn send(&mut self, message: Message) {
         let Some(peer) = &self.peer else { return };
         let lock = self.lock.as_ref().filter(|_| matches!(message, Message::Record { .. })).map(Lock::as_fd);

@@ -72,7 +72,7 @@ pub enum Input {
     /// The lock was free, and this process has it.
     Free,
     /// Another process has the lock, and this process learns that late, because its disk hung or could not lock the
-    /// folder. If it `can_take_over`, it will.
+    /// folder. With `can_take_over`, this process asks to take over.
     Held { can_take_over: bool },
     /// This process knows the node's GPUs; false: it sees none, because the driver fails or is released.
     SeesGpus(bool),
@@ -138,7 +138,7 @@ pub struct TakeoverMachine {
     can_take_over: bool,
     /// True if this process knows the node's GPUs, false if it sees none; `None` while it looks.
     sees_gpus: Option<bool>,
-    /// True if the process asked last for the place of an owner without a driver.
+    /// True if the last request was for the place of an owner without a driver.
     takes_place: bool,
     /// True if the owner refused, or a takeover failed.
     was_refused: bool,

@@ -415,7 +415,7 @@ fn process_that_handed_over_waits_for_the_lock() {
 }
 
 #[test]
-fn retired_process_stays_so() {
+fn retired_process_stays_retired() {
     let mut machine = TakeoverMachine::owner();
     for input in [Input::TakeOver, Input::TheyJoined, Input::Met, Input::TheyServe, Input::Met] {
         machine.step(input, Duration::ZERO);
