@@ -68,7 +68,7 @@ pub struct DraFound {
     pub extended_resource: Result<Option<ExtendedResourceFound>, String>,
 }
 
-/// The extended resource of a DeviceClass, with the devices that a device plugin offers under its name on this node.
+/// The extended resource of a DeviceClass, with a device plugin's devices of its name on this node.
 #[derive(Clone, Debug)]
 pub struct ExtendedResourceFound {
     /// The resource.

@@ -47,7 +47,7 @@ pub use metrics::PluginMetrics;
 pub use session::is_registration_socket;
 pub use turn::{ClaimsLock, Handover};
 
-/// The time in which our own socket has to answer. It is below 1 s, the least timeout of the kubelet's probe.
+/// The time in which our own socket has to answer: below 1 s, the least timeout of the kubelet's probe.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(900);
 
 /// The plugin's settings.

@@ -109,7 +109,7 @@ pub struct World<N: Neighbour> {
     pub neighbour: N,
     /// All actions, with their times.
     pub done: Vec<(Duration, ActionOf<N::Handshake>)>,
-    /// The phase, and the time at which it began.
+    /// The phase and the time at which it began.
     phase: (PhaseOf<N>, Duration),
 }
 

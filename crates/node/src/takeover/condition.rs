@@ -86,8 +86,8 @@ impl Facts {
         if is_met { Input::Met } else { std::future::pending().await }
     }
 
-    /// Waits until a new owner's plugins are the only ones of their resources and have registered again, or until the
-    /// time is over. A later registration would displace the plugins of the next owner.
+    /// Waits, at most for [`SETTLE_TIMEOUT`], until a new owner's plugins are the only ones of their resources and have
+    /// registered again. A later registration would displace the plugins of the next owner.
     pub async fn settled(self, owning: Instant) {
         tokio::select! {
             () = until(&self.readiness, |readiness| readiness.has_plugins(true)) => {}

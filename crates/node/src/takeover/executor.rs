@@ -520,8 +520,8 @@ impl Takeover {
         self.orders.send(order).await.ok().context("the node takes no orders")
     }
 
-    /// Sends a message to the other process; the lock goes with the record. If that process does not take the
-    /// message, the next read or a deadline shows that the process is gone.
+    /// Sends a message to the other process; the lock goes with the record. If that process is gone, the next read or
+    /// a deadline shows it.
     async fn send(&mut self, message: Message) {
         let Some(peer) = &self.peer else { return };
         let lock = self.lock.as_ref().filter(|_| matches!(message, Message::Record { .. })).map(Lock::as_fd);

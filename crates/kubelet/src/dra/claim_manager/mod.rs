@@ -126,7 +126,7 @@ impl ClaimManager {
         timeout(limit, read(claim.clone())).await.unwrap_or_else(|_| late())
     }
 
-    /// Reads the checkpoint of a claim again if it could not be read; returns the fault if it still cannot be.
+    /// Reads the checkpoint of a claim again if it could not be read; returns the fault, if any.
     async fn read_again(&self, uid: &str, turn: &Turn) -> Option<Box<Unreadable>> {
         lock(&self.slots).get(uid)?.unreadable()?;
         let (store, named) = (Arc::clone(&self.store), uid.to_owned());

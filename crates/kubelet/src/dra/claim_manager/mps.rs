@@ -18,7 +18,7 @@ use linkwise_core::publish::MpsShm;
 use linkwise_core::state::ResourceName;
 use linkwise_system::or_never;
 
-/// The cause of a claim whose GPUs have no MPS control daemon yet, or still are exclusive for another one.
+/// The cause of a claim whose GPUs have no MPS control daemon yet, or are exclusive for another one.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum MpsError {
     #[error(

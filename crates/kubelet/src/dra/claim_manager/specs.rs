@@ -1,5 +1,5 @@
 //! The CDI specs of claims. Each claim has a file with a CDI device for each of its requests, and a second file with a
-//! CDI device for each of the claim's devices. The latter CDI devices have names and no edits that matter.
+//! CDI device for each of the claim's devices. The latter have names and no edits that matter.
 //!
 //! The CDI device of a request has everything that a container of the request gets: the edits of its GPUs and of what
 //! belongs to them, copied from the node's CDI devices, and the claim's own edits. So its name means this claim's part

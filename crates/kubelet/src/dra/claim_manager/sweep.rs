@@ -80,8 +80,8 @@ impl ClaimManager {
             if is_gone {
                 self.sweep_one(&checkpoint.claim, &turn, GONE).await;
             } else if checkpoint.is_half_made(self.settings.boot.as_deref()) && !self.is_off() {
-                // The kubelet has no answer for this claim, and may ask again. While DRA is off, a claim that was swept
-                // would be refused then.
+                // The kubelet has no answer for this claim, and may ask again. While DRA is off, a swept claim would
+                // then be refused.
                 self.sweep_one(&checkpoint.claim, &turn, HALF_MADE).await;
             } else if checkpoint.is_completed_in(self.settings.boot.as_deref()) {
                 self.renew_spec(&checkpoint, &turn).await;
