@@ -2,7 +2,6 @@
 
 use std::fmt::Write as _;
 use std::fs;
-use std::path::Path;
 
 use fake_nvml::Control;
 use linkwise_kubelet_box::dra::PodClaims;
@@ -10,10 +9,10 @@ use tokio::process::{Child, Command};
 
 use crate::cluster::support::{until, within};
 use crate::dra::cluster::node::{DRIVER, Node};
+pub use crate::dra::published::mig::DEVICE;
+use crate::dra::published::mig::MACHINE;
 use crate::run::node::Process;
 
-/// 2g.20gb from memory slice 2.
-pub const DEVICE: &str = "gpu-0-mig-2g20gb-14-2";
 /// 2g.20gb from memory slice 4.
 pub const OTHER: &str = "gpu-0-mig-2g20gb-14-4";
 
@@ -41,10 +40,9 @@ pub fn prepare(node: &Node) -> Control {
 }
 
 pub fn program(node: &Node) -> Command {
-    let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("lab/fake-nvml/machines/mig-on-demand.yaml");
     let mut command = node.program();
     command.arg("--procfs").arg(node.at("proc")).env("LINKWISE_DRA_DYNAMIC_MIG", "true");
-    command.env("FAKE_NVML_MACHINE", machine).env("FAKE_NVML_CONTROL", node.at("nvml"));
+    command.env("FAKE_NVML_MACHINE", MACHINE).env("FAKE_NVML_CONTROL", node.at("nvml"));
     command
 }
 

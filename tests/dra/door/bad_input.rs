@@ -12,9 +12,7 @@ use super::node::{
 
 #[tokio::test]
 async fn failed_prepare_names_its_cause_and_leaves_nothing() {
-    let mut node = Node::new();
-    node.settings.claim_timeout = Duration::from_millis(50);
-    let kubelet = node.serve().await;
+    let (node, kubelet) = Node::serving_with(|settings| settings.claim_timeout = Duration::from_millis(50)).await;
     node.started_claim(&kubelet, "good", &[("gpus", "gpu-7")]).await;
     let mut pending = claim("b", &[("gpus", "gpu-0")]);
     pending.status.allocation = None;
@@ -127,8 +125,7 @@ async fn broken_cdi_folder_does_not_fail_unprepare() {
 
 #[tokio::test]
 async fn unwritable_cdi_folder_fails_the_claim() {
-    let mut node = Node::new().with_nics();
-    let kubelet = node.serve().await;
+    let (node, kubelet) = Node::new().with_nics().served().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let folder = &node.settings.cdi_folder;
     fs::remove_dir_all(folder).unwrap();
@@ -144,9 +141,7 @@ async fn unwritable_cdi_folder_fails_the_claim() {
 
 #[tokio::test]
 async fn device_missing_from_scans_fails_the_claim_by_name() {
-    let mut node = Node::new();
-    node.settings.specs_timeout = Duration::from_millis(50);
-    let kubelet = node.serve().await;
+    let (node, kubelet) = Node::serving_with(|settings| settings.specs_timeout = Duration::from_millis(50)).await;
     node.scan_nothing();
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let error = refusal(&kubelet, &claim).await;
@@ -165,9 +160,7 @@ async fn device_missing_from_scans_fails_the_claim_by_name() {
 
 #[tokio::test]
 async fn claim_waits_for_the_scan_that_has_its_device() {
-    let mut node = Node::new();
-    node.settings.specs_timeout = TEST_TIMEOUT;
-    let kubelet = node.serve().await;
+    let (node, kubelet) = Node::serving_with(|settings| settings.specs_timeout = TEST_TIMEOUT).await;
     node.scan_nothing();
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let scans = async {
@@ -201,10 +194,8 @@ async fn claim_that_cannot_be_unprepared_keeps_its_gpu() {
     let path = node.checkpoint("a");
     fs::remove_file(&path).unwrap();
     fs::create_dir(&path).unwrap();
-    let error = match kubelet.stop_pod(&super::node::pod(&claim).pod).await {
-        Err(DraError::Claim { error, .. }) => error,
-        other => panic!("{other:?}"),
-    };
+    let ended = kubelet.stop_pod(&super::node::pod(&claim).pod).await;
+    let Err(DraError::Claim { error, .. }) = ended else { panic!("{ended:?}") };
     assert!(error.starts_with("cannot remove the checkpoint of the claim: "), "{error}");
     is_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a (UID a)"]).await;
     fs::remove_dir(&path).unwrap();

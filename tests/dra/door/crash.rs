@@ -49,8 +49,7 @@ pub fn leave(node: &Node, left: Left) {
 
 /// A node whose plugin was killed and left these files, and the hardware of the claim's container.
 async fn killed(left: Left) -> (Node, Vec<String>) {
-    let mut node = Node::new().with_nics();
-    let kubelet = node.serve().await;
+    let (mut node, kubelet) = Node::new().with_nics().served().await;
     let claim = node.claim("a", &[("gpus", "gpu-0"), ("gpus", "gpu-5")]);
     let devices = start(&kubelet, &claim).await.unwrap();
     node.crash(&kubelet).await;
@@ -102,10 +101,9 @@ async fn claim_that_exists_survives_the_sweep() {
 
 #[tokio::test]
 async fn claim_that_is_gone_stays_while_holders_are_unknown() {
-    let mut node = Node::new().with_nics();
-    let kubelet = node.serve().await;
+    let (mut node, kubelet) = Node::new().with_nics().served().await;
     for (uid, gpu) in [("a", "gpu-0"), ("b", "gpu-1")] {
-        start(&kubelet, &node.claim(uid, &[("gpus", gpu)])).await.unwrap();
+        node.started_claim(&kubelet, uid, &[("gpus", gpu)]).await;
     }
     node.halt(&kubelet).await;
     node.kubelet_list_fails();
@@ -146,9 +144,7 @@ async fn spec_without_checkpoint_stays_while_listed() {
 
 #[tokio::test]
 async fn list_older_than_a_claim_frees_no_gpu() {
-    let mut node = Node::new();
-    node.settings.listed_within = TEST_TIMEOUT;
-    let kubelet = node.serve().await;
+    let (node, kubelet) = Node::serving_with(|settings| settings.listed_within = TEST_TIMEOUT).await;
     let [_, second] = node.rivals(&kubelet).await;
     // The claim is deleted by force while its pod runs. The kubelet's list is older than that pod.
     node.delete("a");
@@ -171,9 +167,7 @@ async fn first_list_of_a_new_kubelet_frees_no_gpu() {
 
 #[tokio::test]
 async fn prepare_undoes_no_claim_while_holders_are_unknown() {
-    let mut node = Node::new();
-    node.settings.boot = None;
-    let kubelet = node.serve().await;
+    let (node, kubelet) = Node::serving_with(|settings| settings.boot = None).await;
     let claim = node.started_claim(&kubelet, "a", &[("gpus", "gpu-0")]).await;
     node.delete("a");
     restart(&kubelet).await;
@@ -206,9 +200,7 @@ async fn claims_of_another_boot_exchange_their_gpus() {
 
 #[tokio::test]
 async fn plugin_killed_while_reading_a_claim_leaves_nothing() {
-    let mut node = Node::new();
-    node.settings.claim_timeout = TEST_TIMEOUT;
-    let kubelet = node.serve().await;
+    let (mut node, kubelet) = Node::serving_with(|settings| settings.claim_timeout = TEST_TIMEOUT).await;
     let claim = node.set_answer("a", Answer::Silent);
     kill_during_start(&node, &kubelet, &claim, || node.reads("a") > 0).await;
     assert_eq!(node.checkpoints(), [""; 0]);

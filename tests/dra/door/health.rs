@@ -43,17 +43,10 @@ async fn sick_gpu_of_a_claim_shows_in_the_pods_status() {
     kubelet.wait(|state| health_of(state, "gpu-2") == Some((UNHEALTHY, "XID 79"))).await.unwrap();
     let state = kubelet.state();
     let ids = state.claims["a"].resource_ids.iter();
-    let statuses = ids.map(|(id, (_, device))| (id.as_str(), health_of(&state, device).unwrap()));
-    let healthy = (HEALTHY, "");
-    assert_eq!(
-        statuses.collect::<Vec<_>>(),
-        [
-            ("linkwise.dev/device=a-gpus-gpu-0", healthy),
-            ("linkwise.dev/device=a-gpus-gpu-1", healthy),
-            ("linkwise.dev/device=a-gpus-gpu-2", (UNHEALTHY, "XID 79")),
-            ("linkwise.dev/device=a-gpus-gpu-3", healthy),
-        ]
-    );
+    let statuses = ids.map(|(id, (_, device))| (id.clone(), health_of(&state, device).unwrap()));
+    let health = |gpu: &str| if gpu == "gpu-2" { (UNHEALTHY, "XID 79") } else { (HEALTHY, "") };
+    let expected = gpus.map(|gpu| (format!("linkwise.dev/device=a-gpus-{gpu}"), health(gpu)));
+    assert_eq!(statuses.collect::<Vec<_>>(), expected);
 }
 
 #[tokio::test]
@@ -69,9 +62,7 @@ async fn kubelet_that_reads_v1_gets_the_same_health() {
 
 #[tokio::test]
 async fn health_is_sent_again_before_it_is_stale() {
-    let mut node = Node::new();
-    node.settings.heartbeat = Duration::from_millis(1);
-    let kubelet = node.serve().await;
+    let (_node, kubelet) = Node::serving_with(|settings| settings.heartbeat = Duration::from_millis(1)).await;
     kubelet.wait(|state| state.drivers[DRIVER].health_lists > 3).await.unwrap();
 }
 

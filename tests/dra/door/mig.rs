@@ -15,12 +15,10 @@ use linkwise_kubelet_box::dra::DraKubelet;
 use tokio::sync::mpsc;
 
 use super::node::{Answer, KIND, Node, StateCell, end, is_refused, name, pod, restart, start, state, until};
+use crate::dra::published::limits::mig_device;
+use crate::dra::published::mig::{DEVICE, MACHINE};
 
-/// GPU 0 in MIG mode, without instances.
-const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/mig-on-demand.yaml");
-
-/// 2g.20gb from memory slice 2.
-const DEVICE: &str = "gpu-0-mig-2g20gb-14-2";
+/// The place of [`DEVICE`].
 const SLOT: MigSlot = MigSlot { profile_id: 14, placement: MigPlacement { start: 2, size: 2 } };
 
 /// 1g.10gb from memory slice 0, which does not overlap [`DEVICE`].
@@ -122,22 +120,15 @@ fn instance(uuid: &str, slot: MigSlot) -> MigDeviceObservation {
     let machine = machines::load(MACHINE).unwrap().observed;
     let mig = machine.gpus[0].mig.clone().unwrap();
     let profile = mig.profiles.iter().find(|profile| profile.id == slot.profile_id).unwrap();
+    let first = slot.placement.start;
     MigDeviceObservation {
-        index: slot.placement.start,
         uuid: uuid.parse().unwrap(),
-        gpu_instance: 1 + slot.placement.start,
-        compute_instance: 0,
-        gpu_slices: profile.gpu_slices,
-        compute_slices: profile.gpu_slices,
+        gpu_instance: 1 + first,
         memory_mib: profile.memory_mib,
-        profile_id: Some(slot.profile_id),
-        placement: Some(slot.placement),
         extension: Some(MigExtension::of_profile(profile.number)),
         engines: Some(profile.engines),
-        capabilities: Some(MigCapabilities {
-            gpu_instance: 10 + slot.placement.start,
-            compute_instance: 20 + slot.placement.start,
-        }),
+        capabilities: Some(MigCapabilities { gpu_instance: 10 + first, compute_instance: 20 + first }),
+        ..mig_device(first, profile.gpu_slices, slot.profile_id, slot.placement)
     }
 }
 

@@ -243,11 +243,8 @@ async fn orders_of_an_unreadable_checkpoint_stay() {
         node.log.has(&["checkpoint of a claim unreadable, keeping it"]).await;
         let mut orders = daemons.orders.clone();
         // If the checkpoint does not show its daemon, all orders of the last process stay.
-        let keeps = orders.wait_for(|orders| {
-            orders
-                .as_ref()
-                .is_some_and(|now| (now.daemons.len(), now.keeps_others) == (usize::from(is_known), !is_known))
-        });
+        let kept = |now: &MpsOrders| (now.daemons.len(), now.keeps_others) == (usize::from(is_known), !is_known);
+        let keeps = orders.wait_for(|orders| orders.as_ref().is_some_and(kept));
         drop(tokio::time::timeout(TEST_TIMEOUT, keeps).await.unwrap().unwrap());
         let kubelet = node.kubelet().await;
         if !is_known {

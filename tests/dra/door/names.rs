@@ -59,8 +59,7 @@ async fn moved_minor_numbers_give_a_claim_no_second_gpu() {
 
 #[tokio::test]
 async fn changed_options_and_driver_reach_prepared_claims() {
-    let mut node = Node::new().with_nics();
-    let kubelet = node.serve().await;
+    let (mut node, kubelet) = Node::new().with_nics().served().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     assert!(start_container(&kubelet, &claim).await.unwrap().env.contains_key("LINKWISE_NICS"));
     node.stop().await;
@@ -136,8 +135,7 @@ async fn name_of_the_previous_version_gives_no_second_gpu() {
 /// The previous version refuses unknown fields, and overwrites the claim's spec if the checkpoint has edits.
 #[tokio::test]
 async fn previous_version_reads_checkpoints_of_this_one() {
-    let mut node = Node::new().with_nics();
-    let kubelet = node.serve().await;
+    let (node, kubelet) = Node::new().with_nics().served().await;
     node.started_claim(&kubelet, "a", &[("gpus", "gpu-0")]).await;
     let written: Value = serde_json::from_str(&node.checkpoint_text("a")).unwrap();
     assert_eq!(written, checkpoint(&node, &["linkwise.dev/device=a-gpus-gpu-0", "linkwise.dev/claim=a-gpus"]));

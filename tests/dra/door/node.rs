@@ -174,9 +174,20 @@ impl Node {
 
     /// A DGX-1 with its plugin running, and a kubelet that has registered the plugin.
     pub async fn serving() -> (Self, DraKubelet) {
+        Self::new().served().await
+    }
+
+    /// Such a node whose plugin has other settings.
+    pub async fn serving_with(change: impl FnOnce(&mut Settings)) -> (Self, DraKubelet) {
         let mut node = Self::new();
-        let kubelet = node.serve().await;
-        (node, kubelet)
+        change(&mut node.settings);
+        node.served().await
+    }
+
+    /// Starts the plugin, and a kubelet that registers it. Returns the node and the kubelet.
+    pub async fn served(mut self) -> (Self, DraKubelet) {
+        let kubelet = self.serve().await;
+        (self, kubelet)
     }
 
     /// Gives every claim a CDI edit of its own: the variable that `--expose-nics` sets.

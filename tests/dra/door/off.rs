@@ -21,8 +21,7 @@ async fn off() -> Node {
 
 /// Such a node, with an API server or without.
 async fn off_with(api_server: bool) -> Node {
-    let mut node = Node::new().with_nics();
-    let kubelet = node.serve().await;
+    let (mut node, kubelet) = Node::new().with_nics().served().await;
     node.started_claim(&kubelet, "a", &[("gpus", "gpu-0")]).await;
     assert_eq!(node.file_counts(), (1, 1));
     node.kubelet_lists(&["a"]);

@@ -127,8 +127,7 @@ async fn claim_moved_to_another_gpu_is_prepared_again() {
 
 #[tokio::test]
 async fn reboot_reads_the_claim_again() {
-    let mut node = Node::new().with_nics();
-    let kubelet = node.serve().await;
+    let (mut node, kubelet) = Node::new().with_nics().served().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let first = start(&kubelet, &claim).await.unwrap();
     assert_eq!(first, [node.gpu(0)]);
@@ -233,9 +232,7 @@ async fn claim_shared_by_pods_is_unprepared_with_the_last() {
 
 #[tokio::test]
 async fn unanswered_read_delays_only_its_claim() {
-    let mut node = Node::new();
-    node.settings.claim_timeout = TEST_TIMEOUT;
-    let kubelet = node.serve().await;
+    let (node, kubelet) = Node::serving_with(|settings| settings.claim_timeout = TEST_TIMEOUT).await;
     let (slow, fast) = (node.set_answer("slow", Answer::Silent), node.claim("fast", &[("gpus", "gpu-1")]));
     // A second kubelet is needed, because the box starts its pods one after another.
     let other = node.kubelet().await;
@@ -247,9 +244,7 @@ async fn unanswered_read_delays_only_its_claim() {
 
 #[tokio::test]
 async fn abandoned_prepare_does_not_block_the_next_claim() {
-    let mut node = Node::new();
-    node.settings.prepare_timeout = Duration::from_secs(3);
-    let kubelet = node.serve().await;
+    let (node, kubelet) = Node::serving_with(|settings| settings.prepare_timeout = Duration::from_secs(3)).await;
     let [abandoned, next] = ["a", "b"].map(|uid| node.claim(uid, &[("gpus", "gpu-0")]));
     let pause = node.state.pause_entries().await;
     is_refused(&kubelet, &abandoned, &["was not prepared within"]).await;

@@ -16,8 +16,7 @@ use serde_json::{Value, json};
 use crate::dra::model::published::{DRIVER, accepted, claim, printed};
 use crate::dra::published::checker::check;
 use crate::dra::published::limits::idle;
-
-const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/mig-on-demand.yaml");
+use crate::dra::published::mig::MACHINE;
 
 /// A profile: its memory slices; multiprocessors, decoders, JPEG engines, optical flow accelerators; its first slices.
 struct Profile {

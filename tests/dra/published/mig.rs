@@ -12,7 +12,7 @@ use linkwise_host::machines;
 use super::limits::{idle, mig_device};
 
 /// GPU 0 in MIG mode without instances, GPU 1 whole.
-const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/mig-on-demand.yaml");
+pub const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/mig-on-demand.yaml");
 
 /// 2g.20gb from memory slice 2.
 pub const DEVICE: &str = "gpu-0-mig-2g20gb-14-2";

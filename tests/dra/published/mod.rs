@@ -9,6 +9,6 @@ pub mod exact;
 mod fleet;
 pub mod golden;
 pub mod limits;
-mod mig;
+pub mod mig;
 mod shares;
 mod state;
