@@ -99,12 +99,10 @@ fn impossible_choice_reports_cause() {
     allocate(&["--size", "1", "--available", "0,8"], &["no GPU 8", "it has 8"]);
     allocate(&["--size", "1", "--must-include", "GPU-nobody"], &["no GPU GPU-nobody"]);
     let (_folder, path) = file(b"version: 1\nname: bare\nobserved: {gpus: []}\n");
-    refused(
-        &["allocate", "--size", "1", "--node", path.to_str().unwrap()],
-        &["cannot choose 1 GPUs", "0 are available"],
-    );
+    let path = path.to_str().unwrap();
+    refused(&["allocate", "--size", "1", "--node", path], &["cannot choose 1 GPUs", "0 are available"]);
     for exact in [&[][..], &["--exact"]] {
-        let claim = ["claim", "--gpus", "1", "--node", path.to_str().unwrap()];
+        let claim = ["claim", "--gpus", "1", "--node", path];
         refused(&[&claim, exact].concat(), &["--gpus 1 with --node", "the largest has 0"]);
     }
 }

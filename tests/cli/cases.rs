@@ -48,11 +48,8 @@ fn machine(gpus: &[serde_json::Value]) -> String {
 
 /// A GPU behind an NVSwitch.
 fn switched(links: u32) -> serde_json::Value {
-    let groups = if links == 0 {
-        json!([])
-    } else {
-        json!([{"links": (0..links).collect::<Vec<_>>(), "remote": {"switch": null}}])
-    };
+    let group = json!({"links": (0..links).collect::<Vec<_>>(), "remote": {"switch": null}});
+    let groups = if links == 0 { json!([]) } else { json!([group]) };
     let pcie = json!({"mts": 32000, "width": 16});
     json!({"model": "NVIDIA B200", "compute_capability": "10.0", "pcie": pcie, "nvlinks": groups})
 }
@@ -62,28 +59,26 @@ const HEAD: &str = "# nThread 1 nGpus 2 minBytes 8589934592 maxBytes 8589934592\
 #[test]
 fn wrong_values_fail_a_run_of_any_bandwidth() {
     let files = Files::new();
-    let rows = "8589934592 2147483648 float sum -1 23166.0 370.80 370.80 50 23166.0 370.80 370.80 50\n";
-    let run = files.put("run.txt", &format!("{HEAD}{rows}# Out of bounds values : 50 FAILED\n"));
-    let (status, text) = output(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]);
+    let row = "8589934592 2147483648 float sum -1 23166.0 370.80 370.80 WRONG 23166.0 370.80 370.80 WRONG\n";
+    let rows = |wrong: &str| HEAD.to_owned() + &row.replace("WRONG", wrong);
+    let verify = |run: &str| output(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &files.put("run.txt", run)]);
+    let summary = "# Out of bounds values : 50 FAILED\n";
+    let (status, text) = verify(&(rows("50") + summary));
     assert!(status == 1 && text.starts_with("wrong values: ") && text.contains("\n  100 wrong values: "), "{text}");
-    // The rows or the summary alone suffice.
-    let run = files.put("rows.txt", &format!("{HEAD}{rows}"));
-    assert!(output(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]).1.contains("  100 wrong values: "));
-    let summary = rows.replace(" 50", " N/A") + "# Out of bounds values : 50 FAILED\n";
-    let run = files.put("summary.txt", &format!("{HEAD}{summary}"));
-    assert!(output(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]).1.contains("  50 wrong values: "));
-    // A count in exponential notation, or `nan`, is not taken as a tolerance.
-    for (wrong, sum) in [(" 1.23457e+06", 2_469_140), (" nan", 2)] {
-        let run = files.put("many.txt", &format!("{HEAD}{}", rows.replace(" 50", wrong)));
-        let (_, text) = output(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]);
+    for (run, sum) in [
+        // The rows or the summary alone suffice.
+        (rows("50"), 100),
+        (rows("N/A") + summary, 50),
+        (rows("N/A") + "[1,0]<stdout>: # Out of bounds values : 4 FAILED\n", 4),
+        // A count in exponential notation, or `nan`, is not taken as a tolerance.
+        (rows("1.23457e+06"), 2_469_140),
+        (rows("nan"), 2),
+    ] {
+        let (_, text) = verify(&run);
         assert!(text.contains(&format!("  {sum} wrong values: ")), "{text}");
     }
-    let prefixed = format!("{}[1,0]<stdout>: # Out of bounds values : 4 FAILED\n", rows.replace(" 50", " N/A"));
-    let run = files.put("prefixed.txt", &format!("{HEAD}{prefixed}"));
-    assert!(output(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]).1.contains("  4 wrong values: "));
     // Older versions print the largest error in that column, here within the tolerance.
-    let run = files.put("old.txt", &format!("{HEAD}{}", rows.replace(" 50", " 5e-07")));
-    assert_eq!(output(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]).0, 0);
+    assert_eq!(verify(&rows("5e-07")).0, 0);
 }
 
 #[test]
@@ -126,10 +121,8 @@ fn unknown_nvlinks_are_not_taken_as_none() {
         let expected = "rings         unknown\nNVLink SHARP  unknown\nnote: GPUs 0001:00:00.0, ";
         assert!(status == 0 && text.contains(expected), "{text}");
         let (_, text) = output(&["labels", "--node", machine]);
-        assert!(
-            !text.contains("gpu.link=") && !text.contains("island-size=") && text.contains("gpu.rails=0"),
-            "{text}"
-        );
+        assert!(!text.contains("gpu.link=") && !text.contains("island-size="), "{text}");
+        assert!(text.contains("gpu.rails=0"), "{text}");
         for command in [&["topology"][..], &["verify", &run]] {
             let (_, text) = output(&[command, &["--node", machine]].concat());
             assert!(text.contains("GPUs 0001:00:00.0, 0002:00:00.0: their NVLinks are unknown"), "{text}");
@@ -138,8 +131,8 @@ fn unknown_nvlinks_are_not_taken_as_none() {
         let (exact, fleet) = ([&two[..], &["--exact"]].concat(), [&two[..], &["--node", "dgx-h100"]].concat());
         for command in [&["allocate", "--size", "2"][..], &two, &exact, &fleet, &["dra"]] {
             let (status, text) = output(&[command, &["--node", machine]].concat());
-            let is_warned = text.contains(&format!("{name}: its NVLinks are unknown, and taken as none"))
-                || text.contains(&format!("{machine}: its NVLinks are unknown, and taken as none"));
+            let warning = |of: &str| format!("{of}: its NVLinks are unknown, and taken as none");
+            let is_warned = text.contains(&warning(name)) || text.contains(&warning(machine));
             assert!(is_warned && !text.contains("GB/s each"), "{command:?}: {status} {text}");
         }
     }
@@ -179,10 +172,8 @@ fn control_characters_of_inputs_are_escaped() {
     let run = files.put("run.txt", &format!("{HEAD}8589934592 2147483648 float sum -1 23166.0 370.80 370.80 0\n"));
     let shown = |args: &[&str]| {
         let (_, text) = output(args);
-        assert!(
-            !text.contains(is_hostile) && !text.lines().any(|line| line.starts_with("FORGED")),
-            "{args:?}: {text:?}"
-        );
+        let is_forged = text.lines().any(|line| line.starts_with("FORGED"));
+        assert!(!text.contains(is_hostile) && !is_forged, "{args:?}: {text:?}");
         text
     };
     for command in [
@@ -235,28 +226,21 @@ fn odd_gpu_is_named_and_allocated_alone_first() {
     // The bandwidth that the odd GPU costs is a fault, so the expectation does not drop.
     let run = files.put("run.txt", &format!("{HEAD}8589934592 2147483648 float sum -1 268435.0 32.00 48.00 0\n"));
     let (status, text) = output(&["verify", "--node", &odd, "--gpus", "0,1,2,3", &run]);
-    assert!(
-        status == 1 && text.starts_with("below: 48.00 GB/s of ") && text.contains("18 of its 18 NVLinks are down"),
-        "{text}"
-    );
+    assert!(status == 1 && text.starts_with("below: 48.00 GB/s of "), "{text}");
+    assert!(text.contains("18 of its 18 NVLinks are down"), "{text}");
     // The other differences that make one GPU of three odd.
+    let refused = json!({"0": "chipset", "1": "chipset"});
     for (key, value, words) in [
         ("pcie", json!({"mts": 32000, "width": 8}), "its PCIe link has 8 lanes, 16 on each other GPU"),
         ("pcie", json!({"mts": 16000, "width": 16}), "its PCIe link can do 16000 MT/s, 32000 on each other GPU"),
-        (
-            "p2p_refused",
-            json!({"0": "chipset", "1": "chipset"}),
-            "the driver refuses P2P between it and every other GPU",
-        ),
+        ("p2p_refused", refused, "the driver refuses P2P between it and every other GPU"),
     ] {
         let mut last = switched(18);
         last[key] = value;
         let odd = files.put("other.yaml", &machine(&[switched(18), switched(18), last]));
         let (_, text) = output(&["topology", "--node", &odd]);
-        assert!(
-            text.contains(&format!("warning: GPU 0000:03:00.0 is the odd one of 3 GPUs of its model: {words}")),
-            "{text}"
-        );
+        let warning = format!("warning: GPU 0000:03:00.0 is the odd one of 3 GPUs of its model: {words}");
+        assert!(text.contains(&warning), "{text}");
     }
     // Neither of two GPUs is odd, nor are two of four: such machines exist.
     for gpus in [vec![switched(18), switched(0)], vec![switched(18), switched(18), switched(12), switched(12)]] {
@@ -277,13 +261,12 @@ fn nearest_nic_is_the_fastest_of_the_nearest() {
              - {{pci: \"0000:05:00.0\", kind: gpu}}\n"
         )
     };
-    let nearest =
-        |text: &str| output(&["allocate", "--size", "1", "--explain", "--node", &files.put("nics.yaml", text)]).1;
-    assert!(nearest(&nics(", mbps: 25000")).contains("nearest NIC mlx5_1 (PIX)"));
-    assert!(
-        nearest(&nics("")).contains("nearest NIC mlx5_0, mlx5_1 (PIX)"),
-        "a NIC whose link is down keeps its place"
-    );
+    // A NIC whose link is down keeps its place.
+    for (other, nearest) in [(", mbps: 25000", "mlx5_1"), ("", "mlx5_0, mlx5_1")] {
+        let file = files.put("nics.yaml", &nics(other));
+        let (_, text) = output(&["allocate", "--size", "1", "--explain", "--node", &file]);
+        assert!(text.contains(&format!("nearest NIC {nearest} (PIX)")), "{text}");
+    }
 }
 
 #[test]
@@ -299,10 +282,8 @@ fn virtual_interfaces_are_not_taken_as_nics() {
     };
     let dump = files.put("virtual.xml", &format!("<system version=\"1\">{}{}</system>", cpu(0), cpu(1)));
     let (_, text) = output(&["topology", "--node", &dump]);
-    assert!(
-        !text.contains("tunl0") && text.contains("a NIC without a PCI function is virtual; left out (1 more like it)"),
-        "{text}"
-    );
+    assert!(!text.contains("tunl0"), "{text}");
+    assert!(text.contains("a NIC without a PCI function is virtual; left out (1 more like it)"), "{text}");
     // An IP over InfiniBand interface is not counted as a second NIC.
     let host = files.put(
         "ipoib.xml",
@@ -347,40 +328,24 @@ fn numbers_of_a_file_are_bounded_and_named_by_key() {
         )
     };
     let second = |more: &str| format!("index: 1, uuid: GPU-1, pci: \"0000:02:00.0\"{more}");
-    let nic = |nic: &str| {
-        node(&second(""), "0-7") + &format!("    host_bridges: [{{devices: [{{kind: nic, nics: [{{{nic}}}]}}]}}]\n")
-    };
+    let gpu = |more: &str| node(&second(more), "0-7");
+    let nic = |nic: &str| gpu("") + &format!("    host_bridges: [{{devices: [{{kind: nic, nics: [{{{nic}}}]}}]}}]\n");
+    let cpus = |cpus: &str| node(&second(""), cpus);
+    let (long, memory) = ("x".repeat(257), ", memory_mib: 18446744073709551615");
+    let links = format!(", nvlinks: [{{links: {:?}, remote: cpu}}]", [0; 65]);
     for (text, words) in [
         (node("index: 0, uuid: GPU-1, pci: \"0000:02:00.0\"", "0-7"), "observed.gpus: two GPUs have the index 0"),
-        (node(&second(", numa: -1"), "0-7"), "observed.gpus[1].numa: "),
-        (
-            node(&second(", pcie: {mts: 32000, width: 4294967295}"), "0-7"),
-            "observed.gpus[1].pcie.width: 4294967295 is more than 32",
-        ),
-        (
-            node(&second(", pcie: {mts: 4000000000, width: 16}"), "0-7"),
-            "observed.gpus[1].pcie.mts: 4000000000 is more than 128000",
-        ),
-        (
-            node(&second(&format!(", nvlinks: [{{links: {:?}, remote: cpu}}]", [0; 65])), "0-7"),
-            "observed.gpus[1].nvlinks: a count of 65 is more than 64",
-        ),
-        (
-            node(&second(", memory_mib: 18446744073709551615"), "0-7"),
-            "observed.gpus[1].memory_mib: 18446744073709551615 is more than 1073741824",
-        ),
-        (
-            node(&second(&format!(", model: {}", "x".repeat(257))), "0-7"),
-            "observed.gpus[1].model: a length of 257 is more than 256",
-        ),
+        (gpu(", numa: -1"), "observed.gpus[1].numa: "),
+        (gpu(", pcie: {mts: 32000, width: 4294967295}"), "observed.gpus[1].pcie.width: 4294967295 is more than 32"),
+        (gpu(", pcie: {mts: 4000000000, width: 16}"), "observed.gpus[1].pcie.mts: 4000000000 is more than 128000"),
+        (gpu(&links), "observed.gpus[1].nvlinks: a count of 65 is more than 64"),
+        (gpu(memory), "observed.gpus[1].memory_mib: 18446744073709551615 is more than 1073741824"),
+        (gpu(&format!(", model: {long}")), "observed.gpus[1].model: a length of 257 is more than 256"),
         (nic("name: a, kind: rdma, mbps: 10000001"), "devices[0].nics[0].mbps: 10000001 is more than 10000000"),
-        (
-            nic(&format!("name: {}, kind: rdma", "x".repeat(257))),
-            "devices[0].nics[0].name: a length of 257 is more than 256",
-        ),
-        (node(&second(""), "47-0,x"), "observed.host.numa_nodes[0].cpus: '47-0,x' is not a list of CPUs below 8192"),
-        (node(&second(""), "0-99999999999999999999"), "is not a list of CPUs below 8192"),
-        (node(&second(""), "0,1,1"), "is not a list of CPUs below 8192"),
+        (nic(&format!("name: {long}, kind: rdma")), "devices[0].nics[0].name: a length of 257 is more than 256"),
+        (cpus("47-0,x"), "observed.host.numa_nodes[0].cpus: '47-0,x' is not a list of CPUs below 8192"),
+        (cpus("0-99999999999999999999"), "is not a list of CPUs below 8192"),
+        (cpus("0,1,1"), "is not a list of CPUs below 8192"),
     ] {
         let (status, printed) = output(&["topology", "--node", &files.put("odd.yaml", &text)]);
         assert!(status == 1 && printed.contains(words) && printed.contains(" line "), "{printed}");
@@ -441,9 +406,6 @@ fn replicas_are_limited_by_list_and_mps() {
         )
     };
     assert_eq!(output(&["config", "check", &files.put("rows.yaml", &rows(2))]).0, 0);
-    assert!(
-        output(&["config", "check", &files.put("rows.yaml", &rows(3))])
-            .1
-            .contains("MPS: nvidia.com/gpu has 2 replicas in line 2")
-    );
+    let (_, text) = output(&["config", "check", &files.put("rows.yaml", &rows(3))]);
+    assert!(text.contains("MPS: nvidia.com/gpu has 2 replicas in line 2"), "{text}");
 }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use crate::cli::text;
+use crate::dra::published::golden::are_refused;
 
 /// Runs the program; returns its output.
 fn linkwise(args: &[&str]) -> String {
@@ -65,9 +66,7 @@ fn every_command_has_page_and_completions() {
 
 #[test]
 fn folder_that_cannot_be_made_is_named() {
-    let output = Command::new(env!("CARGO_BIN_EXE_linkwise")).args(["man", "/dev/null/man"]).output().unwrap();
-    let error = String::from_utf8(output.stderr).unwrap();
-    assert!(!output.status.success() && error.contains("cannot make /dev/null/man"), "{error}");
+    are_refused(&["man"], &[(&["/dev/null/man"], "cannot make /dev/null/man")]);
 }
 
 /// Bash's completions of the last word.

@@ -18,13 +18,14 @@ fn link_named_config_manager_runs_config_manager() {
     assert!(!output.status.success() && error.contains("NODE_NAME"), "{error}");
 }
 
-/// `linkwise run` with a configuration file on a host without GPUs. Nothing answers at the API server's address.
-fn run(folder: &tempfile::TempDir) -> Command {
+/// `linkwise run` with this configuration file on a host without GPUs. Nothing answers at the API server's address.
+fn run(folder: &tempfile::TempDir, config: &str) -> Command {
     let at = |name: &str| folder.path().join(name);
     for folder in ["sys", "account"] {
         let _ = fs::create_dir(at(folder));
     }
     fs::write(at("account/token"), "t").unwrap();
+    fs::write(at("config.yaml"), config).unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
     command.arg("run").env_clear().env("KUBERNETES_SERVICE_HOST", "127.0.0.1").env("KUBERNETES_SERVICE_PORT", "1");
     command.env("LINKWISE_SYSFS", at("sys")).env("KUBELET_SOCKET", at("kubelet.sock")).env("NODE_NAME", "n");
@@ -92,8 +93,7 @@ impl Drop for Running {
 #[test]
 fn events_without_an_api_server_are_not_written() {
     let folder = tempfile::tempdir().unwrap();
-    fs::write(folder.path().join("config.yaml"), EVENTS).unwrap();
-    let mut running = Running::start(run(&folder).env_remove("KUBERNETES_SERVICE_HOST"));
+    let mut running = Running::start(run(&folder, EVENTS).env_remove("KUBERNETES_SERVICE_HOST"));
     running.wait_for_line("linkwise is up");
     running.wait_for_line("cannot write events: they need the API server");
 }
@@ -102,8 +102,7 @@ fn events_without_an_api_server_are_not_written() {
 fn change_of_door_keeps_the_process() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.yaml");
-    fs::write(&file, NO_DRA).unwrap();
-    let mut running = Running::start(&mut run(&folder));
+    let mut running = Running::start(&mut run(&folder, NO_DRA));
     assert!(!running.serves_dra());
     fs::write(&file, DRA).unwrap();
     running.wait_for_line("GPUs are to go through the other door");
@@ -121,11 +120,9 @@ fn sigterm_during_change_to_dra_ends_the_process() {
     // The pauses let SIGTERM arrive at different moments while one door ends and the other starts.
     for spins in [0, 1_000, 100_000, 1_000_000] {
         let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("config.yaml");
-        fs::write(&file, NO_DRA).unwrap();
-        let mut running = Running::start(&mut run(&folder));
+        let mut running = Running::start(&mut run(&folder, NO_DRA));
         running.wait_for_line("linkwise is up");
-        fs::write(&file, DRA).unwrap();
+        fs::write(folder.path().join("config.yaml"), DRA).unwrap();
         running.wait_for_line("GPUs are to go through the other door");
         (0..spins).for_each(|_| std::hint::spin_loop());
         let id = rustix::process::Pid::from_child(&running.process);
@@ -139,11 +136,9 @@ fn sigterm_during_change_to_dra_ends_the_process() {
 #[test]
 fn change_to_dra_without_an_api_server_is_refused() {
     let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("config.yaml");
-    fs::write(&file, NO_DRA).unwrap();
-    let mut running = Running::start(run(&folder).env_remove("KUBERNETES_SERVICE_HOST"));
+    let mut running = Running::start(run(&folder, NO_DRA).env_remove("KUBERNETES_SERVICE_HOST"));
     running.wait_for_line("linkwise is up");
-    fs::write(&file, DRA).unwrap();
+    fs::write(folder.path().join("config.yaml"), DRA).unwrap();
     running.wait_for_line("GPUs cannot go through DRA, they stay with the device plugin");
     assert!(running.process.try_wait().unwrap().is_none());
 }

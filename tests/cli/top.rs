@@ -104,10 +104,9 @@ fn state() -> Value {
 
 /// Replaces the ages in days, which grow.
 fn ageless(text: &str) -> String {
+    let is_digit = |char: char| char.is_ascii_digit();
     let days = |line: &str| match line.split_once(" days") {
-        Some((before, after)) => {
-            format!("{}N days{after}\n", before.trim_end_matches(|char: char| char.is_ascii_digit()))
-        }
+        Some((before, after)) => format!("{}N days{after}\n", before.trim_end_matches(is_digit)),
         None => format!("{line}\n"),
     };
     text.lines().map(days).collect()

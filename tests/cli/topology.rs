@@ -1,7 +1,7 @@
 //! `linkwise topology`: the machines it takes, the fields and matrices of its output.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::Stdio;
 
@@ -135,14 +135,12 @@ fn machine_without_gpus_is_shown() {
 #[test]
 fn closed_pipe_is_not_an_error() {
     for args in [["topology", "--node", "dgx-h100"], ["topology", "--list", "--format=text"]] {
-        let mut child =
-            linkwise(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the binary starts");
+        let mut child = linkwise(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         // The reader takes one line and closes the pipe, as `head -1` does.
         BufReader::with_capacity(1, child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let mut error = String::new();
-        child.stderr.take().unwrap().read_to_string(&mut error).unwrap();
-        assert!(child.wait().unwrap().success() && error.is_empty(), "{error}");
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
     }
     // A reader may also close the pipe before the command writes.
     let (reader, writer) = std::io::pipe().unwrap();
