@@ -6,18 +6,17 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use linkwise_core::allocation::DeviceId;
-use linkwise_core::claims::ClaimName;
 use linkwise_core::publish::placement::{Outlook, Placements};
 use linkwise_core::publish::view::{NodeView, Sums, view};
 use linkwise_core::state::{
-    Availability, ClaimedDevice, Door, Effect, Event, Health, Holdings, MigStrategy, NodeState, Prepared,
-    PreparedClaim, PreparedDevice, ResourceDevice, ResourceName, ResourcePlan,
+    Availability, ClaimedDevice, Door, Effect, Event, Health, Holdings, MigStrategy, NodeState, ResourceDevice,
+    ResourceName, ResourcePlan,
 };
-use linkwise_core::topology::{GpuUuid, NodeObservation};
+use linkwise_core::topology::{GpuUuid, MigObservation, NodeObservation};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use crate::resources::{dgx, mig, mixed, planned, seen, sliced};
+use crate::resources::{claimed, dgx, mig, mixed, planned, prepared, seen, sliced};
 
 /// An admission has ended when this number of lists in a row lack it.
 const MISSED_LISTS: u8 = 2;
@@ -79,8 +78,7 @@ impl World {
     /// The GPU behind an id, by the machine as it was built.
     fn gpu(&self, id: &DeviceId) -> GpuUuid {
         let uuid = id.as_str().split("::").next().unwrap();
-        let has =
-            |mig: &linkwise_core::topology::MigObservation| mig.devices.iter().any(|one| one.uuid.as_str() == uuid);
+        let has = |mig: &MigObservation| mig.devices.iter().any(|one| one.uuid.as_str() == uuid);
         let mut gpus = self.machine.gpus.iter();
         let gpu = gpus.find(|gpu| gpu.uuid.as_str() == uuid || gpu.mig.as_ref().is_some_and(has));
         gpu.unwrap_or_else(|| panic!("{uuid}")).uuid.clone()
@@ -115,16 +113,10 @@ impl World {
             admission.missed = if is_in { 0 } else { admission.missed + 1 };
         }
         self.admissions.retain(|admission| admission.missed < MISSED_LISTS);
-        let claims = self.claims.iter().skip(without).map(|(name, gpu)| ClaimedDevice {
-            claim: format!("ml/{name}"),
-            driver: "gpu.nvidia.com".to_owned(),
-            pool: "node".to_owned(),
-            // The built-in machine's UUIDs end with the minor number, by which a device is named.
-            device: format!(
-                "gpu-{}",
-                gpu.as_str().rsplit('-').next().unwrap().trim_start_matches('0').parse().unwrap_or(0_u32)
-            ),
-            cdi_names: vec![gpu.to_string()],
+        let claims = self.claims.iter().skip(without).map(|(name, gpu)| {
+            // The machines' UUIDs end with the minor number, by which a device is named.
+            let minor: u32 = gpu.as_str().rsplit('-').next().unwrap().parse().unwrap();
+            claimed(&format!("ml/{name}"), &format!("gpu-{minor}"), gpu.as_str())
         });
         let claims: BTreeSet<ClaimedDevice> = claims.collect();
         self.list = Some((ids.clone(), claims.iter().map(|one| one.cdi_names[0].parse().unwrap()).collect()));
@@ -136,12 +128,7 @@ impl World {
     }
 
     fn prepare(&mut self) {
-        let prepared = self.claims.iter().map(|(name, gpu)| PreparedClaim {
-            claim: ClaimName { namespace: "ml".to_owned(), name: name.clone(), uid: name.clone() },
-            prepared: Prepared { devices: vec![PreparedDevice::whole("gpu", gpu.clone())], ..Prepared::default() },
-            is_of_another_boot: false,
-        });
-        let prepared = prepared.collect();
+        let prepared = self.claims.iter().map(|(name, gpu)| prepared("ml", name, "gpu", gpu.clone())).collect();
         self.apply(Event::Prepared(prepared));
     }
 

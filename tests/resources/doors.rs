@@ -4,14 +4,13 @@ use std::collections::BTreeSet;
 use std::sync::LazyLock;
 
 use linkwise_core::allocation::DeviceId;
-use linkwise_core::claims::ClaimName;
 use linkwise_core::state::{
-    Availability, ClaimedDevice, Door, Effect, Event, Filter, GpuSelector, Health, HealthRecord, Holdings, NodeState,
-    Prepared, PreparedClaim, PreparedDevice, ResourceDevice, ResourceName, ResourcePlan, UnhealthyReason,
+    Availability, Door, Effect, Event, Filter, GpuSelector, Health, HealthRecord, Holdings, NodeState, PreparedClaim,
+    ResourceDevice, ResourceName, ResourcePlan, UnhealthyReason,
 };
 use linkwise_core::topology::{GpuUuid, NodeObservation};
 
-use crate::resources::{NOW, World, dgx, mixed, no_holders, seen};
+use crate::resources::{NOW, World, claimed, dgx, mixed, no_holders, seen};
 
 static MACHINE: LazyLock<NodeObservation> = LazyLock::new(|| dgx(3));
 
@@ -29,12 +28,9 @@ fn planned(door: Door) -> Event {
 
 /// The kubelet's list: GPUs of pods through the device plugin, and GPUs of claims.
 fn holdings(pods: &[usize], claims: &[usize]) -> Holdings {
-    let claims = claims.iter().map(|at| ClaimedDevice {
-        claim: format!("default/claim-{at}"),
-        driver: "gpu.nvidia.com".to_owned(),
-        pool: "node".to_owned(),
-        device: format!("gpu-{at}"),
-        cdi_names: vec![uuid(*at).to_string()],
+    let claims = claims.iter().map(|at| {
+        let (claim, device) = (format!("default/claim-{at}"), format!("gpu-{at}"));
+        claimed(&claim, &device, uuid(*at).as_str())
     });
     Holdings { containers: pods.iter().map(|at| id(*at)).collect(), claims: claims.collect(), ..Holdings::default() }
 }
@@ -48,9 +44,7 @@ fn prepared(gpus: &[usize]) -> Event {
 }
 
 fn claim(at: usize) -> PreparedClaim {
-    let claim = ClaimName { namespace: "default".into(), name: format!("claim-{at}"), uid: format!("uid-{at}") };
-    let devices = vec![PreparedDevice::whole(&format!("gpu-{at}"), uuid(at))];
-    PreparedClaim { claim, prepared: Prepared { devices, ..Prepared::default() }, is_of_another_boot: false }
+    crate::resources::prepared("default", &format!("claim-{at}"), &format!("gpu-{at}"), uuid(at))
 }
 
 impl World {
@@ -62,9 +56,8 @@ impl World {
     /// The GPUs that new claims may get, by their places.
     fn through_dra(&self) -> Vec<usize> {
         let offered = self.state.offers().through_dra().iter().filter(|device| device.health == Health::Healthy);
-        let places: BTreeSet<usize> =
-            offered.filter_map(|device| (0..3).find(|at| device.gpu.uuid == uuid(*at))).collect();
-        places.into_iter().collect()
+        let places = offered.filter_map(|device| (0..3).find(|at| device.gpu.uuid == uuid(*at)));
+        places.collect::<BTreeSet<_>>().into_iter().collect()
     }
 
     /// The ids of the resource's list.
@@ -90,10 +83,8 @@ fn held_as(at: usize) -> Option<UnhealthyReason> {
 fn two_lists_without_holder_move_gpu_to_dra() {
     let mut world = World::of([planned(Door::Dra), observed()]);
     assert_eq!((world.reason(0), world.state.door(&uuid(0))), (Some(UnhealthyReason::HoldersUnknown), Some(Door::Dra)));
-    assert!(
-        world.state.offers_any() && world.state.gpus().len() == 3,
-        "a standby can take over, and reports show the GPUs"
-    );
+    assert!(world.state.offers_any(), "a standby can take over");
+    assert_eq!(world.state.gpus().len(), 3, "reports show the GPUs");
     for _ in 0..2 {
         assert!(world.through_dra().is_empty() && world.state.offers().awaits_holders());
         world.apply(no_holders());

@@ -34,9 +34,7 @@ impl World {
     }
 
     fn apply(&mut self, event: Event) {
-        let before = std::mem::take(&mut self.state);
-        let (state, effects) = before.apply(event, self.now);
-        (self.state, self.effects) = (state, effects);
+        (self.state, self.effects) = std::mem::take(&mut self.state).apply(event, self.now);
     }
 
     /// A DGX-1.
@@ -74,8 +72,8 @@ impl World {
             };
             (self.uuid(gpu), poll)
         });
-        let polls = polls.collect();
-        self.apply(Event::Polled(polls));
+        let polls = Event::Polled(polls.collect());
+        self.apply(polls);
     }
 
     fn unhealthy(&self) -> BTreeSet<usize> {
@@ -168,11 +166,8 @@ fn each_failing_mig_instance_is_reported() {
         world.apply(Event::Xid { gpu: gpu.clone(), code: 79, instance });
         let health = Health::Unhealthy { reason: UnhealthyReason::Xid { code: 79, instance }, since: NOW };
         let mig = device.mig.as_ref().map(|mig| mig.uuid.clone());
-        assert!(
-            world.effects.contains(&Effect::HealthChanged { gpu: gpu.clone(), mig, health }),
-            "{:?}",
-            world.effects
-        );
+        let changed = Effect::HealthChanged { gpu: gpu.clone(), mig, health };
+        assert!(world.effects.contains(&changed), "{:?}", world.effects);
     }
     let gpus = world.state.gpus();
     let status = gpus.iter().find(|status| status.gpu.uuid == gpu).unwrap();
@@ -180,10 +175,9 @@ fn each_failing_mig_instance_is_reported() {
     assert_eq!(status.reasons.len(), 2);
     // A fault of the whole GPU is reported once, not for each instance.
     world.apply(Event::DoubleBitEcc(gpu.clone()));
-    let reported: Vec<_> =
-        world.effects.iter().filter(|effect| matches!(effect, Effect::HealthChanged { .. })).collect();
+    let reported = world.effects.iter().filter(|effect| matches!(effect, Effect::HealthChanged { .. }));
     let health = Health::Unhealthy { reason: UnhealthyReason::DoubleBitEcc, since: NOW };
-    assert_eq!(reported, [&Effect::HealthChanged { gpu, mig: None, health }]);
+    assert_eq!(reported.collect::<Vec<_>>(), [&Effect::HealthChanged { gpu, mig: None, health }]);
 }
 
 #[test]

@@ -13,11 +13,12 @@ mod shares;
 
 use std::time::Duration;
 
+use linkwise_core::claims::ClaimName;
 use linkwise_core::state::{
-    Effect, Event, Holdings, MigStrategy, NamePattern, NodeState, Pattern, ResourceName, ResourcePlan, SharedResource,
-    Sharing, SharingKind,
+    ClaimedDevice, Effect, Event, Holdings, MigStrategy, NamePattern, NodeState, Pattern, Prepared, PreparedClaim,
+    PreparedDevice, ResourceName, ResourcePlan, SharedResource, Sharing, SharingKind,
 };
-use linkwise_core::topology::NodeObservation;
+use linkwise_core::topology::{GpuUuid, NodeObservation};
 use linkwise_host::machines;
 
 pub const NOW: Duration = Duration::from_secs(1_000_000);
@@ -58,6 +59,19 @@ pub fn seen(node: NodeObservation) -> Event {
 /// A list of the kubelet without a holder.
 pub fn no_holders() -> Event {
     Event::Holders(Some(Holdings::default()))
+}
+
+/// A device of a claim, as the kubelet lists it.
+pub fn claimed(claim: &str, device: &str, cdi_name: &str) -> ClaimedDevice {
+    let [claim, driver, pool, device] = [claim, "gpu.nvidia.com", "node", device].map(str::to_owned);
+    ClaimedDevice { claim, driver, pool, device, cdi_names: vec![cdi_name.to_owned()] }
+}
+
+/// A claim that is prepared with a whole GPU.
+pub fn prepared(namespace: &str, name: &str, device: &str, gpu: GpuUuid) -> PreparedClaim {
+    let claim = ClaimName { namespace: namespace.into(), name: name.into(), uid: format!("uid-{name}") };
+    let prepared = Prepared { devices: vec![PreparedDevice::whole(device, gpu)], ..Prepared::default() };
+    PreparedClaim { claim, prepared, ..PreparedClaim::default() }
 }
 
 /// The state after these events.

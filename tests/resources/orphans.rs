@@ -84,14 +84,12 @@ fn orphan_is_a_device_again_when_its_gpu_is_back() {
 fn orphaned_slots_keep_numa_and_are_not_offered() {
     let slot = |at: usize, slot: u32| format!("{}::{slot}", uuid(at));
     let (first, last, odd) = (slot(0, 3), slot(3, 7), format!("{}::x", uuid(0)));
-    let snapshot =
-        after(NodeState::default(), [planned(&sliced(2)), seen([0, 1]), held(&[&slot(0, 1), &first, &last, &odd])]);
+    let held = held(&[&slot(0, 1), &first, &last, &odd]);
+    let snapshot = after(NodeState::default(), [planned(&sliced(2)), seen([0, 1]), held]);
     let listed = list(&snapshot, &gpu());
     assert_eq!(listed[&slot(0, 1)], None, "a slot that both plans have is healthy");
-    assert_eq!(
-        (&listed[&first], &listed[&odd]),
-        (&Some(UnhealthyReason::Withdrawn), &Some(UnhealthyReason::Withdrawn))
-    );
+    let withdrawn = Some(UnhealthyReason::Withdrawn);
+    assert_eq!((&listed[&first], &listed[&odd]), (&withdrawn, &withdrawn));
     assert_eq!(listed[&last], Some(UnhealthyReason::Gone), "the slot's GPU is missing");
     // A restarted kubelet aligns a pod again by the NUMA nodes of its devices.
     let numa = |of: &str| snapshot.offers().of(&gpu()).find(|(id, _)| id.as_str() == of).map(|(_, it)| &it.numa_nodes);
@@ -99,7 +97,7 @@ fn orphaned_slots_keep_numa_and_are_not_offered() {
     assert_eq!((numa(&last), numa(&odd)), (None, None));
     // The GPU comes back, with fewer slots.
     let snapshot = after(snapshot, [seen([0, 1, 3])]);
-    assert_eq!(list(&snapshot, &gpu())[&last], Some(UnhealthyReason::Withdrawn));
+    assert_eq!(list(&snapshot, &gpu())[&last], withdrawn);
     // The earlier plan comes back.
     let snapshot = after(snapshot, [planned(&sliced(8))]);
     assert_eq!((&list(&snapshot, &gpu())[&first], &list(&snapshot, &gpu())[&last]), (&None, &None));

@@ -37,6 +37,9 @@ fn impossible_plan_is_withheld_and_named() {
     let list = |text: &str| SharedDevices::List(vec![text.parse().unwrap()]);
     let renamed = |name: &str, to: &str| SharedResource { rename: Some(resource(to)), ..slices(name, 2) };
     let long = format!("{}.com/{}", "x".repeat(40), "y".repeat(60));
+    let name = NamePattern { pattern: Pattern::new("*"), name: resource(&long) };
+    let by_default = Sharing::new(SharingKind::TimeSlicing, vec![slices(&long, 2)]);
+    let by_default = Sharing { rename_by_default: true, ..by_default };
     let cases = [
         (
             mig(MigStrategy::Single),
@@ -96,14 +99,7 @@ fn impossible_plan_is_withheld_and_named() {
             14,
         ),
         (
-            ResourcePlan {
-                sharing: Some(Sharing {
-                    rename_by_default: true,
-                    ..Sharing::new(SharingKind::TimeSlicing, vec![slices(&long, 2)])
-                }),
-                gpu_names: vec![NamePattern { pattern: Pattern::new("*"), name: resource(&long) }],
-                ..ResourcePlan::default()
-            },
+            ResourcePlan { sharing: Some(by_default), gpu_names: vec![name], ..ResourcePlan::default() },
             &*format!("'{long}.shared' is not a resource name that kubelets accept; it is not offered"),
             0,
         ),
@@ -253,10 +249,8 @@ fn impossible_new_plan_waits_while_old_one_stays() {
     let (snapshot, effects) = after(NodeState::default(), [seen(mixed())]).apply(planned(&wanted), NOW);
     let texts = problems(&effects);
     assert!(texts[0].contains("the MIG devices differ") && texts[2].contains("the previous plan stays"), "{texts:?}");
-    assert_eq!(
-        (offered(&snapshot), snapshot.offers().plan()),
-        (vec![(gpu().to_string(), 4)], &ResourcePlan::default())
-    );
+    let whole = vec![(gpu().to_string(), 4)];
+    assert_eq!((offered(&snapshot), snapshot.offers().plan()), (whole, &ResourcePlan::default()));
     assert!(snapshot.offers().problems().contains(&PlanProblem::OldPlanStays));
     // Later the node fits the plan.
     let snapshot = after(snapshot, [seen(uniform())]);
@@ -272,15 +266,8 @@ fn names_come_from_the_first_pattern_that_matches() {
     let mig_names = vec![name("3g.", "nvidia.com/large")];
     let snapshot = with(&ResourcePlan { gpu_names, mig_names, ..mig(MigStrategy::Mixed) }, mixed());
     let names: Vec<&str> = snapshot.offers().resources().keys().map(ResourceName::as_str).collect();
-    let expected = [
-        "nvidia.com/a100-80",
-        "nvidia.com/large",
-        "nvidia.com/mig-1g.10gb",
-        "nvidia.com/mig-1g.10gb.me",
-        "nvidia.com/mig-2c.4g.40gb",
-        "nvidia.com/mig-2g.20gb",
-    ];
-    assert_eq!(names, expected);
+    let expected = "a100-80 large mig-1g.10gb mig-1g.10gb.me mig-2c.4g.40gb mig-2g.20gb".split(' ');
+    assert_eq!(names, expected.map(|name| format!("nvidia.com/{name}")).collect::<Vec<_>>());
 }
 
 /// The ids that are chosen when all devices of a resource are available.

@@ -1,9 +1,6 @@
 //! GPUs that several claims share through DRA: the shares of a plan, and when a changed plan applies.
 
-use linkwise_core::claims::ClaimName;
-use linkwise_core::state::{
-    Door, Event, GpuShares, GpuSharing, Health, HealthRecord, Prepared, PreparedClaim, PreparedDevice, ResourcePlan,
-};
+use linkwise_core::state::{Door, Event, GpuShares, GpuSharing, Health, HealthRecord, ResourcePlan};
 use linkwise_core::topology::{GpuUuid, MigObservation};
 
 use crate::resources::{World, dgx, no_holders, planned, problems, seen, sliced};
@@ -23,13 +20,7 @@ fn in_shares(shares: u32) -> Option<GpuShares> {
 }
 
 fn prepared(at: usize) -> Event {
-    let claim = ClaimName { namespace: "default".into(), name: "a".into(), uid: "u".into() };
-    let devices = vec![PreparedDevice::whole(&format!("gpu-{at}"), uuid(at))];
-    Event::Prepared(vec![PreparedClaim {
-        claim,
-        prepared: Prepared { devices, ..Prepared::default() },
-        is_of_another_boot: false,
-    }])
+    Event::Prepared(vec![crate::resources::prepared("default", "a", &format!("gpu-{at}"), uuid(at))])
 }
 
 impl World {
