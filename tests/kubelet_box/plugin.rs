@@ -200,18 +200,17 @@ impl Service {
     }
 }
 
+type Answer<T> = Result<Response<T>, Status>;
+
 #[tonic::async_trait]
 impl wire::device_plugin_server::DevicePlugin for Service {
     type ListAndWatchStream = Pin<Box<dyn Stream<Item = Result<wire::ListAndWatchResponse, Status>> + Send>>;
 
-    async fn get_device_plugin_options(
-        &self,
-        _: Request<wire::Empty>,
-    ) -> Result<Response<wire::DevicePluginOptions>, Status> {
+    async fn get_device_plugin_options(&self, _: Request<wire::Empty>) -> Answer<wire::DevicePluginOptions> {
         Ok(Response::new(self.script().options))
     }
 
-    async fn list_and_watch(&self, _: Request<wire::Empty>) -> Result<Response<Self::ListAndWatchStream>, Status> {
+    async fn list_and_watch(&self, _: Request<wire::Empty>) -> Answer<Self::ListAndWatchStream> {
         let mut lists = self.0.devices.subscribe();
         let (send, stream) = mpsc::channel(1);
         tokio::spawn(async move {
@@ -231,7 +230,7 @@ impl wire::device_plugin_server::DevicePlugin for Service {
     async fn get_preferred_allocation(
         &self,
         request: Request<wire::PreferredAllocationRequest>,
-    ) -> Result<Response<wire::PreferredAllocationResponse>, Status> {
+    ) -> Answer<wire::PreferredAllocationResponse> {
         self.0.seen.lock().unwrap().preferred.push(request.into_inner());
         let script = self.script();
         let respond = |device_i_ds| wire::ContainerPreferredAllocationResponse { device_i_ds };
@@ -242,10 +241,7 @@ impl wire::device_plugin_server::DevicePlugin for Service {
         }
     }
 
-    async fn allocate(
-        &self,
-        request: Request<wire::AllocateRequest>,
-    ) -> Result<Response<wire::AllocateResponse>, Status> {
+    async fn allocate(&self, request: Request<wire::AllocateRequest>) -> Answer<wire::AllocateResponse> {
         let request = request.into_inner();
         let ids = request.container_requests.iter().flat_map(|container| container.devices_ids.clone());
         let mut ids: Vec<String> = ids.collect();
@@ -269,14 +265,11 @@ impl wire::device_plugin_server::DevicePlugin for Service {
         // Several slots of a GPU give its UUID once.
         let gpus: BTreeSet<&str> = ids.iter().filter_map(|id| id.split("::").next()).collect();
         let visible = gpus.into_iter().collect::<Vec<_>>().join(",");
+        let [container_path, host_path, permissions] = ["/dev/x", "/dev/y", "rw"].map(str::to_owned);
         let response = wire::ContainerAllocateResponse {
             envs: [("NVIDIA_VISIBLE_DEVICES".to_owned(), visible)].into(),
             mounts: vec![wire::Mount { container_path: "/m".into(), host_path: "/h".into(), read_only: true }],
-            devices: vec![wire::DeviceSpec {
-                container_path: "/dev/x".into(),
-                host_path: "/dev/y".into(),
-                permissions: "rw".into(),
-            }],
+            devices: vec![wire::DeviceSpec { container_path, host_path, permissions }],
             annotations: [("k".to_owned(), "v".to_owned())].into(),
             cdi_devices: ids.iter().map(|id| wire::CdiDevice { name: format!("{GPU}={id}") }).collect(),
         };
@@ -287,7 +280,7 @@ impl wire::device_plugin_server::DevicePlugin for Service {
     async fn pre_start_container(
         &self,
         _: Request<wire::PreStartContainerRequest>,
-    ) -> Result<Response<wire::PreStartContainerResponse>, Status> {
+    ) -> Answer<wire::PreStartContainerResponse> {
         Err(Status::unimplemented("the kubelet in the box does not call it"))
     }
 }

@@ -112,27 +112,16 @@ fn host() -> impl Strategy<Value = HostObservation> {
         };
         nodes.map(node).collect()
     });
-    (weighted(0.8, cpu()), packages, vec(bridge, 0..4)).prop_map(|(cpu, numa_nodes, host_bridges)| HostObservation {
-        cpu,
-        numa_nodes,
-        host_bridges,
-    })
+    let parts = (weighted(0.8, cpu()), packages, vec(bridge, 0..4));
+    parts.prop_map(|(cpu, numa_nodes, host_bridges)| HostObservation { cpu, numa_nodes, host_bridges })
 }
 
 /// A processor: each that the table of bandwidths between packages has, and an unknown one.
 fn cpu() -> impl Strategy<Value = CpuObservation> {
-    let intel = |model| ("x86_64", "GenuineIntel", 6, model);
-    let known = vec![
-        intel(79),
-        intel(85),
-        intel(106),
-        intel(143),
-        intel(207),
-        ("x86_64", "AuthenticAMD", 25, 1),
-        ("ppc64le", "IBM", 0, 0),
-        ("aarch64", "ARM", 8, 0),
-        ("riscv64", "Somebody", 1, 1),
-    ];
+    let intel = [79, 85, 106, 143, 207].map(|model| ("x86_64", "GenuineIntel", 6, model));
+    let amd = ("x86_64", "AuthenticAMD", 25, 1);
+    let others = [amd, ("ppc64le", "IBM", 0, 0), ("aarch64", "ARM", 8, 0), ("riscv64", "Somebody", 1, 1)];
+    let known = [&intel[..], &others].concat();
     select(known).prop_map(|(arch, vendor, family, model)| CpuObservation {
         arch: arch.to_owned(),
         vendor: Some(vendor.to_owned()),
@@ -143,14 +132,9 @@ fn cpu() -> impl Strategy<Value = CpuObservation> {
 
 /// A tree of up to three levels of switches, with or without their ports and a root port, and with NICs.
 fn device() -> impl Strategy<Value = PciObservation> {
-    let device = |kind, link, numa: Option<u32>, nics, devices| PciObservation {
-        pci: None,
-        kind,
-        class: None,
-        link,
-        numa: numa.map(NumaNodeId),
-        nics,
-        devices,
+    let device = |kind, link, numa: Option<u32>, nics, devices| {
+        let numa = numa.map(NumaNodeId);
+        PciObservation { pci: None, kind, class: None, link, numa, nics, devices }
     };
     let rdma = prop_oneof![Just(NicKind::Rdma), Just(NicKind::Ethernet)];
     let guid = |part| weighted(part, (1..5_u64).prop_map(|number| Guid::new(number).expect("not 0")));
@@ -246,6 +230,8 @@ fn build(
             }
         }
         let uuid: GpuUuid = format!("GPU-{:02}", uuids[at]).parse().expect("a UUID");
+        let ancestors = gpu.ancestors.into_iter();
+        let ancestors = ancestors.map(|(gpu, level)| (u32::try_from(gpu).expect("few GPUs"), level));
         let clique = links.ports[at].1;
         observed.push(GpuObservation {
             compute_capability: gpu.capability.map(|(major, minor)| ComputeCapability { major, minor }),
@@ -253,11 +239,7 @@ fn build(
             pcie: gpu.pcie,
             nvlinks: (!links.silent[at]).then(|| reported_links(at, count, max, links, addresses)),
             fabric: clique.map(|clique| FabricObservation { cluster: "0".to_owned(), clique }),
-            common_ancestors: gpu
-                .ancestors
-                .into_iter()
-                .map(|(gpu, level)| (u32::try_from(gpu).expect("few GPUs"), level))
-                .collect(),
+            common_ancestors: ancestors.collect(),
             ..GpuObservation::new(u32::try_from(at).expect("few GPUs"), uuid, pci)
         });
     }

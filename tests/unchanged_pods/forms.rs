@@ -59,23 +59,22 @@ fn resources() -> impl Strategy<Value = Value> {
         1 => prop::sample::select(json!([0, 1, 3, "+2", "4e0", "-2", "2m"]).as_array().unwrap().clone()),
     ];
     let claims = prop::sample::select(vec![json!([]), json!([{"name": "nic"}]), json!([{"name": "linkwise-gpus-1"}])]);
-    (prop::option::weighted(0.7, counts), 0..8u8, prop::option::weighted(0.2, claims)).prop_map(
-        |(count, odd, claims)| {
-            let mut resources = json!({});
-            if let Some(count) = count {
-                if odd != 0 {
-                    resources["limits"] = json!({GPUS: count, "memory": "1Gi"});
-                }
-                if odd <= 1 {
-                    resources["requests"] = json!({ GPUS: count });
-                }
+    let (counts, claims) = (prop::option::weighted(0.7, counts), prop::option::weighted(0.2, claims));
+    (counts, 0..8u8, claims).prop_map(|(count, odd, claims)| {
+        let mut resources = json!({});
+        if let Some(count) = count {
+            if odd != 0 {
+                resources["limits"] = json!({GPUS: count, "memory": "1Gi"});
             }
-            if let Some(claims) = claims {
-                resources["claims"] = claims;
+            if odd <= 1 {
+                resources["requests"] = json!({ GPUS: count });
             }
-            resources
-        },
-    )
+        }
+        if let Some(claims) = claims {
+            resources["claims"] = claims;
+        }
+        resources
+    })
 }
 
 fn containers(count: std::ops::Range<usize>) -> impl Strategy<Value = Value> {
@@ -91,29 +90,23 @@ fn pods() -> impl Strategy<Value = Value> {
         json!([{"name": "linkwise-gpus-1", "resourceClaimName": "mine"}]),
     ]);
     let rare = || prop::bool::weighted(0.1);
-    (
-        containers(1..4),
-        prop::option::weighted(0.2, containers(0..3)),
-        prop::option::weighted(0.2, claims),
-        rare(),
-        rare(),
-    )
-        .prop_map(|(containers, init, claims, bound, other)| {
-            let mut spec = json!({ "containers": containers });
-            if let Some(init) = init {
-                spec["initContainers"] = init;
-            }
-            if let Some(claims) = claims {
-                spec["resourceClaims"] = claims;
-            }
-            if bound {
-                spec["nodeName"] = json!("node");
-            }
-            if other {
-                spec["schedulerName"] = json!("other");
-            }
-            json!({ "spec": spec })
-        })
+    let (init, claims) = (prop::option::weighted(0.2, containers(0..3)), prop::option::weighted(0.2, claims));
+    (containers(1..4), init, claims, rare(), rare()).prop_map(|(containers, init, claims, bound, other)| {
+        let mut spec = json!({ "containers": containers });
+        if let Some(init) = init {
+            spec["initContainers"] = init;
+        }
+        if let Some(claims) = claims {
+            spec["resourceClaims"] = claims;
+        }
+        if bound {
+            spec["nodeName"] = json!("node");
+        }
+        if other {
+            spec["schedulerName"] = json!("other");
+        }
+        json!({ "spec": spec })
+    })
 }
 
 #[tokio::test]

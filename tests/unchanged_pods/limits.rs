@@ -53,17 +53,9 @@ async fn limit_range_changes_no_number_of_gpus() {
         json!({"type": "Container", "max": amount("1k"), "default": amount("0")}),
         json!({"type": "Container", "max": amount("100"), "default": amount("0")}),
     ];
-    let pods = [
-        vec![Some(1)],
-        vec![Some(2)],
-        vec![Some(4)],
-        vec![Some(8)],
-        vec![Some(2), Some(2)],
-        vec![Some(4), Some(4)],
-        vec![Some(4), None],
-        vec![None, Some(2)],
-        vec![None],
-    ];
+    // The GPUs of each container; `-` is a container without GPUs.
+    let pods = ["1", "2", "4", "8", "2 2", "4 4", "4 -", "- 2", "-"];
+    let pods = pods.map(|gpus| gpus.split(' ').map(|count| count.parse().ok()).collect::<Vec<Option<u32>>>());
     let mut claimed = 0;
     for range in &ranges {
         put_range(&server, range);

@@ -9,6 +9,11 @@ use linkwise_api_server_box::ApiServerBox;
 
 use crate::unchanged_pods::{EMPTY, EXACT, GPUS, OFF, ON, created, put_template, server, server_with};
 
+const TWO: &str = "linkwise-gpus-2";
+const TWO_ANY: &str = "linkwise-gpus-2-any";
+const FOUR: &str = "linkwise-gpus-4";
+const EIGHT: &str = "linkwise-gpus-8";
+
 /// A pod with a container for each claim: the name of its template, or `=` and the name of an existing claim.
 fn pod(templates: &[&str]) -> Value {
     let claims = templates.iter().enumerate().map(|(place, template)| match template.strip_prefix('=') {
@@ -58,10 +63,6 @@ async fn first_of_several_claims_keeps_its_alternatives() {
         put_template(&server, namespace, template("linkwise-gpus-3", "linkwise-gpus-3-any", 5));
         put_template(&server, namespace, template("linkwise-gpus-6", "", 4));
     }
-    const TWO: &str = "linkwise-gpus-2";
-    const TWO_ANY: &str = "linkwise-gpus-2-any";
-    const FOUR: &str = "linkwise-gpus-4";
-    const EIGHT: &str = "linkwise-gpus-8";
     for (asked, expected) in [
         (&[TWO][..], &[TWO][..]),
         (&[EIGHT], &[EIGHT]),
@@ -107,13 +108,9 @@ async fn claims_that_a_policy_adds_count() {
     };
     for server in [server().await, server_with(rename_to_last).await] {
         for (asked, gpus, expected) in [
-            (
-                &["linkwise-gpus-4", "linkwise-gpus-2"][..],
-                2,
-                &["linkwise-gpus-4", "linkwise-gpus-2-any", "linkwise-gpus-2-any"][..],
-            ),
-            (&["linkwise-gpus-8"], 4, &["linkwise-gpus-8", "linkwise-gpus-4-any"]),
-            (&["linkwise-gpus-4"], 4, &["linkwise-gpus-4", "linkwise-gpus-4"]),
+            (&[FOUR, TWO][..], 2, &[FOUR, TWO_ANY, TWO_ANY][..]),
+            (&[EIGHT], 4, &[EIGHT, "linkwise-gpus-4-any"]),
+            (&[FOUR], 4, &[FOUR, FOUR]),
         ] {
             let mut pod = pod(asked);
             let main = json!({"name": "main", "image": "i", "resources": {"limits": {GPUS: gpus}}});
@@ -145,7 +142,7 @@ async fn pod_is_patched_only_for_its_own_templates() {
     let plain = json!({"spec": {"containers": [{"name": "c", "image": "i"}]}});
     created(&server, ON, &plain).unwrap();
     assert_eq!(server.patches(), 0);
-    let pod = pod(&["linkwise-gpus-2", "linkwise-gpus-8"]);
+    let pod = pod(&[TWO, EIGHT]);
     let refused = created(&server, ON, &pod).unwrap_err();
     assert!(refused.contains("There can be a delay"), "{refused}");
     server.set_starting(false);
@@ -157,7 +154,7 @@ async fn pod_is_patched_only_for_its_own_templates() {
 #[tokio::test]
 async fn claims_of_a_pod_group_keep_their_templates() {
     let server = server().await;
-    let asked = ["linkwise-gpus-8"; 3];
+    let asked = [EIGHT; 3];
     let mut pod = pod(&asked);
     pod["spec"]["schedulingGroup"] = json!({"podGroupName": "train"});
     assert_eq!(templates(&created(&server, ON, &pod).unwrap()), asked);
@@ -165,7 +162,7 @@ async fn claims_of_a_pod_group_keep_their_templates() {
 
 #[tokio::test]
 async fn random_pods_keep_few_alternatives() {
-    let names = ["linkwise-gpus-2", "linkwise-gpus-4", "linkwise-gpus-8", "linkwise-gpus-2-any", "nic", "=mine"];
+    let names = [TWO, FOUR, EIGHT, TWO_ANY, "nic", "=mine"];
     let pods = prop::collection::vec(prop::sample::select(names.to_vec()), 1..6);
     let server = server().await;
     let mut runner = TestRunner::deterministic();
@@ -184,8 +181,8 @@ async fn random_pods_keep_few_alternatives() {
         let are_small = !ours.iter().any(|name| name.contains('8'));
         assert!(listed < 2 || (ours.len() == 2 && are_small), "{asked:?} became {after:?}");
         // The first claim with alternatives keeps them.
-        if let Some(first) = asked.iter().position(|name| name.starts_with("linkwise-gpus-") && !name.ends_with("-any"))
-        {
+        let is_first = |name: &&str| name.starts_with("linkwise-gpus-") && !name.ends_with("-any");
+        if let Some(first) = asked.iter().position(is_first) {
             assert_eq!(after[first], asked[first], "{asked:?} became {after:?}");
         }
         changed += u32::from(again != asked);
