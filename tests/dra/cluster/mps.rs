@@ -128,8 +128,7 @@ async fn claim_has_its_own_control_daemon_until_its_end() {
     let pipe = format!("dra.linkwise.dev/{name}/pipe");
     let edits = edits(&node, &two);
     assert_eq!(edits["env"], json!([format!("CUDA_MPS_PIPE_DIRECTORY=/mps/{pipe}")]));
-    let mounts = edits["mounts"].as_array().unwrap().iter().map(|mount| &mount["hostPath"]);
-    let mounts: Vec<_> = mounts.take(2).collect();
+    let mounts = [0, 1].map(|mount: usize| &edits["mounts"][mount]["hostPath"]);
     let shm = format!("/host/mps/dra.linkwise.dev/{name}/shm");
     assert_eq!(mounts, [&json!(format!("/host/mps/{pipe}")), &json!(shm)]);
     let pid = text(folder.join("pipe/nvidia-cuda-mps-control.pid"));

@@ -67,6 +67,13 @@ impl Node {
         self.program().spawn().unwrap()
     }
 
+    /// Starts a process as that of a pod with this UID, whose settings let these GPUs go through DRA.
+    fn run_as(&self, pod: &str, gpus: &str) -> Child {
+        let mut command = self.program();
+        command.env("LINKWISE_POD_UID", pod).env("LINKWISE_DRA_GPUS", gpus);
+        command.env("LINKWISE_ADMIN_SOCKET", self.at(&format!("{pod}.sock"))).spawn().unwrap()
+    }
+
     /// Waits until a process has published this many devices, and the kubelet has registered its plugin.
     pub async fn serves(&self, devices: usize) {
         self.publishes(devices).await;
@@ -265,13 +272,7 @@ async fn held_gpus_change_doors_when_their_holders_end() {
 #[tokio::test]
 async fn cordon_taints_a_claims_gpu_until_uncordon() {
     let node = Node::start().await;
-    node.configure("all");
-    let start = |pod: &str| {
-        let mut command = node.program();
-        command.env("LINKWISE_POD_UID", pod).env("LINKWISE_ADMIN_SOCKET", node.at(&format!("{pod}.sock")));
-        command.spawn().unwrap()
-    };
-    let mut before = start("before");
+    let mut before = node.run_as("before", "all");
     node.serves(8).await;
     let claim = node.claim("one", &["gpu-3"]);
     let cdi = node.start_pod("p", &claim).await;
@@ -297,7 +298,7 @@ async fn cordon_taints_a_claims_gpu_until_uncordon() {
     // The claim can still be prepared, because its pod may tolerate the taint.
     assert_eq!(node.start_pod("p", &claim).await, cdi);
 
-    let _after = start("after");
+    let _after = node.run_as("after", "all");
     node.is_registered(2).await;
     before.kill().await.unwrap();
     until(|| evicted() == ["gpu-3"] && node.untainted().len() == 7).await;
@@ -312,12 +313,7 @@ async fn cordon_taints_a_claims_gpu_until_uncordon() {
 async fn ended_pods_keep_no_gpu_from_dra_in_a_takeover() {
     let node = Node::start().await;
     node.configure("none");
-    let start = |pod: &str, gpus: &str| {
-        let mut command = node.program();
-        command.env("LINKWISE_POD_UID", pod).env("LINKWISE_DRA_GPUS", gpus);
-        command.env("LINKWISE_ADMIN_SOCKET", node.at(&format!("{pod}.sock"))).spawn().unwrap()
-    };
-    let mut before = start("before", "none");
+    let mut before = node.run_as("before", "none");
     until(|| node.healthy("nvidia.com/gpu").len() == 8).await;
     for pod in ["a", "b"] {
         node.kubelet.admit(&Pod::single(pod, "nvidia.com/gpu", 4), None).await.unwrap();
@@ -327,7 +323,7 @@ async fn ended_pods_keep_no_gpu_from_dra_in_a_takeover() {
     }
     let file = fs::read_to_string(node.at("k/kubelet_internal_checkpoint")).unwrap();
     assert_eq!(file.matches("PodUID").count(), 2, "{file}");
-    let _after = start("after", "all");
+    let _after = node.run_as("after", "all");
     // The previous process still runs, as a pod does until the next one is ready.
     node.publishes(8).await;
     until(|| node.untainted().len() == 8).await;

@@ -4,8 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use linkwise_api_server_box::{Answer, Fault, Gates, ResourceType};
-use linkwise_cluster::StoredPool;
-use linkwise_cluster::{Pace, SliceWriter};
+use linkwise_cluster::{Pace, SliceWriter, StoredPool};
 use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::publish::dra::{Attribute, SliceDevice, Taint, TaintEffect};
 use serde_json::{Value, json};
@@ -88,10 +87,9 @@ impl Writing {
         self.want(pool);
         until(|| {
             let slices = cluster.slices();
-            let devices: Vec<&Value> =
-                slices.iter().filter_map(|it| it["spec"]["devices"].as_array()).flatten().collect();
-            devices.iter().map(|device| &device["name"]).eq(&names)
-                && devices.first().is_none_or(|device| Some(&device["attributes"]["round"]) == round.as_ref())
+            let mut devices = slices.iter().filter_map(|it| it["spec"]["devices"].as_array()).flatten();
+            devices.clone().map(|device| &device["name"]).eq(&names)
+                && devices.next().is_none_or(|device| Some(&device["attributes"]["round"]) == round.as_ref())
         })
         .await;
         self.reports(|stored| stored.is_current).await;
@@ -265,9 +263,7 @@ async fn each_fault_of_a_write_is_survived() {
         (Answer::Text("{}".to_owned()), "ok"),
         (Answer::Silence, "timeout"),
     ] {
-        let cluster = Cluster::of_node().await;
-        let pace = Pace { request: Duration::from_secs(2), ..PACE };
-        let mut writing = write(&cluster, pace);
+        let (cluster, mut writing) = writing(Pace { request: Duration::from_secs(2), ..PACE }).await;
         for (method, verb, round_now) in [("POST", "create", 1), ("PUT", "update", 2)] {
             cluster.server.fail(Fault::of(method, "resourceslices", 2, answer.clone()));
             writing.store(&cluster, round(2, round_now)).await;

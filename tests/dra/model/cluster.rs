@@ -116,19 +116,14 @@ fn shares(machines: &[&Node], rounds: usize, claims: &BTreeMap<u32, Value>) -> B
     shares
 }
 
-/// Claims for 1, 2 and 4 GPUs, as `linkwise claim` prints them.
-fn tiered() -> BTreeMap<u32, Value> {
-    [1, 2, 4].map(|count| (count, claim(&["--gpus", &count.to_string()]))).into()
-}
-
-/// Claims for 1, 2 and 4 GPUs without alternatives.
-fn single() -> BTreeMap<u32, Value> {
-    [1, 2, 4].map(|count| (count, gpus(count, None))).into()
+/// Claims for 1, 2 and 4 GPUs, as `linkwise claim` prints them with these options.
+fn tiered(options: &[&str]) -> BTreeMap<u32, Value> {
+    [1, 2, 4].map(|count| (count, claim(&[&["--gpus", &count.to_string()], options].concat()))).into()
 }
 
 #[test]
 fn equal_nodes_give_the_best_free_set() {
-    let claims = tiered();
+    let claims = tiered(&[]);
     for node in nodes().filter(|node| node.gpus() <= 8) {
         let shares = shares(&[&node, &node, &node], 600, &claims);
         assert!(shares[&2].claims > 100, "{}", node.name);
@@ -142,14 +137,12 @@ fn equal_nodes_give_the_best_free_set() {
 #[test]
 fn equal_nodes_in_any_state_give_nearly_their_best() {
     // A claim for four GPUs lacks alternatives for some sets of a hybrid cube mesh (`tiers`).
-    in_any_state(&|_| tiered(), 800);
-    in_any_state(
-        &|node| {
-            let counts = [2, 4].into_iter().filter(|count| *count <= node.gpus());
-            counts.map(|count| (count, claim(&["--gpus", &count.to_string(), "--node", node.name]))).collect()
-        },
-        930,
-    );
+    in_any_state(&|_| tiered(&[]), 800);
+    let of_node = |node: &Node| -> BTreeMap<u32, Value> {
+        let counts = [2, 4].into_iter().filter(|count| *count <= node.gpus());
+        counts.map(|count| (count, claim(&["--gpus", &count.to_string(), "--node", node.name]))).collect()
+    };
+    in_any_state(&of_node, 930);
 }
 
 /// Checks claims on three nodes of one machine. `min_of_mesh` bounds the mean share of claims for four GPUs of a hybrid
@@ -184,12 +177,6 @@ fn in_any_state(claims: &dyn Fn(&Node) -> BTreeMap<u32, Value>, min_of_mesh: u64
     }
 }
 
-/// Claims for 1, 2 and 4 GPUs of a fleet of these machines.
-fn for_fleet(machines: &[&str]) -> BTreeMap<u32, Value> {
-    let nodes: Vec<&str> = machines.iter().flat_map(|machine| ["--node", machine]).collect();
-    [1, 2, 4].map(|count| (count, claim(&[&["--gpus", &count.to_string()], &nodes[..]].concat()))).into()
-}
-
 /// Claims for any machine order the tiers of each machine, claims for a fleet order bandwidths over all machines. The
 /// golden file, and docs/scale.md, compare them on clusters of unlike nodes.
 #[test]
@@ -204,7 +191,9 @@ fn unlike_nodes_are_compared_by_class() {
     let mut report = String::new();
     for mix in mixes {
         let machines: Vec<Node> = mix.iter().map(|name| node(name)).collect();
-        for (kind, claims) in [("fleet", for_fleet(mix)), ("groups", tiered()), ("singles", single())] {
+        let of_fleet: Vec<&str> = mix.iter().flat_map(|machine| ["--node", machine]).collect();
+        let singles: BTreeMap<u32, Value> = [1, 2, 4].map(|count| (count, gpus(count, None))).into();
+        for (kind, claims) in [("fleet", tiered(&of_fleet)), ("groups", tiered(&[])), ("singles", singles)] {
             for (count, shares) in shares(&machines.iter().collect::<Vec<_>>(), 600, &claims) {
                 let (best, mean) = (shares.best * 1000 / shares.claims, shares.mean());
                 report += &format!("{}: {kind} of {count}: mean {mean}, the best {best}\n", mix.join(", "));

@@ -66,10 +66,8 @@ fn exact_claim_gets_its_bandwidth_if_a_set_is_free() {
                 }
                 (states, waits) = (states + 1, waits + u64::from(group.is_none()));
             }
-            let tenths = promised / 100;
-            let bandwidth =
-                if tenths % 10 == 0 { format!("{}", tenths / 10) } else { format!("{}.{}", tenths / 10, tenths % 10) };
-            let bound = format!(", each with {bandwidth} GB/s or more");
+            // One decimal, if it is not 0.
+            let bound = format!(", each with {} GB/s or more", (promised / 100) as f64 / 10.0);
             assert!(stderr.contains(&bound), "{name}: {count}: {promised}: {stderr}");
             let mille = waits * 1000 / states;
             let share = format!("waits in {}.{} % of the states", mille / 10, mille % 10);

@@ -50,12 +50,8 @@ fn documented_groups_are_those_of_a_dgx_1() {
         let mut letters = String::new();
         for device in &devices {
             let value = device.attributes.get(&format!("linkwise.dev/{name}"));
-            let place = value.map(|value| {
-                known.iter().position(|other| *other == value).unwrap_or_else(|| {
-                    known.push(value);
-                    known.len() - 1
-                })
-            });
+            known.extend(value.filter(|value| !known.contains(value)));
+            let place = value.and_then(|value| known.iter().position(|other| *other == value));
             letters.push_str(place.map_or(" -", |place| [" A", " B", " C", " D"][place]));
         }
         assert!(rows.iter().any(|row| row.starts_with(&format!("    {name:<7} {letters} "))), "{name} {letters}");

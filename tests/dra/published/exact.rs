@@ -41,10 +41,8 @@ fn exact_claims_are_printed_as_documented() {
     {
         holds(&format!("claim-{name}"), &linkwise(&[&["claim", "--exact"], args].concat()));
     }
-    let reports = |machine: &str| {
-        let sizes = ["1", "2", "3", "4", "8"].map(|size| named(&["--gpus", size, "--node", machine]).1);
-        sizes.concat()
-    };
+    let reports =
+        |machine: &str| ["1", "2", "3", "4", "8"].map(|size| named(&["--gpus", size, "--node", machine]).1).concat();
     holds("claim-exact-says", &["dgx1-v100", "aws-p5", "pcie-8x-pix-pairs"].map(reports).join("\n"));
 }
 
@@ -99,8 +97,7 @@ fn unknown_machine_is_described_by_groups_alone() {
 #[test]
 fn sick_old_and_incomplete_devices_do_not_count() {
     let (whole, mut sick) = (slices("dgx1-v100", "n"), slices("dgx1-v100", "n"));
-    let taint = json!([{"key": "gpu.nvidia.com/xid", "effect": "NoSchedule"}]);
-    sick[0]["spec"]["devices"][0]["taints"] = taint;
+    sick[0]["spec"]["devices"][0]["taints"] = json!([{"key": "gpu.nvidia.com/xid", "effect": "NoSchedule"}]);
     let (_, stderr) = named(&["--gpus", "8", "--near", "nic", &cluster(&file(&whole, false))]);
     assert!(stderr.contains("room for 1 claim of 8"), "{stderr}");
     let refused = |slices: &[Value], error: &str| {

@@ -46,10 +46,8 @@ fn fleet_of_unlike_machines_has_one_order() {
         text += &format!("{size} GPUs, {}\n{stderr}", options.join(" "));
         for (name, attribute, selector) in alternatives(&claim) {
             text += &format!("  {name}: {}", attribute.as_deref().unwrap_or("any"));
-            text += &selector
-                .map(|selector| format!(", {}", selector.rsplit(".productName ").next().unwrap()))
-                .unwrap_or_default();
-            text += "\n";
+            let selected = |selector: String| format!(", {}", selector.rsplit(".productName ").next().unwrap());
+            text += &(selector.map(selected).unwrap_or_default() + "\n");
         }
     }
     holds("claim-fleet", &text);
@@ -152,16 +150,14 @@ fn ignored_nodes_are_counted_on_stderr() {
     let (found, stderr) = attributes(&nodes(&[("dgx-h100", 2), ("aws-p5", 1)]), &["--gpus", "2"]);
     assert!(found.is_empty() && stderr.contains("any 2 GPUs have the same bandwidth"), "{found:?} {stderr}");
     // Each node has another model. Those above the limit are ignored and counted.
-    let many: Vec<Value> = (0..70)
-        .flat_map(|number| {
-            let mut slices = slices("nvlink-bridge-pairs", &format!("n{number}"));
-            for device in slices[0]["spec"]["devices"].as_array_mut().unwrap() {
-                device["attributes"]["productName"]["string"] = json!(format!("Model {number:02}"));
-            }
-            slices
-        })
-        .collect();
-    let (_, stderr) = attributes(&many, &["--gpus", "2"]);
+    let many = (0..70).flat_map(|number| {
+        let mut slices = slices("nvlink-bridge-pairs", &format!("n{number}"));
+        for device in slices[0]["spec"]["devices"].as_array_mut().unwrap() {
+            device["attributes"]["productName"]["string"] = json!(format!("Model {number:02}"));
+        }
+        slices
+    });
+    let (_, stderr) = attributes(&many.collect::<Vec<_>>(), &["--gpus", "2"]);
     assert!(stderr.contains("6 of the nodes are ignored"), "{stderr}");
     assert!(stderr.contains("48 nodes with further models"), "{stderr}");
 }

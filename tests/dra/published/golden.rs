@@ -62,9 +62,8 @@ fn values(device: &SliceDevice) -> BTreeMap<String, String> {
         Attribute::Version(version) => format!("v{version}"),
     };
     let attributes = device.attributes.iter().map(|(key, attribute)| (key.clone(), value(attribute)));
-    attributes
-        .chain(device.capacity.iter().map(|(key, capacity)| (format!("[{key}]"), capacity.value.clone())))
-        .collect()
+    let capacities = device.capacity.iter().map(|(key, capacity)| (format!("[{key}]"), capacity.value.clone()));
+    attributes.chain(capacities).collect()
 }
 
 /// The text of a golden file: the values that all devices have, then a paragraph for each device.
@@ -107,8 +106,8 @@ fn built_in_machines_keep_their_slices() {
         if observed.gpus[0].mig.is_some() {
             let devices = published(&with_mig(observed), &[]);
             write!(golden, "\nwith MIG on the first GPU\n{}", text(&devices[devices.len() - 3..])).unwrap();
-            write!(golden, "\n{}", devices.iter().map(|device| device.name.clone() + "\n").collect::<String>())
-                .unwrap();
+            let names: String = devices.iter().map(|device| device.name.clone() + "\n").collect();
+            write!(golden, "\n{names}").unwrap();
         }
         holds(&format!("dra-{}", machine.name), &golden);
     }

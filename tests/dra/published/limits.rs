@@ -78,14 +78,14 @@ pub fn cut_into_mig(mut observed: NodeObservation, devices: u32) -> NodeObservat
             let uuid = format!("MIG-{number}-{index}").parse().unwrap();
             MigDeviceObservation { uuid, ..mig_device(index, 1, 19, place) }
         };
-        gpu.mig =
-            Some(MigObservation { enabled: true, devices: (0..devices).map(device).collect(), profiles: Vec::new() });
+        let devices = (0..devices).map(device).collect();
+        gpu.mig = Some(MigObservation { enabled: true, devices, profiles: Vec::new() });
     }
     observed
 }
 
 /// The specifications of the slices with these devices, after the check.
-fn slices(devices: Vec<SliceDevice>) -> Vec<serde_json::Value> {
+pub fn slices(devices: Vec<SliceDevice>) -> Vec<serde_json::Value> {
     let pool = Pool::new("node-1.example.org", devices);
     let slices: Vec<_> = pool.slices(7).iter().map(|slice| serde_json::to_value(slice).unwrap()).collect();
     check(&slices);
@@ -142,12 +142,10 @@ fn slices_are_as_few_as_taints_allow() {
     for (devices, expected) in [(0, 1), (64, 1), (128, 1), (129, 3)] {
         assert_eq!(slices(many(devices)).len(), expected, "{devices} devices");
     }
-    let in_order: Vec<String> = slices(sick.clone())
-        .iter()
-        .flat_map(|slice| slice["devices"].as_array().unwrap().clone())
-        .map(|device| device["name"].as_str().unwrap().to_owned())
-        .collect();
-    assert_eq!(in_order, sick.iter().map(|device| device.name.clone()).collect::<Vec<_>>());
+    let slices = slices(sick.clone());
+    let written = slices.iter().flat_map(|slice| slice["devices"].as_array().unwrap());
+    let written: Vec<&str> = written.map(|device| device["name"].as_str().unwrap()).collect();
+    assert_eq!(written, sick.iter().map(|device| device.name.as_str()).collect::<Vec<_>>());
 }
 
 #[test]

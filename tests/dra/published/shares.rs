@@ -1,6 +1,5 @@
 //! The slices of GPUs that several claims share.
 
-use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::publish::dra::{Capacity, DraFacts, DraSettings, SliceDevice, devices};
 use linkwise_core::state::{
     DeviceSelector, GpuShares, ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
@@ -8,9 +7,8 @@ use linkwise_core::state::{
 use linkwise_core::topology::NodeObservation;
 use linkwise_host::machines;
 
-use super::checker::check;
 use super::golden::{config, holds, linkwise, run};
-use super::limits::{idle, with_all_facts};
+use super::limits::{idle, slices, with_all_facts};
 
 /// The devices that a machine publishes if its GPUs with these indices are shared.
 pub fn published(observed: &NodeObservation, shared: &[u32], shares: GpuShares) -> Vec<SliceDevice> {
@@ -36,8 +34,7 @@ fn shared_gpus_keep_to_the_limits_on_every_machine() {
             for one_each in [false, true] {
                 let devices = published(&observed, &all, GpuShares { shares, one_each });
                 assert_eq!(devices.len(), all.len(), "{}", machine.name);
-                let slices = Pool::new("node", devices).slices(1);
-                check(&slices.iter().map(|slice| serde_json::to_value(slice).unwrap()).collect::<Vec<_>>());
+                slices(devices);
             }
         }
     }

@@ -47,7 +47,7 @@ impl Node {
 
     /// Lets PodResources list the device with a claim, and no other.
     fn kubelet_lists(&mut self, name: &str) {
-        let (claim, driver, device) = ("default/a".to_owned(), DRIVER.to_owned(), name.to_owned());
+        let [claim, driver, device] = ["default/a", DRIVER, name].map(str::to_owned);
         let claimed = ClaimedDevice { claim, driver, device, ..ClaimedDevice::default() };
         self.apply(Event::Holders(Some(Holdings { claims: [claimed].into(), ..Holdings::default() })));
     }
@@ -181,9 +181,9 @@ fn gpus_of_a_claimed_set_stay_with_dra_unpublished() {
     let observed = dgx();
     let (gpus, set) = ([4, 7].map(|gpu: usize| observed.gpus[gpu].uuid.clone()), "gpus-2-4-7");
     let prepared = prepared(gpus.clone().map(|gpu| (set, gpu)));
-    let (claim, driver, cdi_names) = ("default/a".to_owned(), DRIVER.to_owned(), gpus.iter().map(ToString::to_string));
-    let listed =
-        ClaimedDevice { claim, driver, device: set.to_owned(), cdi_names: cdi_names.collect(), ..Default::default() };
+    let [claim, driver, device] = ["default/a", DRIVER, set].map(str::to_owned);
+    let cdi_names = gpus.iter().map(ToString::to_string).collect();
+    let listed = ClaimedDevice { claim, driver, device, cdi_names, ..ClaimedDevice::default() };
     let listed = Holdings { claims: [listed].into(), ..Holdings::default() };
     // The claim is known from its checkpoint alone, and from the kubelet's list alone.
     for (prepared, listed) in [(vec![prepared], Holdings::default()), (Vec::new(), listed)] {
