@@ -5,6 +5,7 @@
 use crate::oracle;
 use crate::random_node;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use linkwise_core::allocation::{
@@ -129,12 +130,8 @@ proptest! {
         let (available, must) = (named(&available), named(&must));
         let answer = ask(&plain, available.clone(), must.clone(), size);
 
-        let mut once = available.clone();
-        once.sort();
-        once.dedup();
-        let mut must_once = must.clone();
-        must_once.sort_by(|a, b| b.cmp(a));
-        must_once.dedup();
+        let once = BTreeSet::from_iter(available.clone()).into_iter().collect();
+        let must_once = BTreeSet::from_iter(must.clone()).into_iter().rev().collect();
         prop_assert_eq!(&ask(&plain, once, must_once, size), &answer);
 
         let mut turned = observed.clone();
@@ -162,21 +159,15 @@ proptest! {
         let (available, must) = (named(&available), named(&must));
         let (answer, report) = ask(&tables, available.clone(), must.clone(), size);
 
-        let mut all = available.clone();
-        all.extend(must.clone());
-        all.sort();
-        all.dedup();
-        let mut first = must;
-        first.sort();
-        first.dedup();
+        let all: BTreeSet<DeviceId> = available.into_iter().chain(must.clone()).collect();
+        let first: BTreeSet<DeviceId> = must.into_iter().collect();
         let fits = first.len() <= size && size <= all.len();
         if known && fits {
             prop_assert_eq!(answer.devices.len(), size);
             prop_assert!(first.iter().all(|id| answer.devices.contains(id)));
             return Ok(());
         }
-        let then: Vec<DeviceId> = all.into_iter().filter(|id| !first.contains(id)).collect();
-        let expected: Vec<DeviceId> = first.into_iter().chain(then).take(size).collect();
+        let expected: Vec<DeviceId> = first.iter().chain(all.difference(&first)).take(size).cloned().collect();
         prop_assert_eq!(answer.devices, expected);
         let reason = if known { FallbackReason::Size } else { FallbackReason::UnknownDevice };
         prop_assert_eq!(report.fallback, Some(reason));

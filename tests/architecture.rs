@@ -8,6 +8,8 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::chart::helm::repository;
+
 /// The members of the workspace, each with the members that it may use: those below it.
 const EDGES: [(&str, &[&str]); 14] = [
     ("crates/core", &[]),
@@ -134,12 +136,11 @@ fn files(folder: &Path, found: &mut Vec<PathBuf>) {
 
 /// Every source file below these folders: its path in the repository, and its text.
 pub fn sources(folders: &[&str]) -> Vec<(String, String)> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let mut found = Vec::new();
+    let (root, mut found) = (repository(""), Vec::new());
     folders.iter().for_each(|folder| files(&root.join(folder), &mut found));
     found.sort_unstable();
     let read = |file: &PathBuf| {
-        let path = file.strip_prefix(root).expect("below the root").to_str().expect("a plain name").to_owned();
+        let path = file.strip_prefix(&root).expect("below the root").to_str().expect("a plain name").to_owned();
         (path, fs::read_to_string(file).expect("source is text"))
     };
     found.iter().map(read).collect()
@@ -149,11 +150,8 @@ pub fn sources(folders: &[&str]) -> Vec<(String, String)> {
 fn rules_hold_in_each_file() {
     let sources = sources(&CODE);
     assert!(sources.len() > 300, "{} files", sources.len());
-    let wrong: Vec<String> = sources
-        .iter()
-        .filter(|(path, _)| !path.contains("/tests/") && !path.contains("/benches/"))
-        .flat_map(|(path, text)| check(path, text))
-        .collect();
+    let own = sources.iter().filter(|(path, _)| !path.contains("/tests/") && !path.contains("/benches/"));
+    let wrong: Vec<String> = own.flat_map(|(path, text)| check(path, text)).collect();
     assert!(wrong.is_empty(), "\n{}\n", wrong.join("\n"));
 }
 
@@ -173,13 +171,11 @@ fn each_rule_refuses_what_breaks_it() {
         assert!(wrong.contains(complaint), "{path}: {wrong}");
     }
     assert!(check("crates/host/src/cdi/mod.rs", "use std::fmt;\n").join("\n").contains("does not open with //!"));
+    let skipped = "// tokio::spawn(g());\n#[cfg(test)]\nmod tests { fn f() { tokio::spawn(g()); } }";
     for (path, text) in [
         ("crates/kubelet/src/convert.rs", "use linkwise_kubelet_api::v1beta1 as wire;"),
         ("src/run/mod.rs", "fn f() { tokio::spawn(g()); }"),
-        (
-            "crates/node/src/admin/mod.rs",
-            "// tokio::spawn(g());\n#[cfg(test)]\nmod tests { fn f() { tokio::spawn(g()); } }",
-        ),
+        ("crates/node/src/admin/mod.rs", skipped),
     ] {
         assert_eq!(check(path, &format!("//! A module.\n{text}\n")), Vec::<String>::new(), "{path}: {text}");
     }
@@ -201,8 +197,7 @@ fn edges(manifest: &str) -> BTreeSet<String> {
 
 #[test]
 fn crates_use_what_stands_below_them() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let manifest = |member: &str| fs::read_to_string(root.join(member).join("Cargo.toml")).expect("a manifest");
+    let manifest = |member: &str| fs::read_to_string(repository(member).join("Cargo.toml")).expect("a manifest");
     for (member, allowed) in EDGES {
         let found = edges(&manifest(member));
         let beyond: Vec<&String> = found.iter().filter(|name| !allowed.contains(&name.as_str())).collect();
@@ -210,7 +205,7 @@ fn crates_use_what_stands_below_them() {
     }
     let listed: BTreeSet<&str> = EDGES.iter().map(|(member, _)| *member).collect();
     for folder in ["crates", "lab"] {
-        for entry in fs::read_dir(root.join(folder)).expect("a folder of members").flatten() {
+        for entry in fs::read_dir(repository(folder)).expect("a folder of members").flatten() {
             let name = format!("{folder}/{}", entry.file_name().to_string_lossy());
             let is_member = entry.path().join("Cargo.toml").exists();
             assert!(!is_member || listed.contains(name.as_str()), "{name} has no row in tests/architecture.rs");
@@ -252,23 +247,21 @@ fn docs_begin_with_a_noun_or_a_verb_and_lines_are_short() {
 
 #[test]
 fn pages_are_short_enough_to_be_read() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let pages = fs::read_dir(root.join("docs")).expect("docs/ can be read").flatten().map(|entry| entry.path());
+    let pages = fs::read_dir(repository("docs")).expect("docs/ can be read").flatten().map(|entry| entry.path());
     let pages = pages.filter(|page| page.extension().is_some_and(|extension| extension == "md"));
     let read = |page: PathBuf| fs::read_to_string(page).expect("a page is text").split_whitespace().count();
-    let words: usize = pages.chain([root.join("README.md"), root.join("ARCHITECTURE.md")]).map(read).sum();
+    let words: usize = pages.chain(["README.md", "ARCHITECTURE.md"].map(repository)).map(read).sum();
     assert!(words <= MAX_WORDS, "{words} words");
 }
 
 #[test]
 fn every_binary_of_tests_is_run() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let makefile = fs::read_to_string(root.join("Makefile")).expect("the Makefile can be read");
-    let list =
-        makefile.lines().find(|line| line.starts_with("OTHER_TESTS := --lib --bins ")).expect("make test has a list");
+    let makefile = fs::read_to_string(repository("Makefile")).expect("the Makefile can be read");
+    let mut lines = makefile.lines();
+    let list = lines.find(|line| line.starts_with("OTHER_TESTS := --lib --bins ")).expect("make test has a list");
     let named: BTreeSet<&str> = list.split([' ', ',', ')']).collect();
     let mut binaries = 0;
-    for member in EDGES.iter().filter(|(member, _)| *member != ".").map(|(member, _)| root.join(member)) {
+    for member in EDGES.iter().filter(|(member, _)| *member != ".").map(|(member, _)| repository(member)) {
         for binary in fs::read_dir(member.join("tests")).into_iter().flatten().flatten() {
             let binary = binary.file_name();
             let binary = binary.to_str().expect("a name is text").trim_end_matches(".rs");
@@ -281,15 +274,11 @@ fn every_binary_of_tests_is_run() {
 
 #[test]
 fn every_dependency_has_a_reason() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let reasons = fs::read_to_string(root.join("docs/dependencies.md")).expect("docs/dependencies.md can be read");
-    let named: Vec<&str> = reasons
-        .lines()
-        .filter_map(|line| line.strip_prefix("| ")?.split('|').next())
-        .flat_map(|cell| cell.split(',').map(str::trim))
-        .collect();
+    let reasons = fs::read_to_string(repository("docs/dependencies.md")).expect("docs/dependencies.md can be read");
+    let cells = reasons.lines().filter_map(|line| line.strip_prefix("| ")?.split('|').next());
+    let named: Vec<&str> = cells.flat_map(|cell| cell.split(',').map(str::trim)).collect();
     for (member, _) in EDGES {
-        let text = fs::read_to_string(root.join(member).join("Cargo.toml")).expect("a manifest can be read");
+        let text = fs::read_to_string(repository(member).join("Cargo.toml")).expect("a manifest can be read");
         let mut section = "";
         for line in text.lines() {
             if line.starts_with('[') {
@@ -305,19 +294,15 @@ fn every_dependency_has_a_reason() {
 
 #[test]
 fn documented_tests_exist() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let readme = fs::read_to_string(root.join("tests/README.md")).expect("tests/README.md can be read");
+    let readme = fs::read_to_string(repository("tests/README.md")).expect("tests/README.md can be read");
     let (_, faults) = readme.split_once("## Faults and their tests").expect("tests/README.md lists faults");
-    let mut sources = Vec::new();
-    ["src", "tests", "crates", "lab"].iter().for_each(|folder| files(&root.join(folder), &mut sources));
-    let code: Vec<String> = sources.iter().map(|source| fs::read_to_string(source).expect("source is text")).collect();
+    let sources = sources(&["src", "tests", "crates", "lab"]);
     // `module::test` or `test`, between backticks; shorter words are not tests.
     let names = faults.split('`').skip(1).step_by(2).map(|text| text.rsplit("::").next().unwrap_or(text));
-    let names: Vec<&str> = names
-        .filter(|name| name.len() >= 12 && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_'))
-        .collect();
+    let is_name = |name: &&str| name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+    let names: Vec<&str> = names.filter(|name| name.len() >= 12).filter(is_name).collect();
     assert!(names.len() > 50, "{} names", names.len());
-    let missing: Vec<&&str> =
-        names.iter().filter(|name| !code.iter().any(|text| text.contains(&format!("fn {name}(")))).collect();
+    let exists = |name: &str| sources.iter().any(|(_, text)| text.contains(&format!("fn {name}(")));
+    let missing: Vec<&&str> = names.iter().filter(|name| !exists(name)).collect();
     assert!(missing.is_empty(), "tests/README.md names tests that do not exist: {missing:?}");
 }

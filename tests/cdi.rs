@@ -236,21 +236,15 @@ fn expected_links_are_made_whatever_the_host_has() {
     }
     root.link(&format!("{LIBRARIES}/libGLX_indirect.so.0"), "libGLX_mesa.so.0");
     root.file(&format!("{LIBRARIES}/xorg/modules/extensions/libglxserver_nvidia.so.{VERSION}"));
+    let (producer, server) = ("libnvidia-vulkan-producer.so", "libglxserver_nvidia.so");
+    let server_below = "xorg/modules/extensions/libglxserver_nvidia.so";
     let links = [
         ("libGLX_indirect.so.0", format!("libGLX_nvidia.so.{VERSION}"), "libGLX_nvidia.so"),
         ("libcuda.so", "libcuda.so.1".to_owned(), "libcuda.so"),
         ("gbm/nvidia-drm_gbm.so", "../libnvidia-allocator.so.1".to_owned(), "libnvidia-allocator.so"),
         ("libnvidia-opticalflow.so", "libnvidia-opticalflow.so.1".to_owned(), "libnvidia-opticalflow.so"),
-        (
-            "libnvidia-vulkan-producer.so",
-            format!("libnvidia-vulkan-producer.so.{VERSION}"),
-            "libnvidia-vulkan-producer.so",
-        ),
-        (
-            "xorg/modules/extensions/libglxserver_nvidia.so",
-            format!("libglxserver_nvidia.so.{VERSION}"),
-            "xorg/modules/extensions/libglxserver_nvidia.so",
-        ),
+        (producer, format!("{producer}.{VERSION}"), producer),
+        (server_below, format!("{server}.{VERSION}"), server_below),
     ];
     let without = mounts(&folder);
     root.hook();
@@ -341,9 +335,11 @@ fn root_without_libraries_still_gets_device_nodes() {
         assert!(warning.contains(part), "{warning}");
     }
     let specs = cdi::specs(&scanned.description);
-    let nodes: Vec<&str> =
-        specs[0].devices.iter().map(|device| device.container_edits.device_nodes[0].path.as_str()).collect();
-    assert_eq!(nodes, ["/dev/nvidia0", "/dev/nvidia0", "/dev/nvidia1", "/dev/nvidia1", "/dev/nvidia0"]);
+    let nodes = specs[0].devices.iter().map(|device| &device.container_edits.device_nodes[0].path);
+    assert_eq!(
+        nodes.collect::<Vec<_>>(),
+        ["/dev/nvidia0", "/dev/nvidia0", "/dev/nvidia1", "/dev/nvidia1", "/dev/nvidia0"]
+    );
     assert_eq!(specs[0].container_edits.device_nodes[0].path, "/dev/nvidiactl");
     assert_eq!(specs[0].container_edits.mounts, []);
     written(&scanned.description);
@@ -413,14 +409,11 @@ fn mig_device_has_parent_node_and_capabilities() {
     assert_eq!(scanned.warnings, [Warning::NoCapabilities("MIG-3".parse().unwrap())]);
     written(&scanned.description);
     let specs = cdi::specs(&scanned.description);
-    let devices: Vec<(String, Vec<&str>)> = specs[0]
-        .devices
-        .iter()
-        .map(|device| {
-            let nodes = device.container_edits.device_nodes.iter();
-            (device.name.clone(), nodes.map(|node| node.path.trim_start_matches("/dev/")).collect())
-        })
-        .collect();
+    let devices = specs[0].devices.iter().map(|device| {
+        let nodes = device.container_edits.device_nodes.iter();
+        (device.name.clone(), nodes.map(|node| node.path.trim_start_matches("/dev/")).collect())
+    });
+    let devices: Vec<(String, Vec<&str>)> = devices.collect();
     let first = vec!["nvidia5", "nvidia-caps/nvidia-cap66", "nvidia-caps/nvidia-cap67"];
     let second = vec!["nvidia5", "nvidia-caps/nvidia-cap75", "nvidia-caps/nvidia-cap76"];
     let whole = vec!["nvidia5", "dri/card2", "dri/renderD128"];

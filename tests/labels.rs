@@ -195,11 +195,8 @@ fn plans() -> impl Strategy<Value = ResourcePlan> {
         Just(shared(SharingKind::Mps, "nvidia.com/gpu")),
         Just(shared(SharingKind::TimeSlicing, "nvidia.com/mig-1g.10gb")),
     ];
-    (strategies, sharing).prop_map(|(mig_strategy, sharing)| ResourcePlan {
-        mig_strategy,
-        sharing,
-        ..Default::default()
-    })
+    let plan = |(mig_strategy, sharing)| ResourcePlan { mig_strategy, sharing, ..ResourcePlan::default() };
+    (strategies, sharing).prop_map(plan)
 }
 
 /// A model for each GPU, and the slices of its MIG devices if it is in MIG mode.

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::commands::kustomize::rendered;
 use crate::dra::published::golden::{linkwise, run};
@@ -90,10 +90,10 @@ fn overlays_change_what_the_base_has() {
 #[test]
 fn pods_are_replaced_without_a_gap() {
     let base = base();
-    let strategy = serde_json::json!({"maxSurge": 1, "maxUnavailable": 0});
+    let strategy = json!({"maxSurge": 1, "maxUnavailable": 0});
     assert_eq!(base["spec"]["updateStrategy"]["rollingUpdate"], strategy);
     assert_eq!(base.pointer(&format!("{POD}/hostNetwork")), None);
-    let uid = serde_json::json!({"name": "LINKWISE_POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}});
+    let uid = json!({"name": "LINKWISE_POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}});
     assert!(list(&base, &format!("{POD}/containers/0/env")).contains(&&uid));
     for folder in overlays() {
         let patch = read(&folder.join("daemonset.yaml"));
@@ -127,7 +127,7 @@ fn check_references(folder: &Path, parts: &[&Value]) {
 fn selinux_overlay_lets_next_pod_read_kept_files() {
     let patch = patch("selinux");
     let options = patch.pointer(&format!("{POD}/containers/0/securityContext/seLinuxOptions")).unwrap();
-    assert_eq!(*options, serde_json::json!({"type": "container_device_plugin_t", "level": "s0"}));
+    assert_eq!(*options, json!({"type": "container_device_plugin_t", "level": "s0"}));
 }
 
 #[test]
@@ -138,25 +138,25 @@ fn openshift_constraints_are_what_the_daemonset_needs() {
     let security = |of: &Value, pointer: &str| {
         of.pointer(&format!("{POD}/containers/0/securityContext{pointer}")).cloned().unwrap_or_default()
     };
-    assert_eq!(scc["runAsUser"], serde_json::json!({"type": "MustRunAs", "uid": security(&base, "/runAsUser")}));
+    assert_eq!(scc["runAsUser"], json!({"type": "MustRunAs", "uid": security(&base, "/runAsUser")}));
     assert_eq!(scc["seLinuxContext"]["seLinuxOptions"], security(&patch, "/seLinuxOptions"));
     assert_eq!(scc["requiredDropCapabilities"], security(&base, "/capabilities/drop"));
     assert_eq!(scc["readOnlyRootFilesystem"], security(&base, "/readOnlyRootFilesystem"));
     assert_eq!(base.pointer(&format!("{POD}/securityContext/seccompProfile/type")).unwrap(), "RuntimeDefault");
-    assert_eq!(scc["seccompProfiles"], serde_json::json!(["runtime/default"]));
+    assert_eq!(scc["seccompProfiles"], json!(["runtime/default"]));
     let volumes = list(&base, &format!("{POD}/volumes"));
     let kinds = volumes.iter().flat_map(|volume| volume.as_object().unwrap().keys()).filter(|key| *key != "name");
     let needed: BTreeSet<&str> = kinds.map(String::as_str).chain(["configMap"]).collect();
     assert_eq!(list(&scc, "/volumes").into_iter().map(|kind| kind.as_str().unwrap()).collect::<BTreeSet<_>>(), needed);
     for (name, value) in scc.as_object().unwrap().iter().filter(|(name, _)| name.starts_with("allow")) {
         let is_needed = name == "allowHostDirVolumePlugin";
-        assert!(value.as_bool() == Some(is_needed) || *value == serde_json::json!([]), "{name}: {value}");
+        assert!(value.as_bool() == Some(is_needed) || *value == json!([]), "{name}: {value}");
     }
     // The pod gets these constraints through the annotation, the role and the binding.
     let name = &scc["metadata"]["name"];
     assert_eq!(patch["spec"]["template"]["metadata"]["annotations"]["openshift.io/required-scc"], *name);
     let rule = &role["rules"][0];
-    assert_eq!((&rule["resourceNames"][0], &rule["verbs"]), (name, &serde_json::json!(["use"])));
+    assert_eq!((&rule["resourceNames"][0], &rule["verbs"]), (name, &json!(["use"])));
     assert_eq!(binding["roleRef"]["name"], role["metadata"]["name"]);
     assert_eq!(binding["subjects"][0]["name"], base["spec"]["template"]["spec"]["serviceAccountName"]);
     assert_eq!(binding["subjects"][0]["namespace"], read(&folder.join("kustomization.yaml"))["namespace"]);
@@ -168,8 +168,8 @@ fn openshift_constraints_are_what_the_daemonset_needs() {
 fn volume_mounts_come_with_the_right_to_see_gpus() {
     let patch = patch("volume-mounts");
     let container = patch.pointer(&format!("{POD}/containers/0")).unwrap();
-    assert_eq!(container["env"][0], serde_json::json!({"name": "DEVICE_LIST_STRATEGY", "value": "volume-mounts"}));
-    let capabilities = serde_json::json!({"add": ["SYS_ADMIN"], "drop": ["ALL"]});
+    assert_eq!(container["env"][0], json!({"name": "DEVICE_LIST_STRATEGY", "value": "volume-mounts"}));
+    let capabilities = json!({"add": ["SYS_ADMIN"], "drop": ["ALL"]});
     assert_eq!(container["securityContext"]["capabilities"], capabilities);
 }
 
@@ -181,10 +181,7 @@ fn mig_overlay_adds_exactly_the_rights_it_needs() {
     let env = list(container, "/env").into_iter().map(|env| (env["name"].as_str().unwrap(), env["value"].as_str()));
     let expected = ["LINKWISE_DRA_DYNAMIC_MIG", "NVIDIA_MIG_CONFIG_DEVICES", "NVIDIA_MIG_MONITOR_DEVICES"].into_iter();
     assert!(env.eq(expected.zip([Some("true"), Some("all"), Some("all")])));
-    let security = serde_json::json!({
-        "capabilities": {"add": ["SYS_ADMIN"], "drop": ["ALL"]},
-        "allowPrivilegeEscalation": true,
-    });
+    let security = json!({"capabilities": {"add": ["SYS_ADMIN"], "drop": ["ALL"]}, "allowPrivilegeEscalation": true});
     assert_eq!(container["securityContext"], security);
     assert_eq!((&container["volumeMounts"], patch.pointer(&format!("{POD}/volumes"))), (&Value::Null, None));
 }
@@ -229,12 +226,12 @@ fn dra_has_the_least_rights_and_its_own_node() {
     let of = |name: &str| read(&manifests().join(format!("overlays/dra/{name}.yaml")));
     let role = of("clusterrole");
     let rules = list(&role, "/rules").into_iter().map(|rule| (rule["resources"][0].clone(), rule["verbs"].clone()));
-    let expected = serde_json::json!([
+    let expected = json!([
         ["resourceclaims", ["get"]],
         ["resourceslices", ["get", "list", "watch", "create", "update", "delete"]],
         ["nodes", ["get"]],
     ]);
-    let rules: Vec<Value> = rules.map(|(resource, verbs)| serde_json::json!([resource, verbs])).collect();
+    let rules: Vec<Value> = rules.map(|(resource, verbs)| json!([resource, verbs])).collect();
     assert_eq!(Value::from(rules), expected);
     let account = is_bound(&of("clusterrolebinding"), &role);
     let policy = of("admissionpolicy");
@@ -242,10 +239,8 @@ fn dra_has_the_least_rights_and_its_own_node() {
     let user = format!("request.userInfo.username.matches('^system:serviceaccount:[^:]+:{account}$')");
     assert_eq!(policy["spec"]["matchConditions"][0]["expression"], user);
     let rule = &policy["spec"]["matchConstraints"]["resourceRules"][0];
-    assert_eq!(
-        (&rule["resources"][0], &rule["operations"]),
-        (&serde_json::json!("resourceslices"), &serde_json::json!(["CREATE", "UPDATE", "DELETE"]))
-    );
+    assert_eq!(rule["resources"][0], "resourceslices");
+    assert_eq!(rule["operations"], json!(["CREATE", "UPDATE", "DELETE"]));
     // The chart has another account and the same rules.
     let rules = |path: &Path| {
         let text = std::fs::read_to_string(path).unwrap();
@@ -264,7 +259,7 @@ fn dra_has_the_least_rights_and_its_own_node() {
 fn events_have_the_least_rights() {
     let of = |name: &str| read(&manifests().join(format!("overlays/events/{name}.yaml")));
     let (role, binding) = (of("clusterrole"), of("clusterrolebinding"));
-    let events = serde_json::json!({"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create"]});
+    let events = json!({"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create"]});
     assert_eq!(list(&role, "/rules"), [&events]);
     is_bound(&binding, &role);
     assert_eq!(of("daemonset").pointer(&format!("{POD}/automountServiceAccountToken")), Some(&Value::Bool(true)));
@@ -280,7 +275,7 @@ fn overlays_give_the_settings_that_tests_assume() {
         // A strategic merge joins these lists, whose items have names.
         let all = |pointer: &str| parts.iter().flat_map(|part| list(part, pointer)).cloned().collect::<Vec<Value>>();
         let of = |key: &str| Value::from(all(&format!("{POD}/containers/0/{key}")));
-        let container = serde_json::json!({"volumeMounts": of("volumeMounts"), "env": of("env")});
+        let container = json!({"volumeMounts": of("volumeMounts"), "env": of("env")});
         let volumes = all(&format!("{POD}/volumes"));
         let mut tokens = parts.iter().filter_map(|part| part.pointer(&format!("{POD}/automountServiceAccountToken")));
         let token = tokens.next_back();
@@ -326,10 +321,9 @@ fn rendered_manifests_are_complete() {
         let namespace = if folder.ends_with("openshift") { "linkwise" } else { "kube-system" };
         let of_the_cluster = |object: &&Value| {
             let kind = object["kind"].as_str().unwrap();
-            kind == "Namespace"
+            ["Namespace", "DeviceClass"].contains(&kind)
                 || kind.starts_with("Cluster")
                 || kind.starts_with("Validating")
-                || kind == "DeviceClass"
         };
         for object in objects.iter().filter(|object| !of_the_cluster(object)) {
             assert_eq!(object["metadata"]["namespace"], namespace, "{}: {}", folder.display(), object["kind"]);
@@ -346,9 +340,8 @@ fn rendered_manifests_are_complete() {
                 let refused = privileged && security["allowPrivilegeEscalation"] == false;
                 assert!(!refused, "{}: {container}", folder.display());
             }
-            for map in
-                list(set, &format!("{POD}/volumes")).iter().filter_map(|volume| volume["configMap"]["name"].as_str())
-            {
+            let volumes = list(set, &format!("{POD}/volumes"));
+            for map in volumes.iter().filter_map(|volume| volume["configMap"]["name"].as_str()) {
                 assert!(maps.contains(map), "{}: no ConfigMap {map}", folder.display());
             }
         }
@@ -396,13 +389,8 @@ fn linkwise_accepts_settings_of_manifests() {
 
 #[test]
 fn variables_are_those_that_linkwise_reads() {
-    // The NVIDIA container runtime reads these, not linkwise.
-    const RUNTIMES: [&str; 4] = [
-        "NVIDIA_VISIBLE_DEVICES",
-        "NVIDIA_DRIVER_CAPABILITIES",
-        "NVIDIA_MIG_CONFIG_DEVICES",
-        "NVIDIA_MIG_MONITOR_DEVICES",
-    ];
+    // The NVIDIA container runtime reads these variables, `NVIDIA_` before each, not linkwise.
+    const RUNTIMES: [&str; 4] = ["VISIBLE_DEVICES", "DRIVER_CAPABILITIES", "MIG_CONFIG_DEVICES", "MIG_MONITOR_DEVICES"];
     // The help breaks lines at the width of a terminal.
     let help = linkwise(&["run", "--help"]).split_whitespace().collect::<Vec<_>>().join(" ");
     let mut seen = 0;
@@ -411,7 +399,8 @@ fn variables_are_those_that_linkwise_reads() {
         let all = [0, 1].map(|container| names(&daemonset, &format!("{POD}/containers/{container}/env")));
         for name in all.into_iter().flatten() {
             let in_help = |end: char| help.contains(&format!("[env: {name}{end}"));
-            let known = RUNTIMES.contains(&name.as_str()) || in_help('=') || in_help(']');
+            let of_runtime = name.strip_prefix("NVIDIA_").is_some_and(|name| RUNTIMES.contains(&name));
+            let known = of_runtime || in_help('=') || in_help(']');
             assert!(known, "{}: linkwise run reads no {name}", folder.display());
             seen += 1;
         }
