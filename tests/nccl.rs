@@ -128,14 +128,10 @@ fn documented_errors_are_those_of_the_model() {
     let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/bandwidth.md")).unwrap();
     let (_, section) = page.split_once("\n## Promised against measured\n").expect("the section");
     let section = section.split("\n## ").next().unwrap();
-    let rows: Vec<Vec<&str>> = section
-        .lines()
-        .filter(|line| line.starts_with("| [") || line.starts_with("| `"))
-        .map(|line| line.trim_matches('|').split('|').map(str::trim).collect())
-        .collect();
-    let mut documented = BTreeSet::new();
-    let mut errors = Vec::new();
+    let rows = section.lines().filter(|line| line.starts_with("| [") || line.starts_with("| `"));
+    let (mut documented, mut errors) = (BTreeSet::new(), Vec::new());
     for row in rows {
+        let row: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
         let [name, expected, measured] = row[..] else { panic!("{row:?}") };
         let (name, address) = name.trim_start_matches('[').split_once("](").unwrap();
         let published = all.get(name).unwrap_or_else(|| panic!("tests/nccl has no {name}"));
@@ -290,12 +286,10 @@ fn run_gpus_are_found_by_address_or_must_be_named() {
 
 #[test]
 fn broken_text_is_refused_in_one_line() {
+    let gather = "# Collective test starting: all_gather_perf\n1048576 65536 float none -1 100.0 10.49 7.87 0\n";
     for (text, why) in [
         ("", "no table of nccl-tests"),
-        (
-            "# Collective test starting: all_gather_perf\n1048576 65536 float none -1 100.0 10.49 7.87 0\n",
-            "no all-reduce",
-        ),
+        (gather, "no all-reduce"),
         ("1048576 262144 float sum -1 100.0 10.", "no readable row"),
     ] {
         let (printed, code) = verify(text, &["--node", "dgx-h100"]);

@@ -78,13 +78,7 @@ fn held(node: &NodeState, sets: &[Set]) -> Event {
 }
 
 fn claimed(name: &str, device: &str) -> ClaimedDevice {
-    ClaimedDevice {
-        claim: format!("ml/{name}"),
-        driver: "gpu.nvidia.com".to_owned(),
-        pool: "node".to_owned(),
-        device: device.to_owned(),
-        cdi_names: Vec::new(),
-    }
+    ClaimedDevice { cdi_names: Vec::new(), ..crate::resources::claimed(&format!("ml/{name}"), device, "") }
 }
 
 fn of(allocations: &[Allocation], pod: &str) -> Allocation {
@@ -196,10 +190,8 @@ fn holders_are_forgotten_when_the_kubelet_stays_away() {
     let state = after(&node, held(&node, &[0b11]));
     let at = |after: Duration| state.clone().apply(Event::Holders(None), NOW + after).0;
     let shown = |after| Placements::of(&at(after)).allocations.len();
-    assert_eq!(
-        [shown(Duration::ZERO), shown(NAMES_KEPT.saturating_sub(Duration::from_secs(1))), shown(NAMES_KEPT)],
-        [1, 1, 0]
-    );
+    let almost = NAMES_KEPT.saturating_sub(Duration::from_secs(1));
+    assert_eq!([Duration::ZERO, almost, NAMES_KEPT].map(shown), [1, 1, 0]);
     let back = state.clone().apply(Event::Holders(None), NOW.saturating_sub(Duration::from_secs(86_400))).0;
     assert_eq!(Placements::of(&back).allocations.len(), 1, "a clock that jumps back forgets nothing");
     // The GPUs stay held, although the names of the holders are forgotten.

@@ -135,11 +135,8 @@ fn recorded_files_match_fact_sheets() {
         let warnings: Vec<String> = warnings.map(ToString::to_string).collect();
         let addresses = |sheet: &Sheet| {
             for (gpu, known) in by_index(&topology).into_iter().zip(&sheet.gpus) {
-                assert_eq!(
-                    topology.gpus()[gpu].pci,
-                    known.bdf.as_ref().unwrap().parse::<PciAddress>().unwrap(),
-                    "{raw}"
-                );
+                let address: PciAddress = known.bdf.as_ref().unwrap().parse().unwrap();
+                assert_eq!(topology.gpus()[gpu].pci, address, "{raw}");
             }
         };
         match expect {

@@ -72,22 +72,17 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 #[test]
 #[cfg_attr(not(has_git), ignore = "no git here")]
 fn release_refuses_versions_that_disagree() {
+    let chart = "charts/linkwise/Chart.yaml";
     for (path, line, says) in [
         ("lab/Cargo.toml", format!("version = \"{VERSION}\""), "lab/Cargo.toml 9.9.9"),
-        ("charts/linkwise/Chart.yaml", format!("\nversion: {VERSION}"), "version in charts/linkwise/Chart.yaml 9.9.9"),
-        (
-            "charts/linkwise/Chart.yaml",
-            format!("appVersion: {VERSION}"),
-            "appVersion in charts/linkwise/Chart.yaml 9.9.9",
-        ),
+        (chart, format!("\nversion: {VERSION}"), "version in charts/linkwise/Chart.yaml 9.9.9"),
+        (chart, format!("appVersion: {VERSION}"), "appVersion in charts/linkwise/Chart.yaml 9.9.9"),
         ("CHANGELOG.md", format!("\n## {VERSION}"), "the newest section of CHANGELOG.md 9.9.9"),
     ] {
         let tree = Tree::new("clone");
         tree.change(path, &line, &line.replace(VERSION, "9.9.9"));
-        assert_eq!(
-            tree.script("version.sh", &[]).unwrap_err(),
-            format!("release: Cargo.toml has version {VERSION}, {says}")
-        );
+        let refused = tree.script("version.sh", &[]).unwrap_err();
+        assert_eq!(refused, format!("release: Cargo.toml has version {VERSION}, {says}"));
     }
     let tree = Tree::new("clone");
     tree.git(&["tag", "v9.9.9"]);

@@ -152,15 +152,9 @@ fn printed(sheet: &Sheet) -> String {
     let names: Vec<&str> = sheet.topo_matrix.columns.split_whitespace().collect();
     let mut text = format!("\t{}\tCPU Affinity\tNUMA Affinity\n", names.join("\t"));
     for row in &names {
-        let cell = |column: &&str| match row == column {
-            true => " X ".to_owned(),
-            false => sheet
-                .topo_matrix
-                .symbol(row, column)
-                .or(sheet.topo_matrix.symbol(column, row))
-                .unwrap_or("SYS")
-                .to_owned(),
-        };
+        let symbol = |row: &str, column: &str| sheet.topo_matrix.symbol(row, column);
+        let other = |column: &str| symbol(row, column).or(symbol(column, row)).unwrap_or("SYS");
+        let cell = |column: &&str| if row == column { " X " } else { other(column) };
         let cells = names.iter().map(cell).collect::<Vec<_>>().join("\t");
         let gpu = sheet.gpus.iter().find(|gpu| format!("GPU{}", gpu.index) == **row);
         let node = gpu.and_then(|gpu| sheet.numa.iter().find(|node| Some(node.id) == gpu.numa && node.id >= 0));
@@ -211,14 +205,12 @@ fn each_fact_sheet_yields_its_matrix() {
             }
         }
     }
-    let listed: BTreeMap<_, _> = DIFFERENCES
-        .iter()
-        .map(|known| {
-            let key = (known.sheet.to_owned(), known.part, known.theirs.to_owned(), known.ours.to_owned());
-            assert!(!known.reason.is_empty());
-            (key, known.cells)
-        })
-        .collect();
+    let listed = DIFFERENCES.iter().map(|known| {
+        let key = (known.sheet.to_owned(), known.part, known.theirs.to_owned(), known.ours.to_owned());
+        assert!(!known.reason.is_empty());
+        (key, known.cells)
+    });
+    let listed: BTreeMap<_, _> = listed.collect();
     assert_eq!(found, listed, "differences found and listed: (sheet, part, its symbol, ours), number of cells");
 }
 

@@ -86,11 +86,8 @@ fn rank_in_tree(host: &HostObservation, a: &Way<'_>, b: &Way<'_>) -> u8 {
     let switch = |function: &&&PciObservation| matches!(function.kind, PciKind::Switch | PciKind::UpstreamPort);
     let above = |way: &Way<'_>| way.functions[common..].iter().rev().skip(1).filter(switch).count();
     // The functions meet in a switch or, below a downstream port, on one board.
-    let meeting = a.functions[..common]
-        .iter()
-        .rev()
-        .take(1)
-        .filter(|function| switch(function) || matches!(function.kind, PciKind::DownstreamPort));
+    let meeting = a.functions[common - 1..common].iter();
+    let meeting = meeting.filter(|function| switch(function) || function.kind == PciKind::DownstreamPort);
     if above(a) + above(b) + meeting.count() <= 1 { 0 } else { 1 }
 }
 
@@ -158,14 +155,10 @@ fn pcie(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation, rank: u8
                 // A switch whose link has one lane is virtual, so its link does not count.
                 let is_switch = matches!(function.kind, PciKind::Switch | PciKind::UpstreamPort);
                 let carries = |link: Option<PcieLink>| carries(link.filter(|link| !is_switch || link.width > 1));
-                let below = if function.kind == PciKind::Gpu {
-                    carries(function.link).or(carries(gpu.pcie))
-                } else {
-                    carries(function.link)
-                };
-                let port = (at > 0)
-                    .then(|| way.functions[at - 1])
-                    .filter(|port| matches!(port.kind, PciKind::RootPort | PciKind::DownstreamPort));
+                let of_gpu = gpu.pcie.filter(|_| function.kind == PciKind::Gpu);
+                let below = carries(function.link).or(carries(of_gpu));
+                let port = (at > 0).then(|| way.functions[at - 1]);
+                let port = port.filter(|port| matches!(port.kind, PciKind::RootPort | PciKind::DownstreamPort));
                 let above = port.and_then(|port| carries(port.link));
                 hops.push(match (below, above) {
                     (Some(below), Some(above)) => below.min(above),
@@ -378,14 +371,8 @@ fn check_graph(node: &NodeObservation) -> Result<(), TestCaseError> {
     for a in 0..=count {
         for b in 0..=count {
             let cells = |a, b| {
-                let rank = topology.rank(a, b);
-                (
-                    rank,
-                    topology.nvlink_count(a, b),
-                    topology.nvlink(a, b),
-                    topology.pcie(a, b),
-                    topology.bandwidth(a, b),
-                )
+                let nvlink = (topology.nvlink_count(a, b), topology.nvlink(a, b));
+                (topology.rank(a, b), nvlink, topology.pcie(a, b), topology.bandwidth(a, b))
             };
             prop_assert_eq!(cells(a, b), cells(b, a));
             let apart = a != b && a < count && b < count;
@@ -476,11 +463,9 @@ fn second_gpu_with_same_uuid_is_dropped() {
     node.gpus[7].uuid = node.gpus[2].uuid.clone();
     let (topology, found) = assembled(&node);
     assert_eq!(topology.gpus().len(), 7);
-    assert_eq!(
-        found,
-        ["GPU 0000:df:00.0: its UUID GPU-00000002-0000-4000-8000-000000000002 is also that of GPU 0000:52:00.0; it \
-             is left out"],
-    );
+    let uuid = "GPU-00000002-0000-4000-8000-000000000002";
+    let warning = format!("GPU 0000:df:00.0: its UUID {uuid} is also that of GPU 0000:52:00.0; it is left out");
+    assert_eq!(found, [warning]);
 }
 
 #[test]
@@ -496,11 +481,9 @@ fn gpus_at_one_address_are_kept_without_links() {
     assert_eq!(topology.gpus().len(), 8);
     assert!((0..8).all(|a| (0..8).all(|b| topology.nvlink(a, b) == 0)));
     assert_eq!(topology.rank(0, 1).number(), 0);
-    assert_eq!(
-        warnings(&node),
-        ["GPUs GPU-00000001-0000-4000-8000-000000000000 and GPU-00000001-0000-4000-8000-000000000001 both claim PCI \
-             address 0000:06:00.0; both are kept, links to it count for neither"],
-    );
+    let both = "GPUs GPU-00000001-0000-4000-8000-000000000000 and GPU-00000001-0000-4000-8000-000000000001";
+    let claim = "both claim PCI address 0000:06:00.0; both are kept, links to it count for neither";
+    assert_eq!(warnings(&node), [format!("{both} {claim}")]);
 }
 
 #[test]
@@ -531,11 +514,8 @@ fn gpu_missing_from_host_tree_warns() {
 
     node.gpus[7].common_ancestors.remove(&6);
     let found = warnings(&node);
-    assert_eq!(
-        found[1..],
-        ["GPUs 0000:89:00.0 and 0000:8a:00.0: neither the host's PCI tree nor NVML says how far apart they are; \
-             taken as SYS"],
-    );
+    let unknown = "neither the host's PCI tree nor NVML says how far apart they are; taken as SYS";
+    assert_eq!(found[1..], [format!("GPUs 0000:89:00.0 and 0000:8a:00.0: {unknown}")]);
 }
 
 #[test]
@@ -546,18 +526,14 @@ fn refused_p2p_warns_only_where_nccl_would_use_it() {
     let found = warnings(&node);
     let [found] = &found[..] else { panic!("{found:?}") };
     assert!(found.starts_with("GPUs 0000:06:00.0 and 0000:"), "{found}");
-    assert!(
-        found.ends_with(
-            "no P2P, a setting of the driver disables it: NCCL ends with an error there, although NVLink joins them"
-        ),
-        "{found}"
-    );
+    let words =
+        "no P2P, a setting of the driver disables it: NCCL ends with an error there, although NVLink joins them";
+    assert!(found.ends_with(words), "{found}");
     // Without NVLinks only pairs below one switch would use P2P. All pairs are refused, as by a driver without P2P.
     node.gpus.iter_mut().for_each(|gpu| gpu.nvlinks = Some(Vec::new()));
     node.gpus[0].p2p_refused.clear();
     for gpu in 0..8 {
-        node.gpus[gpu].p2p_refused =
-            (0..8).filter(|other| *other > gpu as u32).map(|other| (other, P2pRefusal::NotSupported)).collect();
+        node.gpus[gpu].p2p_refused = (gpu as u32 + 1..8).map(|other| (other, P2pRefusal::NotSupported)).collect();
     }
     let found = warnings(&node);
     let [found] = &found[..] else { panic!("{found:?}") };
@@ -571,9 +547,8 @@ fn refused_p2p_warns_only_where_nccl_would_use_it() {
     };
     assert_eq!(NodeTopology::assemble(&node).0, NodeTopology::assemble(&without(&node)).0);
     // A GPU in MIG mode has no P2P.
-    node.gpus
-        .iter_mut()
-        .for_each(|gpu| gpu.mig = Some(MigObservation { enabled: true, devices: Vec::new(), profiles: Vec::new() }));
+    let mig = MigObservation { enabled: true, devices: Vec::new(), profiles: Vec::new() };
+    node.gpus.iter_mut().for_each(|gpu| gpu.mig = Some(mig.clone()));
     assert_eq!(warnings(&node), [""; 0]);
 }
 
@@ -583,13 +558,11 @@ fn numa_disagreement_names_both_values() {
     node.gpus[0].numa = Some(NumaNodeId(1));
     assert_eq!(warnings(&node), ["GPU 0000:06:00.0: the kernel says NUMA node 0, NVML says 1; the kernel is believed"]);
     node.host.host_bridges[0].numa = None;
-    assert_eq!(
-        warnings(&node),
-        [
-            "GPU 0000:06:00.0: the kernel says NUMA node -1, NVML says 1; the kernel is believed",
-            "GPU 0000:07:00.0: the kernel says NUMA node -1, NVML says 0; the kernel is believed",
-        ],
-    );
+    let expected = [
+        "GPU 0000:06:00.0: the kernel says NUMA node -1, NVML says 1; the kernel is believed",
+        "GPU 0000:07:00.0: the kernel says NUMA node -1, NVML says 0; the kernel is believed",
+    ];
+    assert_eq!(warnings(&node), expected);
     assert_eq!(assembled(&node).0.gpus()[0].numa, None, "-1 is not node 0");
 }
 
@@ -606,14 +579,12 @@ fn nvlinks_to_absent_gpus_warn() {
     last(&mut node.gpus[2], NvLinkRemote::Unknown, true);
     last(&mut node.gpus[3], NvLinkRemote::Unknown, false);
     last(&mut node.gpus[4], NvLinkRemote::Cpu, true);
-    assert_eq!(
-        warnings(&node),
-        [
-            "GPU 0000:06:00.0: 2 NVLink(s) lead to 0000:ff:00.0, where no GPU of this node is; not counted",
-            "GPU 0000:07:00.0: 2 NVLink(s) lead to itself; not counted",
-            "GPU 0000:0a:00.0: the other end of 2 NVLink(s) is unknown; not counted",
-        ],
-    );
+    let expected = [
+        "GPU 0000:06:00.0: 2 NVLink(s) lead to 0000:ff:00.0, where no GPU of this node is; not counted",
+        "GPU 0000:07:00.0: 2 NVLink(s) lead to itself; not counted",
+        "GPU 0000:0a:00.0: the other end of 2 NVLink(s) is unknown; not counted",
+    ];
+    assert_eq!(warnings(&node), expected);
     assert_eq!(NodeTopology::assemble(&node).0, NodeTopology::assemble(&dgx1()).0);
 }
 
@@ -621,14 +592,12 @@ fn nvlinks_to_absent_gpus_warn() {
 fn one_sided_nvlinks_warn_with_both_counts() {
     let mut node = dgx1();
     links(&mut node.gpus[0])[2].links.pop();
-    assert_eq!(
-        warnings(&node),
-        [
-            "GPUs 0000:06:00.0 and 0000:0b:00.0: 1 NVLink(s) seen from one end, 2 from the other; 1 counted",
-            "GPU 0000:06:00.0 is the odd one of 8 GPUs of its model: 5 of its NVLinks are up, 6 on each other GPU; \
-             sets without it have full bandwidth",
-        ],
-    );
+    let expected = [
+        "GPUs 0000:06:00.0 and 0000:0b:00.0: 1 NVLink(s) seen from one end, 2 from the other; 1 counted",
+        "GPU 0000:06:00.0 is the odd one of 8 GPUs of its model: 5 of its NVLinks are up, 6 on each other GPU; \
+         sets without it have full bandwidth",
+    ];
+    assert_eq!(warnings(&node), expected);
     let (topology, _) = NodeTopology::assemble(&node);
     assert_eq!((topology.nvlink(0, 3), topology.nvlink(3, 0)), (20_000, 20_000));
     // If NVML does not answer for one end, the other end counts.
@@ -649,13 +618,8 @@ fn gpu_without_fabric_warns() {
         gpu.fabric = Some(own.clone());
     }
     node.gpus[3].fabric = None;
-    let pci = node.gpus[3].pci;
-    assert_eq!(
-        warnings(&node),
-        [format!(
-            "GPU {pci}: behind an NVSwitch but reports no fabric; taken to be in the fabric that the other GPUs report"
-        )],
-    );
+    let taken = "behind an NVSwitch but reports no fabric; taken to be in the fabric that the other GPUs report";
+    assert_eq!(warnings(&node), [format!("GPU {}: {taken}", node.gpus[3].pci)]);
     assert!(assembled(&node).0.gpus().iter().all(|gpu| gpu.nvswitch_plane == Some(0)));
 }
 

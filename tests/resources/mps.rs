@@ -136,14 +136,8 @@ fn gpus_too_old_for_mps_are_refused() {
     };
     assert_eq!(problem(3, 5, 16), "");
     assert_eq!(problem(7, 0, 48), "");
-    assert_eq!(
-        problem(3, 0, 2),
-        "nvidia.com/gpu is to be shared by MPS, for which GPUs 0000:47:00.0 are too old (compute capability below \
-         3.5); it is not offered"
-    );
-    assert_eq!(
-        problem(6, 1, 17),
-        "nvidia.com/gpu is to be shared by MPS with 17 replicas, but the MPS server of GPU 0000:47:00.0 takes 16 \
-         clients at most; it is not offered"
-    );
+    let old = "for which GPUs 0000:47:00.0 are too old (compute capability below 3.5); it is not offered";
+    assert_eq!(problem(3, 0, 2), format!("nvidia.com/gpu is to be shared by MPS, {old}"));
+    let few = "but the MPS server of GPU 0000:47:00.0 takes 16 clients at most; it is not offered";
+    assert_eq!(problem(6, 1, 17), format!("nvidia.com/gpu is to be shared by MPS with 17 replicas, {few}"));
 }
