@@ -212,8 +212,8 @@ impl Hardware {
             return effects;
         }
         // Agents do not scan a GPU in quarantine, so its absence from a scan does not show that it is missing.
-        let is_kept = |gpu: &GpuUuid| self.health.get(gpu).is_some_and(GpuHealth::is_quarantined);
-        let [began, ended] = self.inventory.scanned(observed, &self.expected, self.renewed, is_kept, now);
+        let is_quarantined = |gpu: &GpuUuid| self.health.get(gpu).is_some_and(GpuHealth::is_quarantined);
+        let [began, ended] = self.inventory.scanned(observed, &self.expected, self.renewed, is_quarantined, now);
         self.renewed &= observed.gpus.is_empty();
         effects.extend(began.into_iter().map(|shortfall| Effect::Shortfall(shortfall, true)));
         effects.extend(ended.into_iter().map(|shortfall| Effect::Shortfall(shortfall, false)));
@@ -294,8 +294,8 @@ impl Hardware {
         news.into_iter().map(|(gpu, action)| Effect::UnknownRecoveryAction(gpu, action)).collect()
     }
 
-    /// Returns true if no NVLink reaches a GPU. Either the last scan, a standing reason or this poll shows that it is
-    /// lost or gone, or it is in MIG mode, in which the driver shuts its links down.
+    /// Returns true if no NVLink reaches a GPU. The last scan, a standing reason or this poll shows that the GPU is
+    /// lost or gone, or the GPU is in MIG mode, in which the driver shuts its links down.
     fn is_unreachable(&self, gpu: &GpuUuid, poll: Option<&HealthPoll>) -> bool {
         let shown = poll.is_some_and(|poll| {
             matches!(poll.reach, Reach::Lost { .. } | Reach::ResetRequired { .. }) || poll.on_bus == Some(false)
@@ -306,7 +306,7 @@ impl Hardware {
         shown || stands || place.is_none_or(|gpu| gpu.mig_enabled)
     }
 
-    /// Returns true if all of two or more GPUs have the same trouble, which then is blamed on the node.
+    /// Returns true if all GPUs, at least two, have the same trouble, which is then blamed on the node.
     fn is_node_wide(&self, polls: &BTreeMap<GpuUuid, HealthPoll>) -> bool {
         let known = || polls.iter().filter_map(|(gpu, poll)| Some((self.health.get(gpu)?, poll)));
         let all = |trouble: fn(&GpuHealth, &HealthPoll) -> bool| known().all(|(health, poll)| trouble(health, poll));

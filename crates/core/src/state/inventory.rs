@@ -58,8 +58,8 @@ pub struct KnownGpu {
     pub nvlinks: Option<u32>,
     /// The number of active NVLinks to each other GPU, by the other GPU's address.
     pub nvlinks_to: BTreeMap<PciAddress, u32>,
-    /// True if MIG mode was on at the last scan that may show a change by an operator: a change that a boot or a load
-    /// of the driver made is not one. `None` on GPUs without MIG.
+    /// True if MIG mode was on at the last scan, changes by a boot or a load of the driver disregarded. `None` on GPUs
+    /// without MIG.
     pub mig: Option<bool>,
     /// True if the GPU has MIG devices now: somebody made them, so MIG mode is intended.
     #[serde(skip)]
@@ -73,7 +73,7 @@ pub struct Shortfall {
     pub gpu: Option<(GpuUuid, PciAddress)>,
     /// The missing hardware.
     pub lack: Lack,
-    /// The scan that showed it first, in seconds since the Unix epoch.
+    /// The time of the scan that showed it first, in seconds since the Unix epoch.
     pub since: u64,
 }
 
@@ -260,25 +260,25 @@ fn product(model: &str) -> String {
 
 impl Inventory {
     /// Takes over a scan. `renewed` is true if the node booted, or the driver was loaded, since the last scan.
-    /// `is_kept` is true for a GPU that scans leave out. Returns the shortfalls that began and those that ended.
+    /// `is_skipped` is true for a GPU that scans leave out. Returns the shortfalls that began and those that ended.
     pub(super) fn scanned(
         &mut self,
         observed: &NodeObservation,
         expected: &Expectation,
         renewed: bool,
-        is_kept: impl Fn(&GpuUuid) -> bool,
+        is_skipped: impl Fn(&GpuUuid) -> bool,
         now: Timestamp,
     ) -> [Vec<Shortfall>; 2] {
         let found: BTreeMap<&GpuUuid, KnownGpu> =
             observed.gpus.iter().map(|gpu| (&gpu.uuid, KnownGpu::of(gpu))).collect();
         self.follow_replacements(&found);
-        let is_here = |(uuid, _): (&GpuUuid, _)| found.contains_key(uuid) || is_kept(uuid);
+        let is_here = |(uuid, _): (&GpuUuid, _)| found.contains_key(uuid) || is_skipped(uuid);
         if !found.is_empty() && !self.gpus.iter().any(is_here) {
             // The node has no GPU of the record, and no GPU at its addresses: the record is of another machine.
             *self = Self::default();
         }
         let mut now_lacks: Vec<(Option<(GpuUuid, PciAddress)>, Lack)> = Vec::new();
-        let is_missing = |uuid: &GpuUuid| !found.contains_key(uuid) && !is_kept(uuid);
+        let is_missing = |uuid: &GpuUuid| !found.contains_key(uuid) && !is_skipped(uuid);
         // The driver shuts down the NVLinks of a GPU in MIG mode.
         let in_mig_mode = found.values().filter(|gpu| gpu.mig == Some(true)).map(|gpu| gpu.pci);
         let missing = self.gpus.iter().filter(|(uuid, _)| is_missing(uuid)).map(|(_, gpu)| gpu.pci);
