@@ -169,7 +169,7 @@ impl GpuHealth {
         self.begin(reason, now, false);
     }
 
-    /// Notes that NVML answers again. The next poll decides, as at the start.
+    /// Notes that NVML answers again. [`UnhealthyReason::DriverAway`] ends with the next poll.
     pub fn driver_back(&mut self) {
         for standing in &mut self.reasons {
             standing.is_over |= matches!(standing.reason, UnhealthyReason::DriverAway { .. });
@@ -239,7 +239,8 @@ impl GpuHealth {
         now: Timestamp,
     ) {
         let covered = self.polled.map_or(Duration::ZERO, |last| now.saturating_sub(last)).min(MAX_COVERED);
-        // No other fact about the GPU is known: a doubted reason takes it out of service until the second look.
+        // This poll alone decides, at the start or after a reload: a doubted reason takes the GPU out of service until
+        // the second look.
         let is_decisive = self.polled.is_none() || self.reasons.iter().any(|standing| standing.is_over);
         self.polled = Some(now);
         if self.shows_reset(poll) {
@@ -298,8 +299,8 @@ impl GpuHealth {
             !matches!(reason, UnhealthyReason::FabricJoining | UnhealthyReason::DriverAway { .. })
         };
         let broken = self.reasons.iter().any(|standing| standing.reason.is(reason) && standing.steady.is_some());
-        let others = || self.reasons.iter().filter(|standing| !standing.is_over);
-        blames(reason) && (broken || !others().any(|standing| blames(&standing.reason)))
+        let current = || self.reasons.iter().filter(|standing| !standing.is_over);
+        blames(reason) && (broken || !current().any(|standing| blames(&standing.reason)))
     }
 
     /// The hold time of this GPU now: `first` × 2^flaps, at most `first` × [`MAX_HOLD_FACTOR`].
