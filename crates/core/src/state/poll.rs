@@ -22,7 +22,7 @@ pub struct HealthPoll {
     /// Uncorrectable ECC errors since the driver was loaded (volatile counter).
     pub uncorrectable_ecc: Option<u64>,
     /// Numbers of the NVLinks that are not active, ascending; `None` if NVML does not report the links. While MIG is
-    /// on, no link counts as missing.
+    /// on, no link counts as down.
     pub nvlinks_down: Option<Vec<u32>>,
     /// The NVLink fabric (`nvmlDeviceGetGpuFabricInfoV`), if the driver reports it.
     pub fabric: Option<FabricHealth>,
@@ -128,7 +128,7 @@ pub struct RowRemapping {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FabricHealth {
-    /// It is not meant to join one: it is in MIG mode, or there is no NVSwitch.
+    /// The GPU is not meant to join a fabric: it is in MIG mode, or there is no NVSwitch.
     Unused,
     /// It has joined.
     Joined,

@@ -170,16 +170,18 @@ impl UnhealthyReason {
 
     /// The kind of reason, as a metric's label.
     pub fn label(&self) -> &'static str {
-        self.words().0
+        let (label, _) = self.label_and_end();
+        label
     }
 
     /// The evidence that would end it, for people: an action, or an event to wait for.
     pub fn ends_with(&self) -> &'static str {
-        self.words().1
+        let (_, end) = self.label_and_end();
+        end
     }
 
     /// The label, and the evidence that ends it.
-    fn words(&self) -> (&'static str, &'static str) {
+    fn label_and_end(&self) -> (&'static str, &'static str) {
         const RESET: &str = "a GPU reset that polls observe (between `linkwise admin release` and `resume`), a driver \
                              reload, a node reboot, recovery action none for the hold time, or `clear`";
         const ORDER: &str = "the requested action, after which the driver reports none for the hold time, or `clear`";
@@ -214,8 +216,8 @@ impl UnhealthyReason {
         }
     }
 
-    /// Returns true if the GPU needs an action; such a reason is kept across our restarts. The others end by the same
-    /// check that found them.
+    /// Returns true if the GPU needs a reset or another action; such a reason is kept across our restarts. The
+    /// others end by the same check that found them.
     pub(super) fn needs_reset(&self) -> bool {
         matches!(
             self,

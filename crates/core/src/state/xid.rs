@@ -97,7 +97,7 @@ impl XidSet {
     /// anywhere, in any case, means all, and so does 0. Returns the set and the items that it did not understand and
     /// skipped.
     pub fn parse(text: &str) -> (Self, Vec<String>) {
-        let (mut codes, mut passed_over) = (BTreeSet::new(), Vec::new());
+        let (mut codes, mut skipped) = (BTreeSet::new(), Vec::new());
         for item in text.to_lowercase().split(',').map(str::trim).filter(|item| !item.is_empty()) {
             if item == "all" || item == "xids" {
                 return (Self::All, Vec::new());
@@ -105,10 +105,10 @@ impl XidSet {
             // Go's ParseUint takes no sign.
             match item.parse().ok().filter(|_| !item.starts_with('+')) {
                 Some(code) => drop(codes.insert(code)),
-                None => passed_over.push(item.to_owned()),
+                None => skipped.push(item.to_owned()),
             }
         }
-        (if codes.contains(&0) { Self::All } else { Self::Some(codes) }, passed_over)
+        (if codes.contains(&0) { Self::All } else { Self::Some(codes) }, skipped)
     }
 
     fn contains(&self, code: u64) -> bool {
@@ -120,8 +120,8 @@ impl XidSet {
 }
 
 impl XidPolicy {
-    /// The class of a number: its override, otherwise enabled before disabled, otherwise the table. An enabled XID
-    /// fails the GPU, whatever the table says; a disabled one is ignored.
+    /// The class of a number. An override goes first, then the enabled XIDs, then the disabled ones, then the table. An
+    /// enabled XID fails the GPU, whatever the table says; a disabled one does not.
     pub fn class(&self, code: u64) -> XidClass {
         if let Some(class) = self.overrides.get(&code) {
             return *class;
@@ -216,6 +216,6 @@ mod tests {
         assert_eq!(fails("all", "79,13"), [false, true, true, true, false]);
         assert_eq!(fails("79", "79"), [false, false, true, true, true]);
         assert_eq!(fails("79,63", "all"), [true; 5]);
-        assert_eq!(policy("all", "79").class(79), XidClass::RebootNode, "the table still says what it asks for");
+        assert_eq!(policy("all", "79").class(79), XidClass::RebootNode, "an enabled XID keeps its reboot");
     }
 }
