@@ -69,21 +69,21 @@ impl Admissions {
         any_news
     }
 
-    /// Follows a list of the kubelet. `names` has the prepared claims, by UID.
-    pub fn listed(&mut self, holdings: &Holdings, names: &BTreeMap<String, PreparedClaim>) {
+    /// Follows a list of the kubelet. `prepared` has the claims by UID.
+    pub fn listed(&mut self, holdings: &Holdings, prepared: &BTreeMap<String, PreparedClaim>) {
         self.given.retain(|(resource, devices), admission| {
             let mut keys = devices.iter().map(|id| (resource.clone(), id.clone()));
             admission.note_list(keys.all(|key| holdings.has(&key)));
             admission.missed < MAX_MISSED
         });
         for (uid, admission) in &mut self.claims {
-            let name = names.get(uid).map(|prepared| prepared.claim.to_string());
+            let name = prepared.get(uid).map(|known| known.claim.to_string());
             admission.note_list(holdings.claims.iter().any(|claimed| Some(&claimed.claim) == name.as_ref()));
         }
     }
 
     /// Returns true if the next list may be the first with some admission.
-    pub fn await_list(&self) -> bool {
+    pub fn awaits_list(&self) -> bool {
         self.given.values().chain(self.claims.values()).any(Admission::is_awaited)
     }
 
@@ -103,7 +103,7 @@ impl Admissions {
         self.claims.get(uid)?.then
     }
 
-    /// Writes the record for our next process.
+    /// The records for our next process: of devices, and of claims by UID.
     pub fn record(&self) -> (Vec<AdmissionRecord>, BTreeMap<String, FreeThen>) {
         let given = self.given.iter().filter_map(|((resource, devices), admission)| {
             let devices = devices.iter().map(ToString::to_string).collect();

@@ -96,14 +96,14 @@ impl NodeState {
     /// not change the health of a device.
     fn allocated(&mut self, resource: ResourceName, devices: BTreeSet<DeviceId>, offered: &[DeviceId]) -> Vec<Effect> {
         let node = (&*self.hardware, &*self.ledger, &*self.offers);
-        let given = free_at_admission::at_allocate(node, &resource, &devices, offered);
-        Arc::make_mut(&mut self.ledger).admissions.give(resource, devices, given);
+        let free_then = free_at_admission::at_allocate(node, &resource, &devices, offered);
+        Arc::make_mut(&mut self.ledger).admissions.give(resource, devices, free_then);
         let is_published = self.note_held() && self.opening.is_open();
-        given.map(|_| Effect::Keep).into_iter().chain(is_published.then_some(Effect::Publish)).collect()
+        free_then.map(|_| Effect::Keep).into_iter().chain(is_published.then_some(Effect::Publish)).collect()
     }
 
     /// Carries out what follows from any event: makes the resources again (`remake`), hands GPUs to the other door, and
-    /// publishes the lists if they changed (`publish`: by more than a device's health).
+    /// publishes the lists if they changed. `publish` is true if more than the health of devices changed.
     fn settle(&mut self, mut remake: bool, mut publish: bool, is_new_list: bool, now: Timestamp) -> Vec<Effect> {
         let mut effects = Vec::new();
         let hardware = Arc::make_mut(&mut self.hardware);

@@ -26,7 +26,7 @@ pub const DRA_DRIVER: &str = "gpu.nvidia.com";
 pub struct Ledger {
     /// The kubelet's last list.
     holdings: Holdings,
-    /// The claims of the previous list. If the last list is a kubelet's first, the claims of the lists before too.
+    /// The claims of the previous list. If the last list is a kubelet's first, also the claims of earlier lists.
     listed_before: BTreeSet<ClaimedDevice>,
     /// True unless the last list was a kubelet's first.
     is_whole: bool,
@@ -136,7 +136,7 @@ impl Ledger {
 
     /// Returns true if the next list may be the first with a recent admission.
     pub fn awaits_listing(&self) -> bool {
-        self.admissions.await_list()
+        self.admissions.awaits_list()
     }
 
     /// The best bandwidth that was free when a container was given these devices together; `None` if unknown.
@@ -288,7 +288,7 @@ impl Ledger {
         self.is_current
     }
 
-    /// Everything that is held by the kubelet's last answer, without [`Holdings::by_container`].
+    /// Everything that pods hold according to the kubelet's last answer, without [`Holdings::by_container`].
     pub fn holdings(&self) -> &Holdings {
         &self.holdings
     }
