@@ -260,7 +260,7 @@ impl Sums {
         let count = |availability| gpus.iter().filter(|gpu| gpu.availability == availability).count();
         let mut problems: BTreeMap<(String, &'static str), usize> = BTreeMap::new();
         for problem in state.offers().faults() {
-            let (resource, label) = problem.words();
+            let (resource, label) = problem.labels();
             *problems.entry((resource.map(ToString::to_string).unwrap_or_default(), label)).or_default() += 1;
         }
         let odd = state.hardware().warnings().iter().filter_map(|warning| match warning {

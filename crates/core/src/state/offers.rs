@@ -34,7 +34,7 @@ pub struct Offers {
     pub(super) mps: Mps,
     pub(super) doors: Doors,
     resources: BTreeMap<ResourceName, Resource>,
-    /// The names that the device plugin would offer, if the door is DRA.
+    /// The resources that the device plugin would offer; empty unless the door is DRA.
     names: BTreeSet<ResourceName>,
 }
 
@@ -104,7 +104,7 @@ impl Resource {
         }
     }
 
-    /// Keeps devices that are no longer offered on the list, as orphans.
+    /// Keeps on the list, as orphans, the devices that are no longer offered.
     fn keep_orphans(&mut self, before: BTreeMap<DeviceId, Device>, hardware: &Hardware, now: Timestamp) {
         for (id, device) in before {
             if let Entry::Vacant(free) = self.devices.entry(id.clone()) {
@@ -253,8 +253,8 @@ impl Offers {
         } else {
             let wanted = core::mem::replace(&mut made, Resources::make(topology, &self.plan, self.numa_hints, is_dra));
             let mut problems = wanted.problems;
-            let of_both = made.problems.iter().filter(|problem| !problems.contains(problem)).cloned();
-            problems.extend(of_both.collect::<Vec<_>>());
+            let of_old_plan = made.problems.iter().filter(|problem| !problems.contains(problem)).cloned();
+            problems.extend(of_old_plan.collect::<Vec<_>>());
             problems.push(PlanProblem::OldPlanStays);
             made.problems = problems;
         }

@@ -91,8 +91,8 @@ pub enum PlanProblem {
 }
 
 impl PlanProblem {
-    /// The resource with the problem, if it is a resource's, and the label of the problem in metrics.
-    pub fn words(&self) -> (Option<&ResourceName>, &'static str) {
+    /// The labels in metrics: the resource, if the problem belongs to one, and the problem.
+    pub fn labels(&self) -> (Option<&ResourceName>, &'static str) {
         match self {
             Self::DisplayAdapter(..) | Self::Display(..) => (None, "display"),
             Self::NoMigDevice(_) => (None, "no_mig_device"),
