@@ -59,7 +59,7 @@ impl Device {
     }
 
     /// The UUID of the hardware that a container gets: the MIG device's, otherwise the GPU's. All slots of one device
-    /// have the same.
+    /// share it.
     pub fn uuid(&self) -> &str {
         self.mig.as_ref().map_or(self.gpu.uuid.as_str(), |mig| mig.uuid.as_str())
     }

@@ -10,7 +10,7 @@
 //! - With the door of the device plugin, claims that our DRA plugin has prepared keep their GPUs until they end. A
 //!   claim that only the kubelet lists makes the devices of its GPU unhealthy ([`super::ledger`]).
 //!
-//! A GPU changes with all its MIG devices.
+//! A GPU changes its door together with all its MIG devices.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -52,7 +52,7 @@ impl Doors {
     }
 
     /// Takes over the GPUs that the last process offered through DRA, and which of them were shared. Another device
-    /// plugin may have served the node since: a claim does not get a GPU that a pod has through it.
+    /// plugin may have served the node since: a claim does not get a GPU that a pod has through that plugin.
     pub fn restore(&mut self, gpus: &BTreeSet<GpuUuid>, shared: &BTreeMap<GpuUuid, GpuShares>) {
         for gpu in gpus {
             self.gpus.entry(gpu.clone()).or_insert_with(|| Form { now: shared.get(gpu).copied(), next: None });
@@ -137,20 +137,20 @@ impl Doors {
         (self.devices, self.withheld) = (devices, withheld);
     }
 
-    /// The doors with the devices' health as it is now; `None` if none changed.
+    /// The doors with the devices' health as it is now; `None` if no health changed.
     pub fn refreshed(&self, plan: &ResourcePlan, hardware: &Hardware, ledger: &Ledger) -> Option<Self> {
         let health = |device: &Device, waiting| self.health(device, waiting, plan, hardware, ledger);
         let is_same = |list: &[Device], waiting| list.iter().all(|device| device.health == health(device, waiting));
         if is_same(&self.devices, false) && is_same(&self.withheld, true) {
             return None;
         }
-        let mut now = self.clone();
-        for (devices, is_waiting) in [(&mut now.devices, false), (&mut now.withheld, true)] {
+        let mut next = self.clone();
+        for (devices, is_waiting) in [(&mut next.devices, false), (&mut next.withheld, true)] {
             for device in devices {
                 device.health = health(device, is_waiting);
             }
         }
-        Some(now)
+        Some(next)
     }
 
     /// The health of a device of DRA. `is_waiting` is true if DRA does not offer it yet.

@@ -50,7 +50,7 @@ pub struct ContainerHoldings {
     pub devices: BTreeMap<ResourceName, BTreeSet<DeviceId>>,
     /// The devices of its claims.
     pub claims: BTreeSet<ClaimedDevice>,
-    /// The UID of its pod, if the kubelet's checkpoint names it: that of a pod with devices of the device plugin API.
+    /// The UID of its pod. The kubelet's checkpoint names it only for pods with devices of the device plugin API.
     pub pod_uid: Option<String>,
 }
 

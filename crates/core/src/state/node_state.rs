@@ -103,7 +103,7 @@ impl NodeState {
         self
     }
 
-    /// Changes the facts that the first list waits for. After the node's scan, the wait lasts until
+    /// Changes which facts the first list waits for. After the node's scan, the wait lasts until
     /// [`Self::next_deadline`] at most.
     #[must_use]
     pub fn awaiting(mut self, change: impl FnOnce(&mut Opening)) -> Self {
@@ -269,8 +269,8 @@ impl NodeState {
         self.opening.deadline()
     }
 
-    /// Chooses the best devices of a resource for a request, and reports why: whole GPUs as such, slots and MIG devices
-    /// by the GPUs behind them. Never fails.
+    /// Chooses the best devices of a resource for a request, and reports why. Compares slots and MIG devices by the
+    /// GPUs behind them. Never fails.
     pub fn preferred(
         &self,
         resource: &ResourceName,

@@ -1,8 +1,8 @@
 //! [`Opening`]: decides when the kubelet may get the first list.
 //!
 //! A plugin that starts knows neither health nor holders. The first list waits for polls, PodResources and the
-//! checkpoints of claims, where the node has these. So it offers no GPU that has failed meanwhile or that a claim has,
-//! and contains each id that a pod holds.
+//! checkpoints of claims, where the node has these. The list then offers no GPU that has failed meanwhile or that a
+//! claim has, and contains each id that a pod holds.
 
 use super::device::Timestamp;
 

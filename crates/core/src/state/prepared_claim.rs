@@ -126,7 +126,7 @@ pub struct PreparedDevice {
     pub admin: bool,
     /// The GPU, by UUID: its name may differ after a reboot.
     pub gpu: GpuUuid,
-    /// The MIG device, where it is not the whole GPU.
+    /// The MIG device; `None` for the whole GPU, or while the MIG device is still to be made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mig: Option<MigUuid>,
     /// The GPU instance, if the MIG device is made for the claim and destroyed after it.
@@ -139,7 +139,7 @@ pub struct PreparedDevice {
 }
 
 impl Prepared {
-    /// The names of its devices in the pool: that of a set of GPUs once.
+    /// The names of its devices in the pool. A set of GPUs gives its name once.
     pub fn names(&self) -> Vec<String> {
         let mut names: Vec<String> = self.devices.iter().map(|device| device.device.clone()).collect();
         names.dedup();

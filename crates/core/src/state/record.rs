@@ -10,7 +10,7 @@ use super::inventory::Inventory;
 use super::{FabricHealth, GpuShares, RecoveryAction, UnhealthyReason};
 use crate::topology::GpuUuid;
 
-/// The boot and the load of the driver to which a fact belongs. Unknown counts as no change.
+/// The machine, the boot and the load of the driver to which a fact belongs. Unknown counts as no change.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct NodeIdentity {
@@ -54,7 +54,7 @@ pub struct HealthRecord {
     /// The GPUs that are offered through DRA.
     #[serde(skip_serializing_if = "BTreeSet::is_empty")]
     pub dra: BTreeSet<GpuUuid>,
-    /// Those of them that several claims share.
+    /// The GPUs in `dra` that several claims share.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub dra_shares: BTreeMap<GpuUuid, GpuShares>,
     /// The best bandwidth that was free when the device plugin gave devices.

@@ -48,8 +48,8 @@ pub(super) struct Form {
     pub next: Option<(Option<GpuShares>, Timestamp)>,
 }
 
-/// The GPUs that a plan shares through DRA, and the parts of its rows that DRA cannot offer: it shares only whole GPUs,
-/// by time slices. A GPU that is not shared goes to one claim.
+/// The GPUs that a plan shares through DRA, and the parts of its rows that DRA cannot offer. DRA shares only whole
+/// GPUs, by time slices. A GPU that is not shared goes to one claim.
 pub fn wanted(topology: &NodeTopology, plan: &ResourcePlan) -> (BTreeMap<GpuUuid, GpuShares>, Vec<PlanProblem>) {
     let (mut shared, mut problems) = (BTreeMap::new(), Vec::new());
     let Some(sharing) = &plan.sharing else { return (shared, problems) };
