@@ -239,9 +239,9 @@ fn parse(parameters: &str) -> Result<(Kind, RequestedMps), ConfigError> {
     let sharing = match kind {
         Kind::Gpu => serde_json::from_value::<Fields<GpuSharing>>(object).map(|config| config.sharing),
         Kind::Mig => serde_json::from_value::<Fields<MigSharing>>(object).map(|config| {
-            let all =
+            let as_gpu_sharing =
                 |MigSharing { strategy, mps_config }| GpuSharing { strategy, time_slicing_config: None, mps_config };
-            config.sharing.map(all)
+            config.sharing.map(as_gpu_sharing)
         }),
     };
     let Some(sharing) = sharing.map_err(|error| field(error.to_string()))? else {

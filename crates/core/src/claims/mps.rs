@@ -87,8 +87,9 @@ pub(super) struct MpsDevice<'a> {
     pub admin: bool,
     /// The claim's share of the GPU, if it does not have all of it.
     pub share: Option<(Share, GpuShares)>,
-    /// The number of the claim's configuration, and its settings.
-    pub config: (usize, &'a MpsConfig),
+    /// The number of the configuration among those of the claim.
+    pub config_number: usize,
+    pub config: &'a MpsConfig,
 }
 
 impl MpsDevice<'_> {
@@ -99,8 +100,7 @@ impl MpsDevice<'_> {
     /// The memory limit from its configuration, in MiB. `devices` are all devices of the claim. `max` is the memory of
     /// the claim's share if `is_share`, otherwise of the GPU.
     fn memory(&self, devices: &[Self], max: Option<u64>, is_share: bool) -> Result<Option<u64>, ClaimError> {
-        let (number, config) = self.config;
-        let of_config = devices.iter().filter(|other| other.config.0 == number);
+        let of_config = devices.iter().filter(|other| other.config_number == self.config_number);
         let mut of_config: Vec<&GpuUuid> = of_config.map(|other| &other.gpu.uuid).collect();
         // A GPU is there more than once only if the devices are shares of one GPU.
         of_config.dedup();
@@ -108,8 +108,8 @@ impl MpsDevice<'_> {
             let by_uuid = of_config.iter().position(|gpu| gpu.as_str() == name);
             by_uuid.or_else(|| name.parse().ok().filter(|place: &usize| *place < of_config.len()))
         };
-        let mut limit = config.mib;
-        for (name, mib) in &config.mib_by_device {
+        let mut limit = self.config.mib;
+        for (name, mib) in &self.config.mib_by_device {
             let unknown = || self.refused(MpsRefusal::UnknownDevice(name.clone(), of_config.len()));
             let named = place(name).ok_or_else(unknown)?;
             if of_config.get(named).is_some_and(|gpu| **gpu == self.gpu.uuid) {
@@ -165,7 +165,7 @@ fn check(device: &MpsDevice<'_>, first: &MpsDevice<'_>) -> Result<(), MpsRefusal
 
 /// The daemon of a claim's whole GPUs.
 fn whole(devices: &[MpsDevice<'_>], first: &MpsDevice<'_>) -> Result<ClaimMps, ClaimError> {
-    let threads = |device: &MpsDevice<'_>| device.config.1.thread_percentage.unwrap_or(100);
+    let threads = |device: &MpsDevice<'_>| device.config.thread_percentage.unwrap_or(100);
     let (mut gpus, mut clients) = (Vec::new(), BTreeMap::new());
     for device in devices {
         if threads(device) != threads(first) {
@@ -195,7 +195,7 @@ fn shared(devices: &[MpsDevice<'_>], first: &MpsDevice<'_>, sharing: GpuShares) 
         if part == 0 {
             return Err(device.refused(MpsRefusal::TooSmall(shares, sharing.shares)));
         }
-        let threads = device.config.1.thread_percentage.unwrap_or(part);
+        let threads = device.config.thread_percentage.unwrap_or(part);
         if threads > part {
             let (what, limit, max) = ("percent of the threads", threads.into(), part.into());
             return Err(device.refused(MpsRefusal::TooMuch { what, limit, max, is_share: true }));

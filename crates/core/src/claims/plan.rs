@@ -91,12 +91,11 @@ pub fn plan(claim: &Claim, requested: &ClaimName, node: PlanInputs<'_>) -> Resul
             return Err(ClaimError::Repeated(device.device, other.device.clone()));
         }
         let holds = |other: &Prepared| other.devices.iter().any(|held| device.excludes(held));
-        let holders = others();
-        if let Some((holder, _)) = holders.clone().find(|(_, other)| holds(other)) {
+        if let Some((holder, _)) = others().find(|(_, other)| holds(other)) {
             return Err(refused(DeviceRefusal::Taken(Box::new(holder.clone()))));
         }
         if let Some((share, sharing)) = device.share.zip(sharing) {
-            let held = holders.flat_map(|(name, other)| other.devices.iter().map(move |device| (Some(name), device)));
+            let held = others().flat_map(|(name, other)| other.devices.iter().map(move |device| (Some(name), device)));
             let held = held.chain(prepared.iter().map(|device| (None, device)));
             let held = held.filter(|(_, other)| !other.admin && device.overlaps(other));
             let held = held.filter_map(|(name, other)| Some((name, other.share?)));
@@ -106,9 +105,9 @@ pub fn plan(claim: &Claim, requested: &ClaimName, node: PlanInputs<'_>) -> Resul
         if let Some(holder) = (!device.admin).then(holder).flatten() {
             return Err(refused(DeviceRefusal::Held(holder)));
         }
-        if let Some(config) = config {
+        if let Some((config_number, config)) = config {
             let (request, name, share) = (request.to_owned(), device.device.clone(), share.zip(sharing));
-            by_mps.push(MpsDevice { request, name, gpu: hardware.gpu, admin, share, config });
+            by_mps.push(MpsDevice { request, name, gpu: hardware.gpu, admin, share, config_number, config });
         }
         prepared.push(device);
     }
