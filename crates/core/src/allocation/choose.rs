@@ -79,7 +79,7 @@ impl Question {
         is_possible.then_some(question).ok_or(FallbackReason::Size)
     }
 
-    /// Asks for `size` GPUs: all of `must`, the others of `available`. The caller makes sure that there are enough.
+    /// Asks for `size` GPUs: all of `must`, the others from `available`. The caller makes sure that there are enough.
     pub fn of(must: GpuSet, available: GpuSet, size: usize, policy: AllocationPolicy) -> Self {
         Self { must, free: available.without(must), available, size, policy }
     }

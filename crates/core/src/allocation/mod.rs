@@ -1,8 +1,8 @@
 //! The choice: takes topology, request and policy, and returns the best set of GPUs and a report.
 //!
 //! Pure: no I/O, no clock, no environment, no logging, no floats. It cannot panic on any request. Budgets count
-//! compared sets, never time. The kubelet's adapter calls it with a snapshot of the state, and commands call it. It
-//! uses `topology` and nothing else.
+//! compared sets, never time. The kubelet's adapter calls it with a snapshot of the state, and commands call it. Of
+//! the core's layers it uses `topology` alone.
 
 mod choose;
 mod collective;

@@ -37,7 +37,7 @@ pub enum Value {
     RemainingCloseness,
     /// The sum of the rates of the NICs nearest to the set's GPUs, each NIC once, Mbit/s.
     Nics,
-    /// The sum of the bandwidths of the pairs of free GPUs, MB/s, so that a request for one takes a poorly linked GPU.
+    /// The sum of the bandwidths of the pairs of free GPUs, MB/s. Thus a request for one GPU takes a poorly linked one.
     RemainingPairs,
     /// The sorted list of PCI addresses.
     PciAddresses,

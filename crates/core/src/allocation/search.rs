@@ -46,12 +46,12 @@ pub(super) fn answer(topology: &NodeTopology, tree: &Tree, question: &Question) 
     let is_refined = !tree.exact && question.size <= MAX_REFINED_SIZE;
     let mut best = Best { search: &search, limit: if is_refined { MAX_REFINED_SETS } else { 2 }, found: Vec::new() };
     let mut compared = 0;
-    let mut all = None;
+    let mut is_complete = None;
     for regions in search.regions(need) {
         let classes = search.classes(&regions);
         let ways = classes.iter().map(|classes| ways(classes, need)).fold(0, u64::saturating_add);
         // Only a runner-up can lie beyond the widest clusters.
-        all.get_or_insert(ways <= MAX_SETS);
+        is_complete.get_or_insert(ways <= MAX_SETS);
         let mut sets = Vec::new();
         if ways <= MAX_SETS {
             classes.iter().for_each(|classes| compose(classes, need, question.must, &mut sets));
@@ -77,7 +77,7 @@ pub(super) fn answer(topology: &NodeTopology, tree: &Tree, question: &Question) 
     let mut found = found.into_iter();
     // `Question::new` checks that there is a set, and both ways find one. An empty set would mean a bug there.
     let first = found.next().unwrap_or_else(|| search.value(GpuSet::default()));
-    question.report(topology, first, found.next(), compared, all == Some(true) && tree.exact)
+    question.report(topology, first, found.next(), compared, is_complete == Some(true) && tree.exact)
 }
 
 /// Answers with tables for the request's GPUs alone. The answer is exact if the machine's best collective is known for
@@ -113,8 +113,7 @@ struct Best<'a> {
 impl Best<'_> {
     /// Compares sets of one size with those kept. Returns the number of sets that were new.
     fn add<'s>(&mut self, sets: impl IntoIterator<Item = &'s GpuSet>) -> u64 {
-        let is_new = |set: &&GpuSet| self.add_one(**set);
-        sets.into_iter().filter(is_new).count() as u64
+        sets.into_iter().filter(|set| self.add_one(**set)).count() as u64
     }
 
     fn add_one(&mut self, chosen: GpuSet) -> bool {

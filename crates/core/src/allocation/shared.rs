@@ -94,8 +94,8 @@ fn slot_key(id: &DeviceId) -> (&str, u64) {
 /// - `distributed`: takes units in rounds. Each round takes one unit of each GPU that has the fewest units of this
 ///   request; units of `must_include` count. If a round needs fewer GPUs than there are, the least used GPUs take part.
 ///   Among equally used GPUs the choice of whole GPUs decides: its set must include the GPUs that take part already and
-///   may include the equally used ones. For its value of what remains, only the equally used GPUs that it leaves count
-///   as free, because the next request gets those first. More used GPUs do not count, nor do GPUs that take part.
+///   may include the equally used ones. For its remaining value, only the equally used GPUs outside the set count as
+///   free, because the next request gets those first. More used GPUs do not count, nor do GPUs that take part.
 /// - `best-effort`: the same, but ignores how much the GPUs are used.
 /// - `packed`: fills the most used GPU, then the next; units taken for this request count as used. Among equally used
 ///   GPUs it prefers those that have a unit of this request, then those with more free units, then those that the
@@ -105,8 +105,8 @@ fn slot_key(id: &DeviceId) -> (&str, u64) {
 /// Within a GPU that has several devices (shared MIG devices), `distributed` and `best-effort` go from device to device
 /// in the same way: first those with the fewest units of this request, then the less used ones. `packed` fills the most
 /// used device first. Within one device the slots with the lowest numbers are taken. With one unit on each GPU and no
-/// others, all three policies are the choice of whole GPUs. The report is about the GPUs behind the units, and its
-/// `size` and `candidates` count GPUs; after a fallback they count units.
+/// other resource, all three policies are the choice of whole GPUs. The report is about the GPUs behind the units, and
+/// its `size` and `candidates` count GPUs; after a fallback they count units.
 pub fn preferred_units(
     tables: &AllocationTables,
     units: &Units,

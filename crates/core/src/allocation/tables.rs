@@ -181,7 +181,8 @@ impl SetTables {
 
     /// The sum of the bandwidths of a set's pairs, MB/s.
     pub fn pairs(&self, set: GpuSet) -> u64 {
-        row(&self.pairs, at(&self.chosen, set) >> 16 & u64::from(u16::MAX)).0
+        let (sum, _) = row(&self.pairs, at(&self.chosen, set) >> 16 & u64::from(u16::MAX));
+        sum
     }
 
     /// The values of a chosen set and of the GPUs that stay free.

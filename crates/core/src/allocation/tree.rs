@@ -30,7 +30,7 @@ pub(super) struct Tree {
     nics: NearNics,
     tops: [Top; 3],
     /// The value that each GPU of a whole group adds in each cluster of `bandwidths`, by group size:
-    /// `1000 * width / top`, rounded down, less the same with `outer_width`.
+    /// `1000 * width / top - 1000 * outer_width / top`, each quotient rounded down.
     shares: Vec<[u64; 3]>,
     /// Classes of GPUs that differ in nothing but their address.
     pub classes: Vec<GpuSet>,
@@ -129,7 +129,7 @@ impl Forest {
         }
     }
 
-    /// The largest sum over disjoint pairs of a set, as many as fit.
+    /// The largest sum of the measure over disjoint pairs of a set, as many as fit.
     fn matched(&self, set: GpuSet) -> u64 {
         self.sum(|cluster| cluster.members.intersection(set).len() as u64 / 2)
     }
@@ -263,8 +263,8 @@ fn grown(topology: &NodeTopology, first: usize, size: usize) -> GpuSet {
     let all: GpuSet = (0..topology.gpus().len()).collect();
     let mut set = GpuSet::of(first);
     while set.len() < size {
-        let drawn = |place: usize| set.places().map(|member| u64::from(topology.bandwidth(place, member))).sum::<u64>();
-        let Some(next) = all.without(set).places().max_by_key(|place| (drawn(*place), usize::MAX - place)) else {
+        let mbps = |place: usize| set.places().map(|member| u64::from(topology.bandwidth(place, member))).sum::<u64>();
+        let Some(next) = all.without(set).places().max_by_key(|place| (mbps(*place), usize::MAX - place)) else {
             break;
         };
         set = set.union(GpuSet::of(next));
