@@ -6,8 +6,8 @@
 //! NVIDIA/k8s-device-plugin).
 //!
 //! The folders of an MPS client ([`MpsClient`]) and the RDMA NICs nearest to the GPUs ([`RdmaNodes`], `--expose-nics`)
-//! are parts of it. The MPS daemon enforces the limits. An injection does not repeat them, so that a container cannot
-//! get other limits than those in effect.
+//! are parts of an injection. The MPS daemon enforces the limits. An injection does not repeat them, so that a
+//! container cannot get other limits than those in effect.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -27,7 +27,7 @@ const NVIDIA_IMEX_CHANNELS: &str = "NVIDIA_IMEX_CHANNELS";
 /// The folder in which NVIDIA's container runtime looks for device names, if it takes them from mounts.
 const MOUNTS_FOLDER: &str = "/var/run/nvidia-container-devices";
 
-/// The file that is mounted there; only the mount's name matters.
+/// The file that is mounted in [`MOUNTS_FOLDER`]; only the mount's name matters.
 const MOUNTED: &str = "/dev/null";
 
 /// The variable with the folder of the MPS control daemon's sockets, for the CUDA libraries.
@@ -154,8 +154,8 @@ impl InjectionOptions {
     ///
     /// # Errors
     ///
-    /// The container needs the device node of a GPU whose minor number is unknown. No container is better than one
-    /// without its GPU.
+    /// The container needs the device node of a GPU whose minor number is unknown. To refuse the container is
+    /// better than to start it without its GPU.
     pub fn inject(&self, granted: &Granted<'_>, host: &HostDevices) -> Result<Injection, InjectionError> {
         let mut devices = granted.devices.clone();
         devices.dedup_by_key(|device| device.uuid());

@@ -136,8 +136,8 @@ pub(super) fn compare(one: &(u64, u64), other: &(u64, u64)) -> Ordering {
     product(one.0, other.1).cmp(&product(other.0, one.1))
 }
 
-/// The reasons why a collective is below the machine's best: it was below the best of the GPUs free at the admission,
-/// that was below the best of the healthy ones, or that was below the machine's best.
+/// The reasons why a collective is below the machine's best: one for each rise in the sequence `collective`,
+/// `then.free`, `then.healthy`, `best`.
 fn shortfalls(door: Door, collective: u64, best: u64, then: FreeThen) -> Vec<Shortfall> {
     let chosen = if door == Door::Dra { Shortfall::Scheduler } else { Shortfall::Narrowed };
     let steps = [

@@ -31,8 +31,8 @@ impl PodEvent {
     pub const SLOW_GPUS: &'static str = "SlowGPUPlacement";
 
     /// Makes one event for each pod with a container whose quality `collective / best` is below `below` percent, in the
-    /// order of the pods' names. The event is about the container with the lowest quality. A pod gets none as long as
-    /// neither its UID nor a claim of it is known.
+    /// order of the pods' names. The event is about the container with the lowest quality. A pod gets no event as long
+    /// as neither its UID nor a claim of it is known.
     pub fn of(
         placements: &Placements,
         by_container: &BTreeMap<ContainerName, ContainerHoldings>,

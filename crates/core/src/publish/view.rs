@@ -67,7 +67,7 @@ pub struct Sums {
     pub devices: BTreeMap<String, Devices>,
     /// The API that offers each GPU of the graph, or `none`; empty on a node without DRA.
     pub doors: BTreeMap<String, &'static str>,
-    /// The number of GPUs of each availability, 0 included; together all of them.
+    /// The number of GPUs of each availability, 0 included; the numbers add up to all GPUs.
     pub gpus: BTreeMap<Availability, usize>,
     /// The machine's best collective by the number of GPUs, MB/s.
     pub best: BTreeMap<usize, u64>,
@@ -143,7 +143,7 @@ pub struct GpuView {
     /// Its rail.
     pub rail: Option<u32>,
     /// The API through which the node's GPUs are offered, on a node with DRA: `plugin` or `dra`. A GPU that is held
-    /// through the other one is unhealthy, and its reason names the holder.
+    /// through the other API is unhealthy, and its reason names the holder.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub door: Option<Word>,
     /// True if it may be allocated; a cordon does not count.

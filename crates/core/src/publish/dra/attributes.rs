@@ -287,7 +287,8 @@ pub(super) fn taints(reasons: &[UnhealthyReason], evict: bool) -> Vec<Taint> {
     }
     taints.extend(xid.map(|code| plain(XID, code)));
     taints.extend(other.map(|reason| plain(&ours("unhealthy"), reason.label().to_owned())));
-    taints.extend(cordon.map(|by| Taint { effect: effect(by.evict), ..plain(&ours("cordoned"), String::new()) }));
+    taints
+        .extend(cordon.map(|cordon| Taint { effect: effect(cordon.evict), ..plain(&ours("cordoned"), String::new()) }));
     taints
 }
 

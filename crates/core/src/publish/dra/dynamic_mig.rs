@@ -1,10 +1,10 @@
 //! The MIG devices that GPUs in MIG mode could have, published with counters that show which of them fit together. Each
 //! is made when a claim gets it, and destroyed when the claim has ended.
 //!
-//! A GPU has a counter set, as with NVIDIA's driver: each memory slice, the memory, and the engines. A MIG device that
-//! an administrator made is published without counters. Its parts are subtracted from the counters, and no device with
-//! one of its memory slices is published. The allocator subtracts the *current* slices' amounts for allocated devices,
-//! so the amounts of a device depend on its profile and place only.
+//! A GPU has a counter set, as with NVIDIA's driver: a counter for each memory slice, the memory and each kind of
+//! engine. A MIG device that an administrator made is published without counters. Its parts are subtracted from the
+//! counters, and no device with one of its memory slices is published. For allocated devices, the allocator subtracts
+//! the amounts in the *current* slices. They must not change, so they depend on a device's profile and place only.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -72,9 +72,9 @@ pub fn counters(facts: &DraFacts<'_>) -> Vec<CounterSet> {
             // one.
             let is_first = instances.insert(mig.gpu_instance);
             let engines = mig.facts.engines.unwrap_or_default();
-            let shared = MigEngines { multiprocessors: engines.multiprocessors, ..MigEngines::default() };
+            let own = MigEngines { multiprocessors: engines.multiprocessors, ..MigEngines::default() };
             let whole = || amounts(engines, mig.facts.memory_mib, mig.facts.placement);
-            let taken = if is_first { whole() } else { amounts(shared, 0, None) };
+            let taken = if is_first { whole() } else { amounts(own, 0, None) };
             for (name, amount) in taken {
                 if let Some(total) = left.get_mut(&name) {
                     *total = total.saturating_sub(amount);

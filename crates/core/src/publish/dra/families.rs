@@ -145,10 +145,10 @@ fn tiers(tables: &AllocationTables, size: usize) -> Vec<Vec<GpuSet>> {
     // If NVLink is the same between all GPUs, the nearer ones are better.
     let is_uniform =
         sets.first().map(|(values, _)| values.collective) == sets.last().map(|(values, _)| values.collective);
-    let quality = |values: &Values| (values.collective, if is_uniform { values.closeness } else { 0 });
+    let tier_key = |values: &Values| (values.collective, if is_uniform { values.closeness } else { 0 });
     let mut by_tier: BTreeMap<_, Vec<GpuSet>> = BTreeMap::new();
     for (values, set) in &sets {
-        by_tier.entry(quality(values)).or_default().push(*set);
+        by_tier.entry(tier_key(values)).or_default().push(*set);
     }
     by_tier.into_values().rev().collect()
 }

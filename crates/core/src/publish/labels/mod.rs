@@ -53,7 +53,7 @@ pub struct HostFacts {
 /// NVIDIA vGPU, as the PCI devices of a guest show it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Vgpu {
-    /// The whole PCI configuration space of a device cannot be read, which only root may do.
+    /// The whole PCI configuration space of a device cannot be read; only root may read it.
     #[default]
     Unknown,
     /// No device is a virtual GPU.

@@ -157,7 +157,7 @@ fn single_strategy_has_the_labels_of_gfd() {
 fn mixed_strategy_has_labels_for_each_profile() {
     let sharing = shared(SharingKind::TimeSlicing, "nvidia.com/mig-2g.200gb", None);
     let gpus = [mig(&[(1, 1, 100), (1, 1, 100), (2, 2, 200)]), mig(&[(1, 1, 100)]), full()];
-    // The GPU's memory decides the name, and all GPUs here have the same.
+    // The GPU's memory decides the name, and all GPUs here have the same memory.
     let gpus = gpus.map(|mut gpu| {
         gpu["memory_mib"] = json!(800 * 1024);
         gpu
