@@ -176,7 +176,7 @@ impl Guid {
 
     /// Reads a GUID from the low half of a port's GID, as the kernel writes it: eight groups of four digits.
     pub fn of_gid(gid: &str) -> Option<Self> {
-        let at = gid.match_indices(':').nth(3)?.0;
+        let (at, _) = gid.match_indices(':').nth(3)?;
         gid.get(at..)?.strip_prefix(':')?.parse().ok()
     }
 }

@@ -47,14 +47,14 @@ pub fn is_set(name: &str) -> bool {
 /// The hardware behind each name. The second of two devices that nothing distinguishes has no name.
 pub(crate) fn names(gpus: &[Gpu], mig_devices: &[MigDevice]) -> BTreeMap<String, Hardware> {
     let mut names = BTreeMap::new();
-    let mut own: Vec<Option<String>> = Vec::new();
+    let mut gpu_names: Vec<Option<String>> = Vec::new();
     for (place, gpu) in gpus.iter().enumerate() {
         let by_minor = gpu.facts.minor.map(|minor| format!("gpu-{minor}"));
         let by_address = format!("gpu-pci-{}", gpu.pci.to_string().replace([':', '.'], "-"));
-        own.push(take(&mut names, [by_minor, Some(by_address)], (place, None)));
+        gpu_names.push(take(&mut names, [by_minor, Some(by_address)], (place, None)));
     }
     for (place, mig) in mig_devices.iter().enumerate() {
-        let Some(Some(gpu)) = own.get(mig.parent) else { continue };
+        let Some(Some(gpu)) = gpu_names.get(mig.parent) else { continue };
         // NVIDIA names a GPU instance, so a device that is one of several compute instances in it has no such name.
         let slot = mig.slot().filter(|_| mig.profile.compute_slices == mig.profile.gpu_slices);
         let by_placement = slot.map(|slot| slot_name(gpu, mig.profile, slot));

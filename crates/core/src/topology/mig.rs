@@ -366,9 +366,9 @@ impl PossibleMig<'_> {
     }
 }
 
-/// The MIG devices that the GPUs in MIG mode could have, GPU by GPU: those with the last first slice come first, and of
-/// these the smaller ones. A scheduler that takes the first device that fits thus leaves the first slices free, which
-/// are the only places for a profile of half the GPU or more.
+/// The MIG devices that the GPUs in MIG mode could have, GPU by GPU: the highest first memory slice comes first, then
+/// the smaller size. A scheduler that takes the first device that fits thus leaves the low slices free,
+/// which are the only places for a profile of half the GPU or more.
 pub fn possible_mig(topology: &NodeTopology) -> Vec<PossibleMig<'_>> {
     let mut found = Vec::new();
     for (place, gpu) in topology.gpus().iter().enumerate().filter(|(_, gpu)| gpu.mig_enabled) {

@@ -1,7 +1,7 @@
 //! The machine as a graph: takes observations, returns [`NodeTopology`] and warnings.
 //!
 //! Pure: no I/O, no clock, no environment, no logging, no floats, no unordered maps. It cannot panic on any
-//! observation. `src/run`, `src/commands` and `state` call it; it calls no other module.
+//! observation. The other layers, the adapters and the commands use it; it uses no other layer.
 
 mod address;
 pub mod bandwidth;

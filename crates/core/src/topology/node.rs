@@ -229,7 +229,7 @@ impl NodeTopology {
         self.gpus.len() < 2 || self.gpus.iter().all(|gpu| gpu.nvlinks_known)
     }
 
-    /// Returns true if the NVLinks of all GPUs are known, and the rates of their links. A GPU's model or compute
+    /// Returns true if the NVLinks of all GPUs and the rates of their links are known. A GPU's model or compute
     /// capability gives the rates; for a GPU without NVLinks its PCIe link is enough.
     pub fn knows_rates(&self) -> bool {
         let has_none = |place: usize| (0..self.gpus.len()).all(|other| self.nvlink_count(place, other) == 0);
@@ -316,13 +316,13 @@ pub(super) fn nearest<'a, D: Ord>(
 fn accept<'a>(observed: &'a [GpuObservation], warnings: &mut Vec<TopologyWarning>) -> Vec<&'a GpuObservation> {
     let mut gpus: Vec<&GpuObservation> = observed.iter().collect();
     gpus.sort_by(|a, b| (a.pci, &a.uuid, a.index).cmp(&(b.pci, &b.uuid, b.index)));
-    let mut names: BTreeMap<&GpuUuid, PciAddress> = BTreeMap::new();
-    gpus.retain(|gpu| match names.get(&gpu.uuid) {
+    let mut uuids: BTreeMap<&GpuUuid, PciAddress> = BTreeMap::new();
+    gpus.retain(|gpu| match uuids.get(&gpu.uuid) {
         Some(&other) => {
             warnings.push(TopologyWarning::DuplicateUuid { pci: gpu.pci, other, uuid: gpu.uuid.clone() });
             false
         }
-        None => names.insert(&gpu.uuid, gpu.pci).is_none(),
+        None => uuids.insert(&gpu.uuid, gpu.pci).is_none(),
     });
     if gpus.len() > NodeTopology::MAX_GPUS {
         warnings.push(TopologyWarning::TooManyGpus(gpus.len()));
@@ -384,13 +384,13 @@ fn level(
 /// The MIG devices of the GPUs in MIG mode. The second of two with one UUID is left out, because a UUID is one device
 /// id.
 fn mig_devices(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarning>) -> Vec<MigDevice> {
-    let mut names = BTreeSet::new();
+    let mut uuids = BTreeSet::new();
     let mut devices = Vec::new();
     for (parent, gpu) in gpus.iter().enumerate() {
         let mut own: Vec<_> = gpu.mig.iter().filter(|mig| mig.enabled).flat_map(|mig| &mig.devices).collect();
         own.sort_by_key(|device| device.index);
         for device in own {
-            if !names.insert(&device.uuid) {
+            if !uuids.insert(&device.uuid) {
                 warnings.push(TopologyWarning::DuplicateMigUuid(gpu.pci, device.uuid.clone()));
                 continue;
             }

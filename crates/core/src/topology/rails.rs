@@ -66,7 +66,7 @@ pub(super) fn rails(gpus: usize, nics: &[Nic]) -> Vec<Option<u32>> {
 }
 
 /// Chooses one of `nics` equally near NICs for a GPU by its number among the GPUs that share them: the number modulo
-/// `nics`. If `nics` is a power of two, the bits of that are mirrored, so that a few GPUs get NICs that are far apart.
+/// `nics`. If `nics` is a power of two, this remainder's bits are mirrored, so that a few GPUs get NICs far apart.
 fn spread(gpu: usize, nics: usize) -> Option<usize> {
     let place = gpu.checked_rem(nics)?;
     if !nics.is_power_of_two() {
