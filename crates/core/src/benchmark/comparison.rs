@@ -264,8 +264,8 @@ impl Comparison {
             }
         }
         let setting = |names: &[&str]| {
-            let set = report.settings.iter().find(|(name, _)| names.contains(&name.as_str()));
-            set.map(|(name, value)| format!("{name}={value}"))
+            let found = report.settings.iter().find(|(name, _)| names.contains(&name.as_str()));
+            found.map(|(name, value)| format!("{name}={value}"))
         };
         let p2p = || setting(&["NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"]);
         if report.shm > 0 {
@@ -279,7 +279,7 @@ impl Comparison {
         let pcie = pairs().map(|(a, b)| set.pcie(a, b)).max().map_or(0, u64::from);
         let has_nvlinks = pairs().any(|(a, b)| set.nvlink_count(a, b) > 0);
         let (ring, measured) = (self.expectation.ring.unwrap_or(0), self.measured);
-        // Below this share, the rings are slow; above it, they work, and only NVLink SHARP was unused.
+        // Below `MIN_PERCENT` of `ring` the rings are slow; above it they work, and only NVLink SHARP was unused.
         let is_below_rings = measured.saturating_mul(100) < ring.saturating_mul(MIN_PERCENT);
         match self.expectation.nvls {
             _ if has_nvlinks && measured <= pcie => causes.push(Cause::NvlinkUnused(p2p())),

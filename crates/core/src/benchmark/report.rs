@@ -338,9 +338,9 @@ fn run(words: &[&str], bytes: u64) -> Option<Run> {
     (is_consistent && run.bus <= run.algorithm.saturating_mul(2).saturating_add(20)).then_some(run)
 }
 
-/// Reads a number of wrong values as C's `%g` writes it: a million is `1e+06`. Versions that print the largest
-/// difference instead print a number below 1, which counts as 0, or `inf` or `nan`, which count as 1. `N/A` means that
-/// the check was off.
+/// Reads a number of wrong values as C's `%g` writes it: a million is `1e+06`. Some versions print the largest
+/// difference: a number below 1, which counts as 0, or `inf` or `nan`, which count as 1. `N/A` means that the check was
+/// off.
 fn wrong_values(text: &str) -> u64 {
     let (number, exponent) = text.split_once('e').unwrap_or((text, "0"));
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
