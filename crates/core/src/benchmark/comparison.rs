@@ -217,7 +217,7 @@ impl Comparison {
         let best = report.best().filter(|_| report.is_of(ranks)).ok_or(MatchError::OtherFactor(ranks))?.clone();
         let expectation = Expectation::of(&topology, &places);
         let up = with_links_up(machine);
-        // A machine whose links are down is faulty, and still of its kind. The places of its GPUs are the same.
+        // The places of the GPUs are the same.
         let healthy = Expectation::of(&NodeTopology::assemble(&up).0, &places);
         // The model does not cover several hosts, so such a run has no share either.
         let whole = healthy.bandwidth().max(expectation.bandwidth()).filter(|_| hosts == 1);

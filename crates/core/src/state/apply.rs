@@ -103,7 +103,7 @@ impl NodeState {
     }
 
     /// Carries out what follows from any event: makes the resources again (`remake`), hands GPUs to the other door, and
-    /// publishes the lists if they changed. `publish` is true if more than the health of devices changed.
+    /// publishes the lists if they changed (`publish`: more than the health of devices).
     fn settle(&mut self, mut remake: bool, mut publish: bool, is_new_list: bool, now: Timestamp) -> Vec<Effect> {
         let mut effects = Vec::new();
         let hardware = Arc::make_mut(&mut self.hardware);

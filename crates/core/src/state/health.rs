@@ -239,8 +239,7 @@ impl GpuHealth {
         now: Timestamp,
     ) {
         let covered = self.polled.map_or(Duration::ZERO, |last| now.saturating_sub(last)).min(MAX_COVERED);
-        // This poll alone decides, at the start or after a reload: a doubted reason takes the GPU out of service until
-        // the second look.
+        // At the start and after a reload, a doubted reason takes the GPU out of service until the second look.
         let is_decisive = self.polled.is_none() || self.reasons.iter().any(|standing| standing.is_over);
         self.polled = Some(now);
         if self.shows_reset(poll) {

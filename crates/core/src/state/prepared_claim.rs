@@ -126,7 +126,7 @@ pub struct PreparedDevice {
     pub admin: bool,
     /// The GPU, by UUID: its name may differ after a reboot.
     pub gpu: GpuUuid,
-    /// The MIG device; `None` for the whole GPU, or while the MIG device is still to be made.
+    /// The MIG device; `None` for the whole GPU, or before it is made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mig: Option<MigUuid>,
     /// The GPU instance, if the MIG device is made for the claim and destroyed after it.

@@ -170,14 +170,12 @@ impl UnhealthyReason {
 
     /// The kind of reason, as a metric's label.
     pub fn label(&self) -> &'static str {
-        let (label, _) = self.label_and_end();
-        label
+        self.label_and_end().0
     }
 
     /// The evidence that would end it, for people: an action, or an event to wait for.
     pub fn ends_with(&self) -> &'static str {
-        let (_, end) = self.label_and_end();
-        end
+        self.label_and_end().1
     }
 
     /// The label, and the evidence that ends it.

@@ -121,7 +121,7 @@ impl XidSet {
 
 impl XidPolicy {
     /// The class of a number. An override goes first, then the enabled XIDs, then the disabled ones, then the table. An
-    /// enabled XID fails the GPU, whatever the table says; a disabled one does not.
+    /// enabled XID fails the GPU, whatever the table says.
     pub fn class(&self, code: u64) -> XidClass {
         if let Some(class) = self.overrides.get(&code) {
             return *class;

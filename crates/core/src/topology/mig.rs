@@ -272,8 +272,6 @@ pub struct MigProfile {
 
 impl MigProfile {
     /// Finds the profile of a device on a GPU with this memory in MiB.
-    ///
-    /// See `name_gb` for the memory in its name.
     pub fn new(device: &MigDeviceObservation, gpu_memory_mib: Option<u64>) -> Self {
         let gb = name_gb(device.memory_mib, gpu_memory_mib);
         let extension = device.extension.unwrap_or(MigExtension::None);
@@ -367,8 +365,8 @@ impl PossibleMig<'_> {
 }
 
 /// The MIG devices that the GPUs in MIG mode could have, GPU by GPU: the highest first memory slice comes first, then
-/// the smaller size. A scheduler that takes the first device that fits thus leaves the low slices free,
-/// which are the only places for a profile of half the GPU or more.
+/// the smaller size. A scheduler that takes the first device that fits thus leaves the low slices free, which are the
+/// only places for a profile of half the GPU or more.
 pub fn possible_mig(topology: &NodeTopology) -> Vec<PossibleMig<'_>> {
     let mut found = Vec::new();
     for (place, gpu) in topology.gpus().iter().enumerate().filter(|(_, gpu)| gpu.mig_enabled) {

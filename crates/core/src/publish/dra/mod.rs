@@ -57,7 +57,7 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
             problems.push(DraProblem::NoName(hardware));
             continue;
         };
-        // `dynamic_mig::add` publishes a MIG device that was made for a claim, still as a possible device.
+        // `dynamic_mig::add` publishes a MIG device that was made for a claim.
         if settings.dynamic_mig && device.place.is_some() && facts.made.contains(&name) {
             continue;
         }
