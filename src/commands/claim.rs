@@ -276,7 +276,7 @@ fn topology(node: &str) -> Result<NodeTopology> {
     Ok(NodeTopology::assemble(&machines::load(node)?.observed).0)
 }
 
-/// One request: the groups as alternatives, then any GPUs.
+/// One request: the groups as alternatives, then any GPUs, unless the claim is strict.
 fn in_groups(gpus: u8, groups: &[Alternative], strict: bool) -> Devices {
     if groups.is_empty() {
         return Devices::one("gpus", plain(GPUS, gpus));
@@ -347,7 +347,7 @@ fn mig_devices(count: u8, profile: &MigProfile) -> Devices {
     Devices::one("mig", Request { selectors, ..plain("mig.nvidia.com", count) })
 }
 
-/// The request for so many devices of a class, without a name, selectors or a capacity.
+/// The request for `count` devices of a class, without a name, selectors or a capacity.
 fn plain(device_class_name: &'static str, count: u8) -> Request {
     let (allocation_mode, selectors) = ("ExactCount", Vec::new());
     Request { name: None, device_class_name, selectors, allocation_mode, count, capacity: None }

@@ -18,7 +18,7 @@ use linkwise_system::output::complain;
 /// The most nodes that a line names.
 const MAX_NAMES: usize = 5;
 
-/// The attribute for an exact claim of so many GPUs; `None` for one GPU, which needs no group. If the fleet is known, a
+/// The attribute for an exact claim of `gpus` GPUs; `None` for one GPU, which needs no group. If the fleet is known, a
 /// comparison with alternatives goes to standard error.
 pub(super) fn group(gpus: u8, nodes: &[String], fleet: &FleetArgs) -> Result<Option<String>> {
     let names = candidates(gpus);
@@ -46,7 +46,7 @@ pub(super) fn devices(gpus: u8, group: Option<&str>) -> Devices {
 }
 
 /// The attribute that promises the best set on the most nodes. Between equal ones the higher sum of promised worth over
-/// all nodes decides, then the lower share of states in which a claim waits.
+/// all nodes decides, then the lower share of states (sets of free GPUs) in which a claim waits.
 fn choose<'a>(names: &'a [String], kinds: &[Kind]) -> Option<&'a str> {
     let rank = |name: &str| {
         let (mut at_best, mut worth, mut waits) = (0, 0, 0);

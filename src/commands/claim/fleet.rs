@@ -24,8 +24,8 @@ const MIN_OF_CLASS: u64 = 90;
 /// The worth of the best tier of a machine whose bandwidths are unknown, MB/s: less than the bandwidth of any link.
 const UNKNOWN: u64 = 3;
 
-/// The share of the worth of all alternatives that the others must keep for one to be left out, in per mille. An
-/// alternative that adds less is not worth the scheduler's time.
+/// An alternative is left out if the others have at least this share of the worth of all, in per mille: it is not worth
+/// the scheduler's time.
 const MIN_KEPT: u64 = 985;
 
 /// The most GPU models that get alternatives of their own: those with the most nodes.
@@ -205,7 +205,8 @@ fn drafts<'a>(entries: &'a [Entry], models: &[Model<'_>], gpus: u8, strict: bool
 /// Leaves out alternatives: those for which there is no room, and those that add little. While there is room, the first
 /// alternative of a model stays unless it adds nothing.
 fn trim(drafts: &mut Vec<Draft<'_>>, entries: &[Entry], models: &[Model<'_>], strict: bool) {
-    // The worth of a state in which no listed alternative has a set: a strict claim gets nothing, another any GPUs.
+    // The worth of a state in which no listed alternative has a set: a strict claim gets nothing, any other claim gets
+    // the worst GPUs.
     let floor = entries.iter().map(|entry| entry.worth).min().filter(|_| !strict).unwrap_or(0);
     let all = total_worth(&drafts.iter().collect::<Vec<_>>(), models, entries, floor);
     loop {

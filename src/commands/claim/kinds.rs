@@ -4,7 +4,7 @@
 //! do not have the bandwidths of groups. A node's bandwidths are known if a machine, built-in or of `--node`, has the
 //! same groups.
 //!
-//! [`rails_claim`] makes claims of GPUs on fixed rails. Pods of a job that share such a template get the same rails on
+//! [`rails_claim`] makes claims of GPUs on fixed rails. Pods that share a template of such claims get the same rails on
 //! each node.
 
 use std::cmp::Reverse;
@@ -51,9 +51,9 @@ pub(super) struct Kind {
     pub claims: Vec<ExactClaim>,
     /// The attributes that a claim with alternatives lists.
     pub alternatives: Vec<String>,
-    /// The best collective of so many GPUs, MB/s; `None` if only slices are known.
+    /// The best collective of a set of the requested size, MB/s; `None` if only slices are known.
     pub best: Option<u64>,
-    /// The least collective of any so many GPUs, MB/s; `None` if only slices are known.
+    /// The least collective of a set of the requested size, MB/s; `None` if only slices are known.
     pub least: Option<u64>,
     /// The model of its GPUs, as the attribute `productName` has it.
     pub product: Option<String>,
@@ -108,7 +108,7 @@ pub(super) fn too_few(gpus: u8, largest: usize) -> String {
     format!("--gpus {gpus} with --node: a claim gets its GPUs on one machine, and the largest has {largest}")
 }
 
-/// The kinds of node of the fleet that the options name, for claims of so many GPUs; empty if they name no fleet.
+/// The kinds of node of the fleet that the options name, for claims of `gpus` GPUs; empty if they name no fleet.
 pub(super) fn of_fleet(gpus: u8, nodes: &[String], fleet: &FleetArgs) -> Result<Vec<Kind>> {
     let slices = match fleet.cluster.as_deref() {
         None => {
@@ -124,7 +124,7 @@ pub(super) fn of_fleet(gpus: u8, nodes: &[String], fleet: &FleetArgs) -> Result<
         }
         Some(file) => slices_of(Path::new(file))?,
     };
-    // Machines that no node of the cluster is like are read too, so that a wrong name is an error.
+    // Every named machine is read, so that a wrong name is an error.
     nodes.iter().try_for_each(|node| machines::load(node).map(drop))?;
     let (kinds, left) = kinds(&slices, gpus, nodes);
     ensure!(!kinds.is_empty(), "--cluster: no node publishes whole GPUs in a ResourceSlice of {GPUS}");
@@ -137,8 +137,8 @@ pub(super) fn of_fleet(gpus: u8, nodes: &[String], fleet: &FleetArgs) -> Result<
     Ok(kinds)
 }
 
-/// The attributes with groups of so many GPUs or more. If all GPUs are alike, claims find a set in a larger group more
-/// often.
+/// The attributes with groups of at least `gpus` GPUs. A larger group has a free set more often, which is as good if
+/// all its GPUs are alike.
 pub(super) fn candidates(gpus: u8) -> Vec<String> {
     let sizes = GroupSize::ALL.into_iter().filter(|size| gpus > 1 && size.gpus() >= usize::from(gpus));
     let largest = (gpus > 1).then(|| NVLINK_DOMAIN.to_owned());
@@ -176,7 +176,7 @@ struct KnownMachine {
 }
 
 impl KnownMachine {
-    /// The machine's kind, if the machine has as many GPUs of this model, in the same groups.
+    /// The machine's kind, if the machine has `all` GPUs of this model in these groups.
     fn as_kind(&mut self, product: Option<&str>, all: usize, attributes: &[GroupAttribute], gpus: u8) -> Option<Kind> {
         if product_of(&self.topology) != product || self.topology.gpus().len() != all {
             return None;
@@ -256,14 +256,14 @@ fn devices_of(mut slices: Vec<&Value>) -> Vec<&Value> {
     let pool = |slice: &Value, field: &str| slice["spec"]["pool"][field].as_u64().unwrap_or(0);
     let newest = slices.iter().map(|slice| pool(slice, "generation")).max().unwrap_or(0);
     slices.retain(|slice| pool(slice, "generation") == newest);
-    let is_whole = slices.first().is_none_or(|slice| slices.len() as u64 >= pool(slice, "resourceSliceCount"));
+    let is_complete = slices.first().is_none_or(|slice| slices.len() as u64 >= pool(slice, "resourceSliceCount"));
     slices.sort_by_key(|slice| slice["metadata"]["name"].as_str());
-    let devices = slices.into_iter().filter(|_| is_whole).flat_map(|slice| slice["spec"]["devices"].as_array());
-    let is_free = |device: &&Value| {
+    let devices = slices.into_iter().filter(|_| is_complete).flat_map(|slice| slice["spec"]["devices"].as_array());
+    let is_untainted_gpu = |device: &&Value| {
         let has_taints = device["taints"].as_array().is_some_and(|taints| !taints.is_empty());
         device["attributes"]["type"]["string"] == "gpu" && !has_taints
     };
-    devices.flatten().filter(is_free).collect()
+    devices.flatten().filter(is_untainted_gpu).collect()
 }
 
 /// The groups of devices, by the values of their attributes.
