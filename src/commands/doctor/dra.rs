@@ -31,7 +31,7 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
 
 /// Checks the classes that claims for GPUs name, and the slices at the API server. `policy` is the Topology Manager's.
 pub(super) fn slices(found: &mut Findings, facts: DraFound, policy: Option<&Policy>) {
-    let DraFound { has_class, slices, pod_policy: changes_pods, extended_resource: resource } = facts;
+    let DraFound { has_class, slices, pod_policy: policy_of_pods, extended_resource: resource } = facts;
     found.check = "DRA";
     let unread =
         format!("cannot read the DeviceClass {DRA_DRIVER}, nor which door pods with its extended resource take");
@@ -56,10 +56,11 @@ pub(super) fn slices(found: &mut Findings, facts: DraFound, policy: Option<&Poli
             found.ok(format!("ResourceSlice {name} is linkwise's"));
             continue;
         }
-        let advice = "another DRA driver of this name runs on the node, or no linkwise runs: it deletes such slices";
+        let advice =
+            "another DRA driver of this name runs on the node, or linkwise, which deletes such slices, does not run";
         found.failed(format!("ResourceSlice {name} was written by {}: GPUs published twice", names(&managers)), advice);
     }
-    pod_policy(found, changes_pods);
+    pod_policy(found, policy_of_pods);
     extended_resource(found, resource, policy);
 }
 

@@ -100,9 +100,9 @@ pub(super) fn check(found: &mut Findings, nvml: &Nvml, bus: Option<&BusGpus>, mo
     match nvml {
         Nvml::Answers { driver, library, gpus, .. } => {
             let (driver, library) = (driver.as_deref(), library.as_deref());
-            let or = |version: Option<&str>| version.unwrap_or("unknown").to_owned();
+            let or_unknown = |version: Option<&str>| version.unwrap_or("unknown").to_owned();
             let gpus = count(gpus.len(), "GPU");
-            found.ok(format!("NVML answers: driver {}, library {}, {gpus}", or(driver), or(library)));
+            found.ok(format!("NVML answers: driver {}, library {}, {gpus}", or_unknown(driver), or_unknown(library)));
             versions(found, driver, library, module);
         }
         Nvml::Fails(why, fault) if fault.is_no_driver() && bus.is_some_and(BTreeMap::is_empty) => found.skipped(
@@ -115,7 +115,7 @@ pub(super) fn check(found: &mut Findings, nvml: &Nvml, bus: Option<&BusGpus>, mo
         ),
         Nvml::Fails(why, fault) => found.failed(format!("NVML unavailable: {why}"), advice(*fault, module)),
         // This is a failure also on a node whose bus shows no GPU: a library that exists and fails does not prove that
-        // there is none.
+        // there is no GPU.
         Nvml::Ends(why, remedy) => found.failed(format!("NVML unavailable: {why}"), remedy),
         Nvml::Hangs(limit) => found.failed(
             format!("NVML does not answer within {limit:?}"),

@@ -153,11 +153,11 @@ impl History {
         }
         for GpuView { uuid, reasons, .. } in self.running.into_iter().flat_map(|state| state.gpus) {
             let Ok(uuid) = uuid.parse() else { continue };
-            let now = all.entry(uuid).or_default();
-            now.retain(|own| !reasons.iter().any(|held| held.kind == own.view.kind));
+            let own = all.entry(uuid).or_default();
+            own.retain(|own| !reasons.iter().any(|running| running.kind == own.view.kind));
             let is_healthy = reasons.iter().all(|reason| reason.kind == CORDONED);
-            now.iter_mut().for_each(|own| own.is_cleared = is_healthy);
-            now.splice(0..0, reasons.into_iter().map(|view| Reason { view, is_cleared: false }));
+            own.iter_mut().for_each(|own| own.is_cleared = is_healthy);
+            own.splice(0..0, reasons.into_iter().map(|view| Reason { view, is_cleared: false }));
         }
         all.retain(|_, reasons| !reasons.is_empty());
         all

@@ -1,5 +1,5 @@
-//! Checks the kubelet's folder and the listeners in it (the kubelet, linkwise, other plugins), and predicts what its
-//! Topology Manager does with this node's GPUs.
+//! Checks the kubelet's folder and the listeners in it (the kubelet, linkwise, other plugins), and predicts what the
+//! kubelet's Topology Manager does with this node's GPUs.
 //!
 //! The Topology Manager's policy is read where this process can see it: in the command line of a running kubelet, in
 //! its configuration file, or in the folder of files that add to it.
@@ -48,7 +48,7 @@ pub(super) async fn check(found: &mut Findings, socket: &Path, resources: &Path,
         Err(error) => {
             let advice = match error.kind() {
                 ErrorKind::NotFound => {
-                    "the kubelet does not run here, or its folder is another or not mounted: see --kubelet-socket"
+                    "the kubelet does not run here, or its folder is elsewhere or not mounted: see --kubelet-socket"
                 }
                 _ => "run as uid 0 with this folder mounted read-write; under SELinux see manifests/README.md",
             };
@@ -80,7 +80,7 @@ pub(super) fn version(found: &mut Findings, version: Option<&str>) {
     {
         let (major, minor) = OLDEST;
         let advice = format!(
-            "linkwise needs Kubernetes {major}.{minor} or newer: keep the NVIDIA plugin on this node until then"
+            "upgrade the node to Kubernetes {major}.{minor} or newer, and keep the NVIDIA plugin on it until then"
         );
         found.failed(format!("the kubelet is {}, which cannot call linkwise", excerpt(version)), &advice);
     }
@@ -142,7 +142,7 @@ async fn plugins(found: &mut Findings, sockets: Vec<PathBuf>) {
                 format!("{name} was left by a linkwise that has ended"),
                 "nothing to do: the next linkwise removes it",
             ),
-            // The kubelet removes them all when it starts.
+            // The kubelet removes all sockets when it starts.
             (Err(error), _) if error.is_dead() => {}
             (Err(ProbeError::Connect(error)), _) if error.kind() == ErrorKind::NotFound => {}
             (Err(error @ ProbeError::Silent(_)), name) => found.warning(
@@ -151,7 +151,7 @@ async fn plugins(found: &mut Findings, sockets: Vec<PathBuf>) {
             ),
             (Err(error), name) => found.warning(
                 format!("{name}: {}", chain(&error)),
-                "only sockets of working device plugins belong in the kubelet's folder: find its program, or remove it",
+                "only sockets of working device plugins belong here: find the socket's program, or remove the socket",
             ),
         }
     }
@@ -206,7 +206,7 @@ pub(super) fn policy(root: &Path) -> Option<Policy> {
         return Some(Policy { name, source: "the kubelet's command line".to_owned() });
     }
     let file = flag(&words, "config").unwrap_or_else(|| CONFIG.to_owned());
-    // The files of the folder add to the first, in the order of their names: the last one that names a policy counts.
+    // The folder's files add to the first file, in the order of their names: the last one that names a policy counts.
     let mut files = vec![super::below(root, &file)];
     let folder = flag(&words, "config-dir").map(|folder| super::below(root, &folder));
     let more = folder.and_then(|folder| entries(&folder).ok()).unwrap_or_default();
