@@ -31,7 +31,7 @@ pub async fn snapshot(args: &SnapshotArgs) -> Result<()> {
     let mut machine = super::machine(&args.node).await?;
     let live = args.node.node.is_none();
     for gpu in &mut machine.observed.gpus {
-        // A node file has neither of the two, so they would not read back.
+        // A node file has no serials and no current widths, so they would not read back.
         (gpu.serial, gpu.pcie_width_now) = (None, None);
     }
     if args.redact {
@@ -50,9 +50,9 @@ pub async fn snapshot(args: &SnapshotArgs) -> Result<()> {
     machine.source.push(format!("written by linkwise {} snapshot", env!("CARGO_PKG_VERSION")));
     let text = machine.to_yaml()?;
     // A file that is not read back as it was written must not be sent to anyone.
-    let same = Machine::parse(&text).is_ok_and(|read| read == machine);
+    let is_same = Machine::parse(&text).is_ok_and(|read| read == machine);
     ensure!(
-        same,
+        is_same,
         "cannot write the snapshot: it does not read back as observed; report this with the output of linkwise topology"
     );
     match args.output.as_deref() {

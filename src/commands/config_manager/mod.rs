@@ -130,8 +130,8 @@ impl Manager {
             return self.once(labels).await;
         }
         loop {
-            let now = labels.borrow_and_update().clone();
-            if let Some(labels) = now {
+            let latest = labels.borrow_and_update().clone();
+            if let Some(labels) = latest {
                 let selected = self.select(&labels);
                 self.report(selected);
             }
