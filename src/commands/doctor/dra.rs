@@ -56,8 +56,7 @@ pub(super) fn slices(found: &mut Findings, facts: DraFound, policy: Option<&Poli
             found.ok(format!("ResourceSlice {name} is linkwise's"));
             continue;
         }
-        let advice =
-            "another DRA driver of this name runs on the node, or linkwise, which deletes such slices, does not run";
+        let advice = "another DRA driver of this name runs here, or linkwise, which deletes such slices, does not run";
         found.failed(format!("ResourceSlice {name} was written by {}: GPUs published twice", names(&managers)), advice);
     }
     pod_policy(found, policy_of_pods);

@@ -171,8 +171,7 @@ fn add_duplicates(found: &mut Findings, devices: &mut BTreeMap<String, PathBuf>,
     }
     if let Some(other) = others.last() {
         let (common, kind) = (count(others.len(), "device"), excerpt(&spec.kind));
-        let advice =
-            "if both are in one folder, a runtime uses neither, else the one in /var/run/cdi: remove the older one";
+        let advice = "if both are in one folder, runtimes use neither, else that of /var/run/cdi: remove the older one";
         found.warning(format!("{} and {} both have {common} of {kind}", other.display(), path.display()), advice);
     }
 }
@@ -258,8 +257,8 @@ pub(super) fn permissions(found: &mut Findings, node: &Node) {
         Ok(_) => Ok(()),
         Err(error) => Err((
             format!(": {error}"),
-            "the container's device rules forbid it: the container was made before the node, or a cgroup change \
-             took away the rule (systemctl daemon-reload with runc): delete the pod; for SELinux see manifests/README.md",
+            "the container's device rules forbid it: the container was made before the node, or a cgroup change took \
+             the rule (as systemctl daemon-reload does with runc): delete the pod; for SELinux see manifests/README.md",
         )),
     });
     match (good, nodes.len()) {
