@@ -1,4 +1,4 @@
-//! The options of `linkwise config-manager`: those of NVIDIA's program of that name, read as it reads them.
+//! The options of `linkwise config-manager`: those of NVIDIA's program of that name, read as that program does.
 //!
 //! The chart sets each variable, some to an empty text; so every option is read as text first, and checked here.
 
@@ -89,7 +89,7 @@ pub struct ConfigManagerArgs {
 /// The options of config-manager, checked by [`ConfigManagerArgs::settings`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConfigManagerSettings {
-    /// Set if it ends after the first selection.
+    /// Set if config-manager ends after the first selection.
     pub oneshot: bool,
     /// The node.
     pub node: String,

@@ -67,7 +67,7 @@ subcommands! {
     "allocate" => Allocate(AllocateArgs), "Show which GPUs would be chosen on a machine, and why";
     "expect" => Expect(ExpectArgs), "Show the bus bandwidth that an all-reduce over GPUs should reach";
     "verify" => Verify(VerifyArgs),
-        "Compare a result of nccl-tests with that, and name the likeliest cause if it is lower";
+        "Compare a result of nccl-tests with the expected bandwidth, and name the likeliest cause if it is lower";
     "snapshot" => Snapshot(SnapshotArgs),
         "Write this machine, as NVML and hwloc see it, as a node file that every --node takes";
     "doctor" => Doctor(DoctorArgs), "Check this node, and print what is wrong and how to repair it";

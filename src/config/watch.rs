@@ -1,4 +1,4 @@
-//! [`FileWatch`]: follows the configuration file and returns its text whenever that has changed.
+//! [`FileWatch`]: follows the configuration file and returns its text whenever the text has changed.
 //!
 //! Called by `run`, which owns the task that waits here. A ConfigMap's files are links into a folder that Kubernetes
 //! replaces as a whole; so the file's folder is watched, and the texts are compared.
@@ -47,11 +47,11 @@ impl FileWatch {
     pub async fn changed(&mut self) -> Result<String, ConfigError> {
         loop {
             let Some((path, folder)) = &mut self.file else { return std::future::pending().await };
-            let now = text(path).await;
-            if now.as_ref().ok() != self.text.as_ref() {
+            let latest = text(path).await;
+            if latest.as_ref().ok() != self.text.as_ref() {
                 tokio::time::sleep(SETTLE).await;
-                if now.as_ref().ok() == text(path).await.as_ref().ok() {
-                    return self.keep_text(now);
+                if latest.as_ref().ok() == text(path).await.as_ref().ok() {
+                    return self.keep_text(latest);
                 }
                 continue;
             }
@@ -116,7 +116,7 @@ mod tests {
         let path = folder.path().join("config");
         // Opening a pipe waits for a writer.
         assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
-        let (done, others) = std::sync::mpsc::channel();
+        let (done, has_run) = std::sync::mpsc::channel();
         // This runs on a thread of its own: a runtime that hangs would hang the test.
         std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -130,6 +130,6 @@ mod tests {
             });
             runtime.shutdown_background();
         });
-        others.recv_timeout(Duration::from_secs(20)).unwrap();
+        has_run.recv_timeout(Duration::from_secs(20)).unwrap();
     }
 }

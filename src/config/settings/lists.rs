@@ -1,9 +1,9 @@
 //! The settings that are mappings or lists, which only the file can set: `resources`, `sharing`,
 //! `linkwise.filter.exclude` and `linkwise.health.xids`. Items keep their places in the file, because `rules` reports
-//! them.
+//! these places.
 //!
-//! Without `linkwise.naming` the effect of `sharing` is the NVIDIA plugin's: a shared resource has its own name or the
-//! default one with `.shared`, and all devices of it are shared.
+//! Without `linkwise.naming` the effect of `sharing` is the NVIDIA plugin's: a shared resource has its own name, with
+//! `.shared` or without, and all devices of it are shared.
 
 use std::collections::BTreeMap;
 

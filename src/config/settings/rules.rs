@@ -102,7 +102,7 @@ fn offered_nowhere(settings: &Settings, lists: &Lists, shared: &Item<SharedResou
     };
     let is_gpu = |patterns| *name == ResourceName::gpu() && !has_catch_all(patterns);
     let profile = name.as_str().strip_prefix(MIG).map(|profile| profile.replacen("gb.", "gb+", 1));
-    let is_free = |profile: String| !lists.mig.iter().any(|pattern| pattern.value.pattern.matches(&profile));
+    let keeps_name = |profile: String| !lists.mig.iter().any(|pattern| pattern.value.pattern.matches(&profile));
     let has_gpus = named(&lists.gpus) || is_gpu(&lists.gpus);
     let is_mps = lists.is_mps();
     if is_mps && is_mig(name) {
@@ -110,7 +110,7 @@ fn offered_nowhere(settings: &Settings, lists: &Lists, shared: &Item<SharedResou
         return Vec::new();
     }
     let has_mig = !is_mps
-        && ((may_be(MigStrategy::Mixed) && profile.is_some_and(is_free))
+        && ((may_be(MigStrategy::Mixed) && profile.is_some_and(keeps_name))
             || (may_be(MigStrategy::Single) && is_gpu(&lists.mig))
             || (strategy.value != MigStrategy::None || strategy.origin == Origin::Default) && named(&lists.mig));
     let warning =
