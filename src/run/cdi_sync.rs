@@ -114,15 +114,15 @@ pub(super) fn prepare(settings: &Settings, sysfs: &Path, uses_dra: bool) -> Resu
         mps_root: settings.mps_root.value.display().to_string(),
     };
     let host_devices = watch::Sender::new(Arc::new(host_devices));
-    let files = scan.folder.is_some();
-    let nodes = options.device_nodes || scan.exposes_nics || !settings.imex_channel_ids.value.is_empty();
+    let needs_specs = scan.folder.is_some();
+    let needs_nodes = options.device_nodes || scan.exposes_nics || !settings.imex_channel_ids.value.is_empty();
     Ok(PreparedInjection {
         options,
         host_devices: host_devices.subscribe(),
-        sync: (files || nodes).then(|| CdiSync {
+        sync: (needs_specs || needs_nodes).then(|| CdiSync {
             scan,
             host_devices,
-            ready: watch::Sender::new(!files),
+            ready: watch::Sender::new(!needs_specs),
             cdi: watch::Sender::new((!uses_dra).then(Arc::default)),
             scan_every: SCAN_EVERY,
         }),
@@ -195,7 +195,7 @@ impl CdiSync {
             }
             if let Some(found) = scanned.cdi {
                 cdi.send_if_modified(|known| {
-                    // A program that removed these specs may have removed those of claims: claims write theirs again.
+                    // A program that removed these specs may have removed those of claims: the claim manager rewrites them.
                     let is_news = scanned.has_written || known.as_deref() != Some(&found);
                     *known = Some(Arc::new(found));
                     is_news

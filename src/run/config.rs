@@ -63,9 +63,9 @@ pub(super) struct Reloader {
 }
 
 impl Reloader {
-    /// Records that GPUs are to go through DRA and that these rights are missing, for which the GPUs stay with the
-    /// device plugin. Logs the same rights once.
-    pub fn cannot_serve_dra(&mut self, lacks: Vec<MissingRight>) {
+    /// Records the missing rights because of which GPUs that are to go through DRA stay with the device plugin. Logs
+    /// the same rights once.
+    pub fn record_lacks(&mut self, lacks: Vec<MissingRight>) {
         let why: Vec<String> = lacks.iter().map(MissingRight::to_string).collect();
         let why = why.join("; ");
         self.readiness.add(Part::Dra, "GPUs stay with the device plugin");
@@ -78,13 +78,13 @@ impl Reloader {
 
     /// Ends this start and returns true if the node is to be served again through another door, the wanted one. If the
     /// device plugin serves and DRA lacks a right, the wanted door becomes the device plugin.
-    async fn changes_door(&mut self, wanted: &mut Door, reason: &str) -> bool {
+    async fn change_door(&mut self, wanted: &mut Door, reason: &str) -> bool {
         let now = self.settings.dra_gpus.value;
         let lacks = if *wanted == Door::Dra { self.rights.lacks().await } else { Vec::new() };
         if !lacks.is_empty() {
             // If DRA serves and has lost a right, the part that needs the right reports it.
             if now == Door::Plugin {
-                self.cannot_serve_dra(lacks);
+                self.record_lacks(lacks);
                 *wanted = now;
             }
             return false;
@@ -121,7 +121,7 @@ impl Reloader {
         let loaded = reloaded(&self.flags, text, reason);
         self.valid.set(loaded.is_some().into());
         let Some(mut loaded) = loaded else { return Ok(()) };
-        if self.changes_door(&mut loaded.settings.dra_gpus.value, reason).await {
+        if self.change_door(&mut loaded.settings.dra_gpus.value, reason).await {
             return Ok(());
         }
         if !self.lacks.is_empty() {

@@ -111,7 +111,7 @@ pub(super) fn spawn_in(node: &mut Node, inputs: Inputs<'_>, api: Option<&ApiServ
             publish(node, settings, (empty, pool), api, &plugin);
         } else {
             let name = empty.node.clone();
-            // The writer ends when its sender is dropped, so the sender stays until then.
+            // The writer would end early if its sender were dropped before it.
             let report = (pool.subscribe(), watch::Sender::default());
             pool.send_replace(Some(Arc::new(empty)));
             let writing = write_slices(api.another(), name, report, &plugin, node.shutdown());
@@ -164,7 +164,7 @@ fn publish(
 }
 
 /// Writes slices whenever this process has the lock on claims, because two processes would undo each other's slices.
-/// Ends at `shutdown`. Sends no request before the kubelet has found the plugin's sockets once.
+/// Ends at `shutdown`. Sends no request before the plugin first binds its sockets.
 fn write_slices(
     api: ApiServer,
     node: String,
@@ -242,8 +242,8 @@ impl PoolMaker {
     ///
     /// - before the first GPU is seen, and before the kubelet's lists that may let the first GPUs go to DRA: an empty
     ///   pool would be written, and one with GPUs a moment later
-    /// - before the server's slices and version are read: MIG devices that claims could have made would go and come
-    ///   back
+    /// - before the server's slices and version are read: MIG devices that could be made for claims would go and
+    ///   come back
     /// - while the ledger lacks the claims of the checkpoints: their devices would be published as free
     fn make(&mut self, state: &NodeState, server: &StoredPool) -> Vec<DraProblem> {
         if !state.ledger().has_all_claims() {

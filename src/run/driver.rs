@@ -57,8 +57,8 @@ pub(super) fn limits_of(nvml: &NvmlArgs) -> Limits {
     Limits { start, call }
 }
 
-/// The settings for starting the process that speaks to NVML, for a command that only reads: with the driver's root
-/// that `run` would search in this container.
+/// The settings for starting the NVML agent, for a command that only reads: with the driver's root that `run` would
+/// search in this container.
 pub fn agent_command(host: &HostArgs) -> AgentCommand {
     // The configuration file is not read, because its file system may hang.
     let loaded = load_text(&Flags::default(), &Environment::read(), "");
@@ -72,7 +72,7 @@ pub(super) fn gate(settings: &Settings, program: &str) -> Option<Gate> {
     Gate::of_kubelet(&settings.kubelet_socket.value, program)
 }
 
-/// The settings for starting the process that speaks to NVML: this binary.
+/// The settings for starting the NVML agent, which is this binary.
 pub(super) fn agent_of(host: &HostArgs, settings: Option<&Settings>) -> AgentCommand {
     // The link leads to the running binary even after its file was replaced; current_exe would name a file that no
     // longer exists.

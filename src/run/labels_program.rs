@@ -102,8 +102,8 @@ async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()>
 #[derive(Clone)]
 struct Publisher {
     access: Access,
-    /// The part `replaced` is shared by all starts of a process, so that it replaces GPU Feature Discovery's object
-    /// once.
+    /// The part `replaced` is shared by all starts of a process, so that the process replaces GPU Feature Discovery's
+    /// object once.
     settings: NodeFeatureSettings,
 }
 

@@ -185,8 +185,8 @@ async fn start_node(
     Ok(node)
 }
 
-/// Makes the supervisor of the NVML agent, with an operator's order to release the driver and the way to order MIG
-/// devices.
+/// Makes the supervisor of the NVML agent, with an operator's order to release the driver and the channel for requests
+/// of MIG devices.
 fn start_driver(
     node: &Node,
     args: &RunArgs,
@@ -235,7 +235,7 @@ fn follow_configuration(
         shutdown: node.shutdown(),
     };
     if !lacks.is_empty() {
-        reloader.cannot_serve_dra(lacks);
+        reloader.record_lacks(lacks);
     }
     node.spawn("configuration", reloader.run(hangup));
     serve_again

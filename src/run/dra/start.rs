@@ -44,7 +44,7 @@ pub(in crate::run) struct Start {
     pub has_api_server: bool,
     /// CDI specs are written for claims.
     pub has_cdi: bool,
-    /// The missing rights for which GPUs that are to go through DRA stay with the device plugin.
+    /// The missing rights because of which GPUs that are to go through DRA stay with the device plugin.
     pub lacks: Vec<MissingRight>,
 }
 

@@ -135,7 +135,7 @@ impl Daemons {
         if !self.running.remove(&resource).is_some_and(|running| running.end.is_cancelled()) {
             bail!("the supervisor of the MPS daemon of {resource} ended by itself");
         }
-        // Containers of the same claim may start again after the driver's release.
+        // After a release of the driver, containers of the same claim may start again and need the memory.
         if !self.is_released {
             log_unmounted(unmount_own_shm(&self.settings.layout, &resource));
         }
