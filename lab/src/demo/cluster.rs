@@ -134,10 +134,10 @@ impl Cluster {
     }
 
     /// The devices that a claim for `count` GPUs would get now if it named no groups, or none if it would wait.
-    pub fn singles(&self, count: usize) -> Result<Vec<String>> {
+    pub fn without_groups(&self, count: usize) -> Result<Vec<String>> {
         let exactly = json!({"deviceClassName": DRA_DRIVER, "allocationMode": "ExactCount", "count": count});
         let spec = json!({"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}});
-        let claim = json!({"metadata": {"name": "singles", "namespace": NAMESPACE}, "spec": spec});
+        let claim = json!({"metadata": {"name": "without-groups", "namespace": NAMESPACE}, "spec": spec});
         let allocation = match self.scheduler()?.schedule(&[NODE], &[claim]) {
             Ok(placement) => placement.allocations.into_iter().next().unwrap_or_default(),
             Err(Failure::Refused(_)) => return Ok(Vec::new()),

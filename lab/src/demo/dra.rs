@@ -1,4 +1,4 @@
-//! `linkwise-lab demo --dra`: the same node, but its GPUs are offered through DRA.
+//! `linkwise-lab demo --dra`: the demo's node, but its GPUs are offered through DRA.
 //!
 //! A node of linkwise and the kubelet's DRA manager in a box run in a [`Cluster`] of API server and scheduler. Pods
 //! request `nvidia.com/gpu: N`, and the policy of manifests/dra turns the request into claims. Nothing is simulated
@@ -178,7 +178,7 @@ impl Script<'_> {
         let admitted = self.cluster.create(&manifests::pod(pod, CONTAINER, count))?;
         let template = admitted["spec"]["resourceClaims"][0]["resourceClaimTemplateName"].as_str();
         let wants = format!("{pod} wants nvidia.com/gpu: {count}");
-        let singles = self.cluster.singles(count)?;
+        let ungrouped = self.cluster.without_groups(count)?;
         let (reference, spec, allocation) = match self.cluster.schedule(pod)? {
             Scheduled::Allocated { claim, spec, allocation } => (claim, spec, allocation),
             Scheduled::Waits(why) => {
@@ -207,7 +207,7 @@ impl Script<'_> {
             Some(template) => format!("a claim from {template}"),
             None => format!("no template for {count}, so its extended resource"),
         };
-        let compared = if template.is_some() { self.compare(&got, &singles, tally)? } else { String::new() };
+        let compared = if template.is_some() { self.compare(&got, &ungrouped, tally)? } else { String::new() };
         self.print_line(&format!(
             "● {wants}: {claims}\n  gets {}, {}\n  why: {why}\n{compared}  CDI: {}: {}\n",
             got.join(","),
@@ -220,12 +220,12 @@ impl Script<'_> {
     }
 
     /// Compares the collective of a pod's GPUs with the collective of the GPUs that it would have got without groups.
-    fn compare(&self, got: &[String], singles: &[String], tally: &mut Tally) -> Result<String> {
-        ensure!(singles.len() == got.len(), "{} GPUs without groups instead of {}", singles.len(), got.len());
-        let (with, without) = (self.collective(got)?, self.collective(singles)?);
+    fn compare(&self, got: &[String], ungrouped: &[String], tally: &mut Tally) -> Result<String> {
+        ensure!(ungrouped.len() == got.len(), "{} GPUs without groups instead of {}", ungrouped.len(), got.len());
+        let (with, without) = (self.collective(got)?, self.collective(ungrouped)?);
         tally.with_groups += with;
         tally.without_groups += without;
-        Ok(format!("  collective: {with} MB/s; without groups {}: {without} MB/s\n", singles.join(",")))
+        Ok(format!("  collective: {with} MB/s; without groups {}: {without} MB/s\n", ungrouped.join(",")))
     }
 
     /// The ring bandwidth of these GPUs by NCCL's model, in MB/s.
