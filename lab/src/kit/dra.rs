@@ -30,9 +30,9 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     write_files(folder.path(), &server)?;
     let mut options = Options::new(at("kubelet"));
     options.pod_resources = Some(at("pod-resources/kubelet.sock"));
-    let devices = KubeletBox::start(options)?;
+    let device_manager = KubeletBox::start(options)?;
     let kubelet = DraKubelet::start(DraOptions { wait_timeout: TIMEOUT, ..DraOptions::new(at("registry")) })?;
-    devices.list_claims_of(&kubelet);
+    device_manager.list_claims_of(&kubelet);
     let change = |command: &mut Command| {
         let address = server.address();
         command.env("KUBERNETES_SERVICE_HOST", address.ip().to_string());
@@ -70,7 +70,7 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     report.promise(!spec.exists(), "DRA: the claim is unprepared, and its CDI spec is gone")?;
     linkwise.stop(report).await?;
     kubelet.stop().await;
-    devices.stop().await?;
+    device_manager.stop().await?;
     Ok(())
 }
 

@@ -62,7 +62,7 @@ impl Fault {
 }
 
 /// Causes a fault. Returns true if its XID is counted in time.
-pub(super) async fn is_counted(fault: &Fault, metrics: Metrics) -> Result<bool> {
+pub(super) async fn cause_and_check(fault: &Fault, metrics: Metrics) -> Result<bool> {
     let known = metrics.count(fault.xid, None).await?;
     fault.cause().await?;
     let counted = async {

@@ -67,16 +67,16 @@ pub(super) async fn measure(args: &KitArgs, linkwise: &Linkwise, report: &Report
             text.push_str(&format!("== /proc/{process}/{file}\n{content}"));
         }
         let name = if place == 0 { "plugin" } else { "agent" };
-        let less = |now: u64, before: u64| now.saturating_sub(before);
-        let (wake_ups, cpu) = (less(now.wake_ups, before.wake_ups), less(now.running, before.running) / 1000);
+        let growth = |now: u64, before: u64| now.saturating_sub(before);
+        let (wake_ups, cpu) = (growth(now.wake_ups, before.wake_ups), growth(now.running, before.running) / 1000);
         let (mapped, resident) = (number(&status, "VmSize:"), number(&status, "VmRSS:"));
         let private = number(&rollup, "Private_Clean:") + number(&rollup, "Private_Dirty:");
         table.push_str(&format!(
             "{name}\t{}\t{wake_ups}\t{}\t{cpu}\t{}\t{}\t{mapped}\t{resident}\t{}\t{private}\n",
             args.idle_seconds,
-            less(now.preempted, before.preempted),
-            less(now.calls, before.calls),
-            less(now.bytes, before.bytes),
+            growth(now.preempted, before.preempted),
+            growth(now.calls, before.calls),
+            growth(now.bytes, before.bytes),
             number(&rollup, "Pss:"),
         ));
         let memory = format!("{mapped} KiB mapped, {resident} KiB resident, {private} KiB of it private");

@@ -21,8 +21,8 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     options.pod_resources = Some(at("pod-resources/kubelet.sock"));
     options.wait_timeout = TIMEOUT;
     let kubelet = KubeletBox::start(options)?;
-    let start = |door| {
-        Linkwise::start(args, folder.path(), door, |command| {
+    let start = |suffix| {
+        Linkwise::start(args, folder.path(), suffix, |command| {
             command.args(["--device-list-strategy=envvar,cdi-cri", "--pass-device-specs=true"]);
         })
     };

@@ -28,18 +28,18 @@ pub(super) struct Linkwise {
 }
 
 impl Linkwise {
-    /// Starts linkwise with all its folders below `folder`, and returns when it is up. `door` becomes a part of the
-    /// names of its log and of its file of NVML calls. `change` adds to the command.
-    pub async fn start(args: &KitArgs, folder: &Path, door: &str, change: impl FnOnce(&mut Command)) -> Result<Self> {
+    /// Starts linkwise with all its folders below `folder`, and returns when it is up. `suffix` becomes a part of
+    /// the names of its log and of its file of NVML calls. `change` adds to the command.
+    pub async fn start(args: &KitArgs, folder: &Path, suffix: &str, change: impl FnOnce(&mut Command)) -> Result<Self> {
         let at = |name: &str| folder.join(name);
-        let log = args.report.join(format!("linkwise{door}.log"));
+        let log = args.report.join(format!("linkwise{suffix}.log"));
         let mut command = Command::new(&args.linkwise);
         command.arg("run").arg("--kubelet-socket").arg(at("kubelet").join(Options::SOCKET));
         command.arg("--pod-resources-socket").arg(at("pod-resources/kubelet.sock"));
         command.arg("--cdi-dir").arg(at("cdi")).arg("--admin-socket").arg(at("admin/admin.sock"));
         command.arg("--driver-root").arg(&args.driver_root).arg("--driver-root-ctr-path").arg(&args.driver_root);
         command.arg("--metrics-address=127.0.0.1:0");
-        command.arg("--nvml-calls").arg(args.report.join(format!("nvml-calls{door}.tsv")));
+        command.arg("--nvml-calls").arg(args.report.join(format!("nvml-calls{suffix}.tsv")));
         if let Some(library) = &args.nvml_library {
             command.arg("--nvml-library").arg(library);
         }

@@ -52,7 +52,7 @@ pub(super) async fn play(
     report.promise(is_kept, "after the resume the kubelet has the same healthy devices, and the pod its own")?;
     match args.fault.first() {
         Some(fault) if is_up => {
-            let is_counted = fault::is_counted(fault, linkwise.metrics()).await?;
+            let is_counted = fault::cause_and_check(fault, linkwise.metrics()).await?;
             report.promise(is_counted, "an XID after the resume is counted")
         }
         _ => Ok(()),

@@ -50,7 +50,7 @@ pub(super) async fn play(
     let is_kept = kubelet.wait(|now| is_as_before(before, now)).await.is_ok();
     report.promise(is_kept, "after the takeover the kubelet has the same healthy devices, and the pod its own")?;
     if let Some(fault) = args.fault.first() {
-        let is_counted = fault::is_counted(fault, second.metrics()).await?;
+        let is_counted = fault::cause_and_check(fault, second.metrics()).await?;
         report.promise(is_counted, "an XID after the end of the first process is counted by the second")?;
     }
     Ok(second)
