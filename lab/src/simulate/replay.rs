@@ -1,8 +1,8 @@
 //! The replay of jobs on one machine, first come first served. It is a function of its arguments. Time is in whole
 //! seconds.
 //!
-//! Owns the queue and the figures. A policy chooses the GPUs, and linkwise's allocator rates the choices of all of
-//! them.
+//! Owns the queue and the figures. A policy chooses the GPUs, and linkwise's allocator rates the choices of every
+//! policy.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};

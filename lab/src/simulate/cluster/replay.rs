@@ -82,7 +82,9 @@ impl<'a, 'b> Replay<'a, 'b> {
 
     /// Ends the jobs that end until `then`, and starts waiting jobs in their places.
     fn end_until(&mut self, then: u64) -> Result<()> {
-        while let Some(Reverse((end, job, node, set))) = self.running.peek().copied().filter(|next| next.0.0 <= then) {
+        while let Some(Reverse((end, job, node, set))) = self.running.peek().copied()
+            && end <= then
+        {
             self.running.pop();
             self.tally.advance(end);
             self.change(node, |free| free.union(set))?;

@@ -1,8 +1,8 @@
 //! kube-scheduler's choice among the nodes, and the GPUs that are free on each.
 //!
-//! The choice follows `pkg/scheduler/schedule_one.go` of Kubernetes 1.36. The scheduler tries nodes, from the one
-//! behind the last examined node on, until enough of them fit. It scores those, and takes the node on top of a heap of
-//! the scores. Here nodes are examined one after the other, there 16 at once.
+//! The choice follows `pkg/scheduler/schedule_one.go` of Kubernetes 1.36. The scheduler tries nodes, beginning
+//! behind the last examined one, until enough of them fit. It scores those, and takes the node on top of a heap of the
+//! scores. This model examines nodes one after the other, kube-scheduler 16 at once.
 
 use crate::simulate::{CpuRequests, Door};
 use anyhow::{Result, anyhow};

@@ -30,7 +30,7 @@ impl Shapes {
                 let topology = machine.tables.topology();
                 let (rails, each) = (u8::try_from(topology.rails().len())?, topology.gpus_per_rail().max(1));
                 ensure!(rails > 0, "--door dra-rails: no GPU of '{}' has an RDMA NIC", machine.name);
-                found.rails = Some(found.rails.map_or((rails, each), |least| (least.0.min(rails), least.1.min(each))));
+                found.rails = Some(found.rails.map_or((rails, each), |(all, own)| (all.min(rails), own.min(each))));
             }
         }
         found.shapes = jobs.iter().enumerate().map(|(number, job)| found.shape(number, job)).collect();

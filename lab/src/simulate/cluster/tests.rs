@@ -240,7 +240,7 @@ fn replay_agrees_with_independent_books() {
         for size in SIZES {
             assert!(started.iter().filter(|(job, _)| jobs[**job].size == size).is_sorted_by_key(|(_, at)| *at));
         }
-        // Linkwise's own choice takes the best set of a node.
+        // linkwise's own choice takes the best set of a node.
         assert!(door != Door::Plugin || figures.collective_of_node == Some(1000), "{door:?}: {figures:?}");
     }
 }
