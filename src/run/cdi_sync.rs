@@ -195,7 +195,7 @@ impl CdiSync {
             }
             if let Some(found) = scanned.cdi {
                 cdi.send_if_modified(|known| {
-                    // A program that removed these specs may have removed claims' specs: the claim manager rewrites them.
+                    // A program that removed these specs may have removed claims' too: the claim manager rewrites them.
                     let is_news = scanned.has_written || known.as_deref() != Some(&found);
                     *known = Some(Arc::new(found));
                     is_news

@@ -205,8 +205,7 @@ fn drafts<'a>(entries: &'a [Entry], models: &[Model<'_>], gpus: u8, strict: bool
 /// Leaves out alternatives: those for which there is no room, and those that add little. While there is room, the first
 /// alternative of a model stays unless it adds nothing.
 fn trim(drafts: &mut Vec<Draft<'_>>, entries: &[Entry], models: &[Model<'_>], strict: bool) {
-    // The worth of a state in which no listed alternative has a set: a strict claim gets nothing, any other claim gets
-    // the worst GPUs.
+    // The worth of a state in which no listed alternative has a set: 0 if strict, else that of the worst GPUs.
     let floor = entries.iter().map(|entry| entry.worth).min().filter(|_| !strict).unwrap_or(0);
     let all = total_worth(&drafts.iter().collect::<Vec<_>>(), models, entries, floor);
     loop {

@@ -45,8 +45,7 @@ const COMPOUND: [&str; 19] = [
 /// ignores case. linkwise's own keys are case-sensitive too.
 const CASE_SENSITIVE: [&str; 5] = ["resources.gpus", "resources.mig", "sharing.timeSlicing", "sharing.mps", "linkwise"];
 
-/// The letters per edit: a suggested key of up to 3 letters may differ from the unknown key by one edit, of up to 6 by
-/// two.
+/// The letters per edit: a suggested key of up to 3 letters may differ by one edit, of up to 6 by two.
 const LETTERS_PER_EDIT: usize = 3;
 
 /// A fault of a configuration, or a note about it, for the operator.
