@@ -1,7 +1,7 @@
 //! MIG as NVML and the kernel describe it: the mode, the MIG devices, their profiles and capabilities.
 //!
-//! Called by `full_scan` for each GPU. A call that fails costs one fact. For a device without a UUID or instance ids,
-//! the error takes the device's place.
+//! Called by `full_scan` for each GPU. A call that fails costs one fact. If it was for a required fact of a MIG
+//! device, such as the UUID, the error takes the device's place.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -36,14 +36,14 @@ pub fn scan(device: &Device<'_>, calls: &Calls, minor: &Answer<u32>, procfs: &Pa
     }
     // The file is absent if the driver has no MIG; then no device has capabilities.
     let minors = std::fs::read_to_string(procfs.join(MINORS)).unwrap_or_default();
-    let numbers = numbers(device, calls);
+    let all_profiles = all_profiles(device, calls);
     let count = calls.ask("nvmlDeviceGetMaxMigDeviceCount", || device.mig_device_count());
     let devices = count.map(|count| {
-        let found = |index| (index, mig_device(device, calls, index, &numbers, minor, &minors));
+        let found = |index| (index, mig_device(device, calls, index, &all_profiles, minor, &minors));
         count.map(|count| (0..count).map(found).collect::<Devices>())
     });
     let devices = devices.and_then(|devices| visible(devices, known(minor).copied(), procfs));
-    Ok(Some(MigScan { enabled: true, devices, profiles: numbers.and_then(|known| profiles(device, calls, &known)) }))
+    Ok(Some(MigScan { enabled: true, devices, profiles: all_profiles.and_then(|all| profiles(device, calls, &all)) }))
 }
 
 /// MIG devices by index.
@@ -64,8 +64,8 @@ fn visible(devices: Option<Devices>, minor: Option<u32>, procfs: &Path) -> Answe
     Err(CallError::unreadable(HANDLE, why))
 }
 
-/// The number of compute instances that the kernel lists of a GPU (`os.c` of open-gpu-kernel-modules); 0 if the runtime
-/// hides that folder from the container.
+/// The number of compute instances that the kernel lists of a GPU (`os.c` of open-gpu-kernel-modules); 0 if the
+/// container runtime hides their folder.
 fn compute_instances(minor: u32, procfs: &Path) -> usize {
     let folder = procfs.join(format!("driver/nvidia/capabilities/gpu{minor}/mig"));
     let entries = |folder: &Path, prefix: &'static str| {
@@ -77,15 +77,15 @@ fn compute_instances(minor: u32, procfs: &Path) -> usize {
 
 /// The UUIDs of the MIG devices of a GPU in MIG mode; polls compare them to find changes. If one call fails, all UUIDs
 /// are unknown, because a MIG device that did not answer has not vanished.
-pub fn names(device: &Device<'_>, calls: &Calls) -> Result<Vec<MigUuid>, CallError> {
+pub fn uuids(device: &Device<'_>, calls: &Calls) -> Result<Vec<MigUuid>, CallError> {
     let count = calls.ask("nvmlDeviceGetMaxMigDeviceCount", || device.mig_device_count())?;
-    let mut names = Vec::new();
+    let mut uuids = Vec::new();
     for index in 0..count.unwrap_or(0) {
         let Some(mig) = handle(device, calls, index)? else { continue };
         let uuid = calls.ask(UUID, || mig.uuid())?;
-        names.extend(uuid.and_then(|uuid| uuid.parse().ok()));
+        uuids.extend(uuid.and_then(|uuid| uuid.parse().ok()));
     }
-    Ok(names)
+    Ok(uuids)
 }
 
 /// A MIG device's handle. `Ok(None)` if the index has no device: this is not a failure.
@@ -102,7 +102,7 @@ fn mig_device(
     parent: &Device<'_>,
     calls: &Calls,
     index: u32,
-    numbers: &Result<Profiles, CallError>,
+    all_profiles: &Result<Profiles, CallError>,
     minor: &Answer<u32>,
     minors: &str,
 ) -> Answer<MigDeviceScan> {
@@ -127,7 +127,7 @@ fn mig_device(
         })
     });
     Ok(Some(MigDeviceScan {
-        extension: extension(numbers, &instance),
+        extension: extension(all_profiles, &instance),
         instance,
         capabilities: minor.clone().map(|minor| minor.and_then(find)),
         device: MigDeviceObservation {
@@ -157,7 +157,7 @@ fn mig_device(
 /// NVML's number of each profile that the GPU has, and the profile.
 type Profiles = Vec<(u32, sys::nvmlGpuInstanceProfileInfo_t)>;
 
-fn numbers(device: &Device<'_>, calls: &Calls) -> Result<Profiles, CallError> {
+fn all_profiles(device: &Device<'_>, calls: &Calls) -> Result<Profiles, CallError> {
     let mut found = Vec::new();
     for number in 0..PROFILES {
         match calls.raw("nvmlDeviceGetGpuInstanceProfileInfo", || raw::profile(device, number)) {
@@ -171,17 +171,17 @@ fn numbers(device: &Device<'_>, calls: &Calls) -> Result<Profiles, CallError> {
 
 /// The extension of a device's profile. NVML reports the driver's id of the GPU instance's profile; the extension
 /// follows from NVML's number of the profile with that id.
-fn extension(numbers: &Result<Profiles, CallError>, instance: &Answer<MigSlot>) -> Answer<MigExtension> {
+fn extension(all_profiles: &Result<Profiles, CallError>, instance: &Answer<MigSlot>) -> Answer<MigExtension> {
     let Some(MigSlot { profile_id: id, .. }) = instance.clone()? else { return Ok(None) };
-    let mut known = numbers.as_ref().map_err(Clone::clone)?.iter();
+    let mut known = all_profiles.as_ref().map_err(Clone::clone)?.iter();
     Ok(known.find(|(_, info)| info.id == id).map(|(number, _)| MigExtension::of_profile(*number)))
 }
 
 /// The profiles that can be placed on the GPU.
-fn profiles(device: &Device<'_>, calls: &Calls, numbers: &Profiles) -> Answer<Vec<MigProfileObservation>> {
+fn profiles(device: &Device<'_>, calls: &Calls, all_profiles: &Profiles) -> Answer<Vec<MigProfileObservation>> {
     const CALL: &str = "nvmlDeviceGetGpuInstancePossiblePlacements_v2";
     let mut profiles = Vec::new();
-    for (number, info) in numbers {
+    for (number, info) in all_profiles {
         let placements = match calls.raw(CALL, || raw::placements(device, info.id)) {
             Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT) => None,
             placements => placements?,

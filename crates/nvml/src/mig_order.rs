@@ -1,13 +1,13 @@
 //! Makes, destroys and lists GPU instances for claims, in the agent. See docs/mig.md.
 //!
-//! Called by `watch` for an order of the parent, one at a time. Each call is reported before it is made. So a call that
-//! hangs costs only this process, after the limit of any call, and the parent knows the call.
+//! Called by `watch` for an order of the parent, one at a time. Each call is reported before it is made. If it
+//! hangs, the parent knows the call, and kills this process after the limit of any call.
 
 use nvml_wrapper_sys::bindings as sys;
 
 use super::call::{Answer, CallError, Fault};
 use super::full_scan::{Gpu, UUID};
-use super::mig::{handle, names};
+use super::mig::{handle, uuids};
 use super::raw::{self, GpuInstanceHandle};
 use linkwise_core::claims::{MigOrder, MigOrderError, MigTask};
 use linkwise_core::topology::{MigSlot, MigUuid};
@@ -37,7 +37,7 @@ pub fn carry_out(gpus: &[Gpu<'_>], hides_gpus: bool, order: &MigOrder) -> Result
         // A vanished GPU took its instances with it.
         (MigTask::Destroy(..), None) => Ok(Vec::new()),
         (MigTask::Make(slot), Some(gpu)) => make(gpu, *slot).map(|made| vec![made]),
-        (MigTask::List, Some(gpu)) => names(&gpu.device, &gpu.calls).map_err(|error| failed(&error, false)),
+        (MigTask::List, Some(gpu)) => uuids(&gpu.device, &gpu.calls).map_err(|error| failed(&error, false)),
         (MigTask::Destroy(slot, device), Some(gpu)) => match destroy(gpu, *slot, device.as_ref()) {
             Ok(()) => Ok(Vec::new()),
             // A lost GPU took its instances with it.

@@ -99,8 +99,8 @@ pub fn poll(gpu: &Gpu<'_>, unoffered: &mut Unoffered) -> Polled {
     let row_remapping =
         unoffered.fact("nvmlDeviceGetRemappedRows", |call| calls.raw(call, || raw::remapped_rows(device)));
     let uncorrectable_ecc = unoffered.fact("nvmlDeviceGetTotalEccErrors", |call| calls.ask(call, ecc));
-    // The driver shuts the NVLinks of a GPU in MIG mode down, and suspends its joining of a fabric
-    // (kernel_mig_manager.c of open-gpu-kernel-modules 590, before it creates instances): no link counts as down.
+    // In MIG mode the driver shuts down the GPU's NVLinks, and the GPU does not join a fabric (kernel_mig_manager.c of
+    // open-gpu-kernel-modules 590, before it creates instances). So no link counts as down.
     let is_mig = mig.or(unoffered.mig) == Some(true);
     let fabric = if is_mig {
         Some(FabricHealth::Unused)
@@ -121,7 +121,7 @@ pub fn poll(gpu: &Gpu<'_>, unoffered: &mut Unoffered) -> Polled {
     Polled {
         health,
         links,
-        mig: mig.and_then(|on| if on { mig::names(device, calls).ok().map(Some) } else { Some(None) }),
+        mig: mig.and_then(|on| if on { mig::uuids(device, calls).ok().map(Some) } else { Some(None) }),
     }
 }
 
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn another_mig_mode_is_asked_everything_again() {
+    fn change_of_mig_mode_repeats_all_calls() {
         let mut unoffered = Unoffered::default();
         unoffered.set_mig_mode(false);
         (unoffered.calls, unoffered.links) = (["f"].into(), [1].into());
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn value_not_offered_is_queried_again_after_polls() {
+    fn unoffered_call_is_repeated_after_some_polls() {
         let mut unoffered = Unoffered { mig: Some(true), links: [1].into(), ..Unoffered::default() };
         let asked = (0..2 * RETRY_POLLS).filter(|_| {
             unoffered.begin_poll();
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn value_not_offered_is_queried_once_failed_one_again() {
+    fn unoffered_call_is_made_once_failed_call_again() {
         let mut unoffered = Unoffered::default();
         let mut asked = 0;
         for _ in 0..3 {
