@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_offered_is_no_answer_and_no_error() {
+    fn unoffered_call_gives_neither_value_nor_error() {
         assert_eq!(answer::<()>("f", Err(NvmlError::NotSupported)), Ok(None));
         assert_eq!(answer::<()>("f", Err(NvmlError::FailedToLoadSymbol("f".into()))), Ok(None));
         assert_eq!(answer("f", Ok(1)), Ok(Some(1)));

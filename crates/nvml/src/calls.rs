@@ -1,7 +1,7 @@
 //! Reports each NVML call to the parent before it is made, so that a call that hangs or crashes has a name.
 //!
-//! All threads of the agent use it, except the one that waits for events, whose calls have a limit of their own. A
-//! report is one small write to a socket: some hundreds at the start, some dozens in each poll.
+//! Only the loop that waits for events does not report its calls; the wait has a limit of its own. A report is one
+//! small write to a socket: an agent makes some hundreds at its start, some dozens in each poll.
 //!
 //! With `--nvml-calls`, a file gets a line for each call that has returned: the function, the GPU's index or `-`, the
 //! return code (`0`, the error, or `not offered`), and the time in microseconds, with tabs between them. Users attach

@@ -39,8 +39,7 @@ const STAT_TIMEOUT: Duration = Duration::from_millis(500);
 /// SIGKILL, SIGTERM (signal(7)).
 const OUTSIDE_SIGNALS: [i32; 4] = [1, 2, 9, 15];
 
-/// The settings for starting an agent. Those without `serde(skip)` become the agent's one argument,
-/// as JSON.
+/// The settings for starting an agent. Those without `serde(skip)` become the agent's one argument, as JSON.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AgentCommand {
@@ -230,7 +229,7 @@ impl Agent {
             None => None,
         };
         let stat = stat.and_then(Result::ok).unwrap_or_default();
-        // The name in brackets may hold anything; the state follows it (proc_pid_stat(5)): stopped, or traced.
+        // The state follows the name in brackets, which may hold anything (proc_pid_stat(5)): T is stopped, t traced.
         let state = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().next());
         match (state, self.open_call()) {
             (Some("T" | "t"), _) => AgentEnded::Stopped(limit),

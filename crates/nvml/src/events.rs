@@ -2,7 +2,7 @@
 //!
 //! Called by `agent` on the main thread. A GPU that cannot be registered loses only its own events. A failed wait is
 //! repeated after a pause; NVML's reference says that one lost GPU ends the wait for all. The polls report the number
-//! of GPUs whose events do not arrive, and the parent replaces this process: the next one registers all GPUs again.
+//! of GPUs whose events do not arrive. If there are any, the parent starts another agent, which registers all GPUs.
 
 use std::sync::{Mutex, mpsc};
 use std::thread;
@@ -33,8 +33,8 @@ const PAUSES: Backoff = Backoff::new(FIRST_PAUSE, WAIT_TIMEOUT);
 /// The number of failed waits in a row after which the events of all GPUs count as missing.
 const MAX_FAILURES: u32 = 3;
 
-/// The longest delay of a poll. A longer one shows that this process was suspended, or that a long scan came before the
-/// poll; then the current wait counts from now, and a wait that hangs is found a little later.
+/// The longest usual delay of a poll. A longer delay shows that this process was suspended, or that a long scan came
+/// before the poll. Then the current wait counts from now, and a wait that hangs is found a little later.
 const MAX_LATENESS: Duration = Duration::from_secs(1);
 
 /// The state of the thread that waits for events, shared with the other threads.
@@ -75,7 +75,7 @@ impl Waiting {
         }
     }
 
-    /// Requests a poll, unless a requested one has not begun.
+    /// Requests a poll, unless a poll is requested already.
     fn request_poll(&self, requests: &mpsc::Sender<ToAgent>) {
         if !std::mem::replace(&mut lock(&self.0).is_poll_requested, true) {
             // The receiver ends only with the process.
@@ -126,8 +126,8 @@ pub fn register<'nvml>(
     }
 }
 
-/// Waits for the events of the registered GPUs and reports them, until `may_continue` is false, which
-/// is called before each wait. After each event a poll is requested: it finds what the XID left behind.
+/// Waits for the events of the registered GPUs and reports them, while `may_continue` returns true before a wait.
+/// Requests a poll after each event: the poll finds what the XID left behind.
 pub fn listen(
     set: &EventSet<'_>,
     gpus: &[Gpu<'_>],
