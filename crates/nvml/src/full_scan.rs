@@ -39,7 +39,8 @@ pub struct Listed<'nvml> {
     pub count: Option<u32>,
     /// The GPUs whose UUID and PCI address NVML reported, in NVML's order.
     pub gpus: Arc<Vec<Gpu<'nvml>>>,
-    /// The GPUs that NVML counts but that did not report both; one without a place if NVML did not count.
+    /// The GPUs that NVML counts but that did not report both UUID and PCI address. If the count failed, one entry
+    /// without a place stands for all.
     pub missing: Vec<Missing>,
     pub failures: Vec<CallFailure>,
 }
@@ -83,11 +84,11 @@ fn identify<'nvml>(
     place: Place,
     subject: &mut String,
 ) -> Result<Gpu<'nvml>, CallError> {
-    // A GPU without a PCI address cannot be used.
     const PCI: &str = "nvmlDeviceGetPciInfo_v3";
     let index = place.index;
     let calls = calls.about(place, None);
     let device = required(&calls, HANDLE, || nvml.device_by_index(index))?;
+    // A GPU without a PCI address cannot be used.
     let info = required(&calls, PCI, || device.pci_info())?;
     let pci: PciAddress = info.bus_id.parse().map_err(|error| CallError::unreadable(PCI, error))?;
     *subject = pci.to_string();
@@ -296,7 +297,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_node_is_a_node_and_everything_else_is_unknown() {
+    fn several_or_no_numa_nodes_count_as_unknown() {
         assert_eq!(only_node(&[0b100, 0]), Some(NumaNodeId(2)));
         assert_eq!(only_node(&[0, 1]), Some(NumaNodeId(c_ulong::BITS)));
         for words in [&[0, 0][..], &[0b11, 0], &[1, 1], &[]] {

@@ -31,7 +31,7 @@ const MIG: &str = "mig";
 /// that a start may take.
 const INIT_TURN_TIMEOUT: Duration = Duration::from_secs(30);
 /// The longest time that an order about MIG devices waits for orders of other processes. Meanwhile the agent sends no
-/// message, for which the supervisor allows the time of a poll and a call.
+/// message; the supervisor kills it only after the time of a poll and a call.
 const MIG_TURN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The kernel's id of this boot.
@@ -143,9 +143,9 @@ impl Gate {
         self.turn(INITIALISING, INIT_TURN_TIMEOUT).ok().flatten()
     }
 
-    /// Waits for the turn to change MIG devices. The turn ends when the file is dropped, or when the process has ended,
-    /// which it cannot do during a call. Returns `None` if there is no folder. Fails if another process keeps its turn:
-    /// which MIG devices that process makes is not known yet.
+    /// Waits for the turn to change MIG devices. The turn ends when the file is dropped, or when the process ends: a
+    /// killed process ends only after its present call. Returns `None` if there is no folder. Fails if another process
+    /// keeps its turn: which MIG devices that process makes is not known yet.
     pub fn mig_turn(&self) -> Result<Option<File>, TurnTaken> {
         self.turn(MIG, MIG_TURN_TIMEOUT)
     }
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_kubelet_no_gate_is_made_or_refused() {
+    fn without_a_kubelet_gate_is_open_and_not_made() {
         let folder = tempfile::tempdir().unwrap();
         let absent = folder.path().join("kubelet");
         let gate = Gate::of_kubelet(&absent.join("kubelet.sock"), "run").unwrap();

@@ -26,7 +26,7 @@ pub enum FromAgent {
     /// order: [`FromAgent::Ready`], [`FromAgent::Polled`], [`FromAgent::MigDone`], [`FromAgent::Leaving`].
     Calling(Called),
     /// A full scan: one at the start, one whenever the node has changed, and one for each [`ToAgent::Observe`]. Events
-    /// follow the first one. At the start a [`FromAgent::Polled`] follows at once.
+    /// come only after the first scan. At the start a [`FromAgent::Polled`] follows at once.
     Ready(Box<NodeScan>),
     /// The driver reported an XID.
     Xid {
@@ -88,7 +88,7 @@ pub struct CalledGpu {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Missing {
-    /// The GPU; `None` if NVML could not count the GPUs: then every GPU that was not polled.
+    /// The GPU; `None` stands for every GPU that was not polled, because NVML could not count the GPUs.
     pub place: Option<Place>,
     /// The outcome of the call for its UUID or address.
     pub reach: Reach,
@@ -154,8 +154,8 @@ pub struct Incoming {
 }
 
 impl Incoming {
-    /// The buffer to which read bytes are appended. Append no more than a few KiB before taking the messages out: the
-    /// length is checked there.
+    /// The buffer to which read bytes are appended. Append no more than a few KiB before the next [`Self::take`],
+    /// which checks the length.
     pub fn buffer(&mut self) -> &mut Vec<u8> {
         &mut self.buffer
     }
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_that_nobody_would_take_is_not_sent() {
+    fn message_above_the_limit_is_not_sent() {
         let failed = FromAgent::Leaving(CallError::unreadable("f", "x".repeat(MAX_LINE)));
         assert!(matches!(encode(&failed), Err(ProtocolError::TooLong)));
     }

@@ -2,8 +2,8 @@
 //! safe library has.
 //!
 //! Called by the other files of the agent. Each function is one C call; it interprets nothing beyond the return code.
-//! Handles are live wherever they come from a [`Device`], because that borrows the `Nvml` which keeps the library
-//! initialised; the same holds for an [`EventSet`].
+//! A handle from a [`Device`] or an [`EventSet`] is live, because these borrow the `Nvml` that keeps the library
+//! initialised.
 
 #![allow(unsafe_code, reason = "the one file that may: NVML's C calls that nvml-wrapper lacks or has wrong")]
 
@@ -256,7 +256,7 @@ impl<'a, 'nvml> GpuInstanceHandle<'a, 'nvml> {
 
     /// Lists the GPU instances of a profile, by the driver's id of it.
     pub fn of_profile(device: &'a Device<'nvml>, profile: u32) -> Answer<Vec<Self>> {
-        /// The room for answers, more than ten times the instances that a GPU can have.
+        /// The room for answers, nine times the seven instances that a GPU can have.
         const MAX_INSTANCES: u32 = 64;
         let Ok(call) = &device.nvml().lib().nvmlDeviceGetGpuInstances else { return Ok(None) };
         let (mut handles, mut count) = ([std::ptr::null_mut(); MAX_INSTANCES as usize], MAX_INSTANCES);

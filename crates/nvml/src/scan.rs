@@ -100,9 +100,9 @@ pub struct NvLinkScan {
 #[serde(deny_unknown_fields)]
 pub struct MigScan {
     pub enabled: bool,
-    /// The MIG devices by index; an error stands for the count.
+    /// The MIG devices by index; an error if NVML could not count them or shows none of them.
     pub devices: Answer<BTreeMap<u32, Answer<MigDeviceScan>>>,
-    /// The profiles of GPU instances that have a place; an error stands for all.
+    /// The profiles of GPU instances that have a place; an error if the call for any of them failed.
     pub profiles: Answer<Vec<MigProfileObservation>>,
 }
 
@@ -115,7 +115,7 @@ pub struct MigDeviceScan {
     /// The profile and the place of its GPU instance.
     pub instance: Answer<MigSlot>,
     pub extension: Answer<MigExtension>,
-    /// Its capabilities; an error stands for the GPU's minor number, by which the kernel lists them.
+    /// Its capabilities; an error if the GPU's minor number, by which the kernel lists them, could not be read.
     pub capabilities: Answer<MigCapabilities>,
 }
 

@@ -155,7 +155,7 @@ fn gpu_that_cannot_be_identified_stays_as_it_was() {
     assert_eq!(observed(&now), observed(&all));
     assert_eq!(now.at(Place { index: 1, of: 3 }).map(|gpu| &gpu.uuid), Some(&uuid(1)));
     assert_eq!(now.at(Place { index: 1, of: 2 }), None);
-    // Another GPU takes an index, and then the same GPU another index.
+    // GPU 7 takes the index of GPU 1, and then GPU 2 the index of GPU 0.
     let now = count(Some(3), vec![gpu(0, 0, &[]), gpu(1, 7, &[]), gpu(2, 2, &[])]).after(Some(&now));
     assert_eq!(uuids(&now), [0, 7, 2].map(uuid));
     let now = count(Some(3), vec![gpu(0, 2, &[]), gpu(1, 7, &[])]).after(Some(&now));
