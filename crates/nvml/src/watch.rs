@@ -1,8 +1,8 @@
 //! The agent's polls: cheap calls to each GPU at an interval, and a full scan whenever a poll shows that the node has
 //! changed or the parent asks for one.
 //!
-//! It runs on a thread of its own, so that neither the wait for events nor the parent's socket waits for it. Called by
-//! `agent`.
+//! It runs on a thread of its own, so that it delays neither the wait for events nor reads of the parent's socket.
+//! Called by `agent`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
@@ -64,7 +64,7 @@ pub struct Fingerprint(BTreeMap<Fact, String>);
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Fact {
     Count,
-    Name(u32),
+    Uuid(u32),
     Link(GpuUuid, u32),
     Mig(GpuUuid),
 }
@@ -130,7 +130,7 @@ impl Watch {
 
     fn poll_and_report(&mut self) {
         let (mut polls, mut facts) = self.poll();
-        self.add_names(&mut facts);
+        self.add_uuids(&mut facts);
         if self.seen.update(facts) {
             // New GPUs are polled at once; a full scan is rare. A GPU that the scan could not identify is among the
             // missing ones.
@@ -140,7 +140,7 @@ impl Watch {
     }
 
     /// Adds the UUID of the GPU at each index, as a full scan would list them.
-    fn add_names(&mut self, facts: &mut Fingerprint) {
+    fn add_uuids(&mut self, facts: &mut Fingerprint) {
         let listed = full_scan::list(self.nvml, &self.calls, &self.command.skip);
         let mut uncounted = listed.failures.into_iter().filter(|_| listed.count.is_none());
         if let Some(failure) = uncounted.find(|failure| failure.error.needs_new_process()) {
@@ -152,7 +152,7 @@ impl Watch {
             facts.add(Fact::Count, count);
         }
         for gpu in listed.gpus.iter() {
-            facts.add(Fact::Name(gpu.index), &gpu.uuid);
+            facts.add(Fact::Uuid(gpu.index), &gpu.uuid);
         }
     }
 
@@ -191,10 +191,10 @@ impl Watch {
     /// before the scan: the next poll finds each later change, even one that this scan has already.
     fn scan(&mut self, listed: Listed<'static>) -> BTreeMap<GpuUuid, HealthPoll> {
         (self.gpus, self.missing) = (listed.gpus, listed.missing);
-        // Only the scanned GPUs have names here: a GPU that is identified later is a change.
-        self.seen.0.retain(|fact, _| !matches!(fact, Fact::Name(_)));
+        // Only the scanned GPUs have UUIDs here: a GPU that is identified later is a change.
+        self.seen.0.retain(|fact, _| !matches!(fact, Fact::Uuid(_)));
         for gpu in self.gpus.iter() {
-            self.seen.add(Fact::Name(gpu.index), &gpu.uuid);
+            self.seen.add(Fact::Uuid(gpu.index), &gpu.uuid);
         }
         let (polls, facts) = self.poll();
         self.seen.update(facts);
@@ -233,16 +233,16 @@ mod tests {
         format!("GPU-{number}").parse().unwrap()
     }
 
-    fn facts(count: u32, names: &[u32], links: &[(u32, u32, bool)]) -> Fingerprint {
+    fn facts(count: u32, uuids: &[u32], links: &[(u32, u32, bool)]) -> Fingerprint {
         let mut facts = Fingerprint::default();
         facts.add(Fact::Count, count);
-        names.iter().for_each(|index| facts.add(Fact::Name(*index), gpu(*index)));
+        uuids.iter().for_each(|index| facts.add(Fact::Uuid(*index), gpu(*index)));
         links.iter().for_each(|(of, link, up)| facts.add(Fact::Link(gpu(*of), *link), up));
         facts
     }
 
     #[test]
-    fn silence_is_no_change_and_news_are() {
+    fn missing_answers_are_no_change_new_values_are() {
         let mut seen = Fingerprint::default();
         assert!(seen.update(facts(2, &[0, 1], &[(0, 3, true)])));
         assert!(!seen.update(facts(2, &[0, 1], &[(0, 3, true)])));
@@ -263,7 +263,7 @@ mod tests {
             assert!(!seen.update(mig()), "MIG: {change}");
         }
         let mut other = facts(2, &[], &[]);
-        other.add(Fact::Name(1), gpu(7));
+        other.add(Fact::Uuid(1), gpu(7));
         assert!(seen.update(other), "another GPU in its place");
     }
 }

@@ -17,8 +17,8 @@ use super::protocol::{Called, FromAgent};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// The limit for starting the process, for loading and initialising the library, and, until the first scan is done,
-    /// for the call that gives a GPU's handle: without persistence mode the driver starts the GPUs for it, which takes
-    /// seconds each.
+    /// for the call that gives a GPU's handle: without persistence mode the driver starts the GPU for this call, which
+    /// takes seconds.
     pub start: Duration,
     /// The limit for any other call.
     pub call: Duration,
@@ -32,7 +32,7 @@ impl Default for Limits {
     }
 }
 
-/// The longest delay of a wake-up; a longer one means that this process was suspended.
+/// The longest usual delay of a wake-up; a longer one means that this process was suspended.
 const MAX_LATENESS: Duration = Duration::from_secs(1);
 
 /// The limits of one agent.
@@ -90,7 +90,7 @@ impl Watchdog {
                 self.open_call = None;
                 self.set_limit(self.poll + self.limits.call, now);
             }
-            // These come from the thread that waits for events, and say nothing about the other thread.
+            // These come from the thread that waits for events, and say nothing about the polling thread.
             FromAgent::Xid { .. } | FromAgent::DoubleBitEcc { .. } | FromAgent::Failed { .. } => {}
             FromAgent::Calling(called) => self.calling(called.clone(), now),
         }
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn deadline_starts_anew_after_a_suspension() {
+    fn deadline_starts_again_after_a_suspension() {
         let start = Instant::now();
         let mut watchdog = Watchdog::new(LIMITS, POLL, start);
         watchdog.calling(called("nvmlDeviceGetName"), start);
