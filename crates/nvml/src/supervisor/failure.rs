@@ -1,7 +1,7 @@
 //! The ends of agents, and what the node does without NVML. Pure; moments are arguments.
 //!
 //! Called by `machine`. [`Outage`] counts the time without a working agent, so that a pause, a hanging start and a
-//! released driver count alike. [`without_nvml`] decides where NVML never answered.
+//! released driver count alike. [`without_nvml`] decides what the node does if NVML never answered.
 
 use std::time::Duration;
 
@@ -41,7 +41,7 @@ impl AgentEnd {
 pub(super) enum Reached {
     /// The agent found that an operator has released the driver.
     Released,
-    /// No library loads, or NVML finds no driver, or it lists no GPU.
+    /// No library loads, or NVML finds no driver or lists no GPU.
     NoDriver,
     /// NVML was not initialised: its library, or a driver, exists and failed.
     Failure,
@@ -127,7 +127,7 @@ pub(super) fn without_nvml(
         return if others == Others::None { Err(unavailable + remedy) } else { Ok(Idle::Waiting(unavailable)) };
     }
     let Some(host) = host else {
-        // Whether there is a GPU is unknown, so the process neither ends nor idles.
+        // It is unknown if there is a GPU, so the process does not end, and the node is not ready.
         let reason = format!("NVML cannot be initialised, and the PCI bus does not answer: {cause}");
         return Ok(Idle::Waiting(reason));
     };

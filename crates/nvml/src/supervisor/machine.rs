@@ -147,7 +147,7 @@ pub(super) struct DriverMachine {
     probe: Option<Duration>,
     /// The moment at which this process ends, and the reason: NVML lists none of the GPUs on the PCI bus.
     lists_none: Option<(Duration, String)>,
-    /// An agent has listed GPUs, of this process or of the previous one.
+    /// Set once an agent of this process or of the previous one has listed GPUs.
     has_listed: bool,
     library: Reported<String>,
     /// The reason why NVML is unavailable, as last logged.
@@ -337,7 +337,7 @@ impl DriverMachine {
     }
 
     /// The moment at which the running agent is to be replaced, and the reason. While another process hangs, a GPU may
-    /// hang the next one too, and the node would be without an agent.
+    /// hang the next agent too, and the node would be without an agent.
     fn replacement_due(&self) -> Option<(Duration, String)> {
         self.running().filter(|agent| agent.has_polled && self.unended() == 0)?;
         let trial = self.quarantine.next_trial();
@@ -360,7 +360,7 @@ impl DriverMachine {
         self.awaited_until = now + self.settings.pause;
     }
 
-    /// Starts the next agent without a pause, because there is a new reason.
+    /// Starts the next agent without a pause: earlier failures no longer count.
     fn start_at_once(&mut self, now: Duration) {
         self.backoff.reset();
         self.stage = Stage::Pausing { until: now };
@@ -605,7 +605,7 @@ impl DriverMachine {
         // A GPU that was never scanned was never offered: it only gets a line in the log.
         let scanned = |place| self.view.nvml.as_ref()?.at(place).map(|gpu| gpu.uuid.clone());
         let name = |place| {
-            let uuid = scanned(place).or_else(|| self.quarantine.name(place).cloned());
+            let uuid = scanned(place).or_else(|| self.quarantine.uuid(place).cloned());
             uuid.map_or_else(String::new, |uuid| uuid.to_string())
         };
         let mut events = Vec::new();
@@ -613,7 +613,7 @@ impl DriverMachine {
             let (gpu, index, cause) = (name(place), place.index, &why);
             tracing::error!(gpu, index, cause, "GPU quarantined: NVML calls about it hang or crash the agent");
             // A GPU that an earlier process scanned is in the health record.
-            let gpu = scanned(place).or_else(|| self.quarantine.name(place).cloned());
+            let gpu = scanned(place).or_else(|| self.quarantine.uuid(place).cloned());
             events.extend(gpu.map(|gpu| Event::Quarantined(gpu, why)));
         }
         for place in verdict.released {

@@ -44,8 +44,8 @@ pub use release::Release;
 /// The most inputs in the loop's queue; a task that reports one more waits.
 const MAX_INPUTS: usize = 64;
 
-/// The most requests that may wait for an agent; further ones are dropped. An agent that takes none hangs in a call,
-/// and is killed for it.
+/// The most requests that may wait for an agent; further ones are dropped. An agent that takes no request hangs
+/// in a call, and is killed for that.
 const MAX_REQUESTS: usize = 64;
 
 /// The most orders about MIG devices that may wait for an agent. The DRA plugin waits for each of them.
@@ -369,7 +369,7 @@ impl Executor {
 
 /// Runs one agent until its process has ended. When the channel of requests closes, the agent is killed.
 async fn run_agent(id: AgentId, mut agent: Agent, mut requests: mpsc::Receiver<ToAgent>, inputs: mpsc::Sender<Input>) {
-    // Sends fail only if the loop has ended, and this task with it.
+    // Sends fail only if the loop has ended, which ends this task too.
     let mut leaving = None;
     loop {
         tokio::select! {
@@ -393,7 +393,7 @@ async fn run_agent(id: AgentId, mut agent: Agent, mut requests: mpsc::Receiver<T
 }
 
 /// The end of an agent, for people and for the quarantine. The error with which it left explains more than its exit
-/// code. A library that crashes, hangs or leaks is installed, so a driver may be installed too.
+/// code. A crash, a hang or a leak is not [`Reached::NoDriver`]: the library is there, so a driver may be there too.
 fn agent_end(ended: &AgentEnded, agent: &Agent, leaving: Option<CallError>) -> AgentEnd {
     let (cause, during) = cause(ended, agent.open_call());
     let reached = match leaving.as_ref().map(CallError::fault) {
@@ -407,8 +407,8 @@ fn agent_end(ended: &AgentEnded, agent: &Agent, leaving: Option<CallError>) -> A
     AgentEnd { cause: Some(cause), why, blamed: during.and_then(|called| called.gpu.clone()), reached }
 }
 
-/// The cause of an agent's end, as the metric's label value, and the blamed call. `open` is the last call that it
-/// reported.
+/// The cause of an agent's end, as the metric's label value, and the blamed call. `open` is the call that the
+/// agent reported last.
 fn cause<'a>(ended: &'a AgentEnded, open: Option<&'a Called>) -> (&'static str, Option<&'a Called>) {
     match ended {
         AgentEnded::Hung(called, _) => ("hung", Some(called)),

@@ -85,7 +85,7 @@ impl Quarantine {
     }
 
     /// The UUID of the GPU at a place, if NVML named it before the GPU ended an agent.
-    pub fn name(&self, place: Place) -> Option<&GpuUuid> {
+    pub fn uuid(&self, place: Place) -> Option<&GpuUuid> {
         self.gpus.get(&place)?.uuid.as_ref()
     }
 
@@ -108,8 +108,9 @@ impl Quarantine {
         (skipped.filter(|place| Some(*place) != trial).collect(), trial)
     }
 
-    /// Records that an agent which skipped these GPUs saw `others`, of `count` GPUs. Returns `None` if it saw no GPU:
-    /// then no GPU is blamed any more, and the agent is useless. An agent that cannot count the GPUs proves nothing.
+    /// Records that an agent which skipped these GPUs saw `others` other GPUs, of `count`. Returns `None` if it
+    /// skipped GPUs and saw no other: then no GPU is blamed any more, and the agent is useless. An agent that cannot
+    /// count the GPUs proves nothing.
     pub fn agent_scanned(&mut self, skipped: &[Place], others: usize, count: Option<u32>) -> Option<Verdict> {
         let mut verdict = Verdict::default();
         let Some(count) = count else { return Some(verdict) };
@@ -147,12 +148,13 @@ impl Quarantine {
 #[derive(Debug, Default)]
 pub(super) struct Renewal {
     backoff: Backoff,
-    /// A change of the host that requires a new agent at once, and the moment since when.
+    /// The moment of a change of the host that requires a new agent at once, and the reason.
     changed: Option<(Duration, String)>,
-    /// The moment of the next new agent for GPUs that the running one does not reach or gets no events of, and why.
+    /// The moment of the next new agent for GPUs that the running one does not reach or gets no events of, and the
+    /// reason.
     next: Option<(Duration, String)>,
     /// The number of GPUs whose events did not arrive at the agent's last poll; before its first poll the largest
-    /// number, so that the first poll is not worse.
+    /// number, so that no first poll counts as worse.
     unheard: u32,
 }
 
@@ -170,8 +172,7 @@ impl Renewal {
     }
 
     /// Records a poll: one of the GPUs out of reach, if there is any, and the number of GPUs whose events do not
-    /// arrive.
-    /// If that grew while the agent ran, the next one starts at once.
+    /// arrive. If this number grew while the agent ran, the next agent starts at once.
     pub fn polled(&mut self, lost: Option<String>, unheard: u32, now: Duration) {
         let is_worse = unheard > std::mem::replace(&mut self.unheard, unheard);
         let lost = lost.map(|gpu| format!("GPU {gpu} is out of reach, and a new agent may reach it"));
@@ -218,7 +219,7 @@ mod tests {
         quarantine.start(Duration::ZERO).0
     }
 
-    fn out(quarantine: &mut Quarantine, index: u32, now: Duration) -> Vec<Place> {
+    fn blame_twice(quarantine: &mut Quarantine, index: u32, now: Duration) -> Vec<Place> {
         quarantine.blame(&gpu(index), "first".into(), now);
         assert!(!skipped(quarantine).contains(&place(index)), "once is an accident");
         quarantine.blame(&gpu(index), "second".into(), now);
@@ -228,7 +229,7 @@ mod tests {
     #[test]
     fn gpu_is_quarantined_after_two_strikes_until_a_trial() {
         let (mut quarantine, now) = (Quarantine::new(MINUTE), START);
-        let skip = out(&mut quarantine, 3, now);
+        let skip = blame_twice(&mut quarantine, 3, now);
         assert_eq!((skip.as_slice(), quarantine.next_trial()), (&[place(3)][..], None));
         let verdict = quarantine.agent_scanned(&skip, 7, Some(8)).unwrap();
         assert_eq!(verdict, Verdict { quarantined: vec![(place(3), "second".into())], released: vec![] });
@@ -264,14 +265,14 @@ mod tests {
     }
 
     #[test]
-    fn gpu_keeps_the_name_that_nvml_gave_once() {
+    fn gpu_keeps_the_uuid_that_nvml_gave_once() {
         let (mut quarantine, now) = (Quarantine::new(MINUTE), START);
         let named = CalledGpu { uuid: Some("GPU-a".parse().unwrap()), ..gpu(3) };
         quarantine.blame(&gpu(3), String::new(), now);
-        assert_eq!(quarantine.name(place(3)), None);
+        assert_eq!(quarantine.uuid(place(3)), None);
         quarantine.blame(&named, String::new(), now);
         quarantine.blame(&gpu(3), String::new(), now);
-        assert_eq!((quarantine.name(place(3)), quarantine.name(place(4))), (named.uuid.as_ref(), None));
+        assert_eq!((quarantine.uuid(place(3)), quarantine.uuid(place(4))), (named.uuid.as_ref(), None));
     }
 
     #[test]
@@ -287,8 +288,8 @@ mod tests {
     #[test]
     fn no_gpu_is_blamed_where_no_agent_lives() {
         let (mut quarantine, now) = (Quarantine::new(MINUTE), START);
-        let skip = out(&mut quarantine, 0, now);
-        let both = out(&mut quarantine, 1, now);
+        let skip = blame_twice(&mut quarantine, 0, now);
+        let both = blame_twice(&mut quarantine, 1, now);
         assert_eq!((skip.len(), both.len()), (1, 2));
         assert_eq!(quarantine.agent_scanned(&both, 0, Some(8)), None);
         assert_eq!((skipped(&mut quarantine), quarantine.next_trial()), (vec![], None));
@@ -301,7 +302,7 @@ mod tests {
         // A GPU whose registration failed at the start.
         renewal.polled(None, 1, now);
         assert_eq!(next(&renewal, now), Some(1));
-        // Another one while the agent runs.
+        // Another GPU's events stop while the agent runs.
         renewal.polled(None, 2, now);
         assert_eq!(next(&renewal, now), Some(0));
         for pause in [2, 4, 8, 16, 32, 60, 60] {
@@ -310,7 +311,7 @@ mod tests {
             assert_eq!(next(&renewal, now), Some(pause));
             now += MINUTE * 60;
         }
-        // A GPU that is lost as well does not hurry, nor do events that come again.
+        // The next agent does not start sooner because a GPU is lost too, or because events arrive again.
         renewal.started(now);
         renewal.polled(Some("GPU-a".to_owned()), 1, now);
         renewal.polled(Some("GPU-a".to_owned()), 1, now);
@@ -324,7 +325,7 @@ mod tests {
     #[test]
     fn strikes_end_with_another_number_of_gpus() {
         let (mut quarantine, now) = (Quarantine::new(MINUTE), START);
-        let skip = out(&mut quarantine, 3, now);
+        let skip = blame_twice(&mut quarantine, 3, now);
         quarantine.agent_scanned(&skip, 7, Some(8)).unwrap();
         let verdict = quarantine.agent_scanned(&skip, 7, Some(7)).unwrap();
         assert_eq!((verdict.released, skipped(&mut quarantine)), (vec![place(3)], vec![]));

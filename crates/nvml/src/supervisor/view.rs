@@ -211,7 +211,7 @@ mod tests {
     use crate::scan::CallFailure;
 
     #[test]
-    fn what_rights_withhold_is_not_asked_again() {
+    fn call_without_rights_does_not_repeat_the_scan() {
         let failure = |code| CallFailure::new("GPU 0", CallError::returned("nvmlDeviceGetGpuInstanceById", code));
         for (codes, host, again) in
             [(&[][..], 0, false), (&[4], 0, false), (&[4, 4], 0, false), (&[4, 999], 0, true), (&[4], 1, true)]

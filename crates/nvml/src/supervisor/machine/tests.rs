@@ -21,7 +21,7 @@ const PAUSE: Duration = Duration::from_secs(1);
 const GRACE: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_secs(10);
 
-/// The longest time to recover in a working world: the longest pause before a start, and a poll.
+/// The longest time to recover in a working world: the longest pause before a start, and 30 s to start.
 const RECOVERY: Duration = Duration::from_secs(60 + 30);
 
 fn settings(fail_on_init_error: Option<bool>) -> Settings {
@@ -37,9 +37,10 @@ fn settings(fail_on_init_error: Option<bool>) -> Settings {
     }
 }
 
-/// An event of the world. Numbers choose an agent among those whose processes have not ended.
+/// An event of the world. A `usize` chooses an agent among those whose processes have not ended.
 #[derive(Clone, Debug)]
 enum Happening {
+    /// Milliseconds pass.
     Passes(u64),
     /// The agent's first scan lists this number of GPUs.
     Ready(usize, u32),
@@ -53,7 +54,7 @@ enum Happening {
     Hangs(usize),
     /// The agent finds no driver.
     Leaves(usize),
-    /// The agent crashes, or is killed for its memory, before NVML is initialised.
+    /// The agent crashes, or is killed for its memory (true), before NVML is initialised.
     Fails(usize, bool),
     ProcessEnds(usize),
     Released(bool),
@@ -95,7 +96,7 @@ struct World {
     released: bool,
     probing: bool,
     scanning: bool,
-    /// The time before which no first agent may be started.
+    /// The time before which no agent may be started.
     not_before: Duration,
     /// The number of loads of the driver.
     loads: u64,
