@@ -75,7 +75,7 @@ async fn machine(node: &NodeArgs) -> Result<Machine> {
         Some(name) => {
             let mut machine = machines::load(name)?;
             if let Some(model) = &node.gpu_model {
-                machine.of_model(model)?;
+                machine.set_model(model)?;
             }
             Ok(machine)
         }

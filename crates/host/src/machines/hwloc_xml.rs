@@ -16,8 +16,8 @@ use linkwise_core::topology::{
     NicObservation, NodeObservation, NumaNodeId, NumaNodeObservation, PackageId, PciAddress, PciKind, PciObservation,
 };
 
-/// The limits, enough for a host of some thousand CPUs: cores and caches nest below 40 deep. Lists that are not read
-/// have text.
+/// The limits, enough for a host of some thousand CPUs: cores and caches nest below 40 deep. Elements that are not
+/// read may have text.
 const LIMITS: Limits = Limits { depth: 128, elements: 1 << 17, can_have_text: true };
 /// The most bridges inside of each other. Real ones stay below 12; a node file takes two levels for each, and its
 /// reader stops at 64.
@@ -49,7 +49,7 @@ pub(super) fn parse(name: &str, topology: Element<'_>) -> Result<Machine, XmlErr
         host.numa_nodes.push(NumaNodeObservation { id: NumaNodeId(0), package: None, cpus: cpus(root) });
     }
     if host.numa_nodes.len() == 1 {
-        // That a host has one NUMA node does not show that a bridge is on it.
+        // A host's only NUMA node need not be that of a bridge.
         host.host_bridges.iter_mut().for_each(|bridge| bridge.numa = None);
     }
     if let Some(cpu) = &mut host.cpu {
@@ -94,7 +94,7 @@ fn host_bridge(
 ) -> Option<HostBridgeObservation> {
     let below = objects(bridge).filter_map(|below| device(below, PciKind::RootPort, 1, version, notes));
     let devices: Vec<_> = below.collect();
-    // The CPUs of the parent object are local to the bridge; a list of one node is a number.
+    // The NUMA nodes of the parent object are local to the bridge. If there is one, the list is its number.
     let nodes = bridge.parent_element().and_then(|local| cpu_list(local.attribute("nodeset")?));
     let numa = nodes.and_then(|nodes| nodes.parse().ok()).map(NumaNodeId);
     let package = package(bridge, inside);

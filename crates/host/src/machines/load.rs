@@ -54,7 +54,7 @@ pub(crate) fn of_hwloc(xml: &str) -> Result<HostObservation, XmlError> {
     Ok(hwloc_xml::parse("", xml::document(xml)?.root_element())?.observed.host)
 }
 
-/// The path that stands for standard input, which is read once.
+/// The path that stands for standard input.
 const STDIN: &str = "-";
 
 fn node_file(path: &str, text: &str) -> Result<Machine, MachineError> {
@@ -96,7 +96,7 @@ pub const VERSION: u32 = 1;
 #[error("{0}")]
 pub struct MachineFileError(String);
 
-/// The one key that is read first, so that a newer file is not refused for its new keys.
+/// The one key that is read first, so that a newer file is refused for its version, not for its keys.
 #[derive(Deserialize)]
 struct Header {
     version: u32,

@@ -103,8 +103,8 @@ const MODELS: [(&str, &str); 22] = [
 pub struct UnknownModel(String);
 
 impl Machine {
-    /// Gives GPUs without a model this one, with its compute capability.
-    pub fn of_model(&mut self, model: &str) -> Result<(), UnknownModel> {
+    /// Gives this model, with its compute capability, to the GPUs without a model.
+    pub fn set_model(&mut self, model: &str) -> Result<(), UnknownModel> {
         let known = MODELS.iter().find(|(part, _)| model.contains(part));
         let capability = known.and_then(|(_, capability)| ComputeCapability::try_from((*capability).to_owned()).ok());
         let capability = capability.ok_or_else(|| UnknownModel(excerpt(model)))?;

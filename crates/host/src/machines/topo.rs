@@ -19,7 +19,7 @@ use linkwise_core::topology::{
 /// The PCI domain of the made-up addresses: no machine has it.
 const DOMAIN: u32 = 0xf000;
 
-/// The most NVLinks of a GPU (`NVML_NVLINK_MAX_LINKS` of nvml.h). If a row adds up to more, the links lead to
+/// The most NVLinks of a GPU (`NVML_NVLINK_MAX_LINKS` of NVML 12). If a row adds up to more, the links lead to
 /// NVSwitches, and each pair of GPUs has the same ones.
 const MAX_LINKS: u32 = 18;
 

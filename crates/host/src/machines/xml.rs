@@ -123,7 +123,7 @@ pub(super) fn name(element: Element<'_>) -> &str {
     element.tag_name().name()
 }
 
-/// The line on which an element or a text begins, from 1. Counts from the document's beginning.
+/// The line on which an element or a text begins, from 1. Each call counts from the document's beginning.
 pub(super) fn line(element: Element<'_>) -> u32 {
     let blanks = element.text().filter(|_| element.is_text()).map_or(0, |text| text.len() - text.trim_start().len());
     element.document().text_pos_at(element.range().start + blanks).row
