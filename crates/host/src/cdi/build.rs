@@ -229,8 +229,8 @@ impl ContainerEdits {
 /// 0.5.0 brought names that begin with a digit, and `hostPath` of device nodes; 0.3.0, the oldest version that runtimes
 /// still read, has all others.
 fn least_version(devices: &[Device], edits: &ContainerEdits) -> &'static str {
-    let has_digit = |device: &Device| !device.name.starts_with(|c: char| c.is_ascii_alphabetic());
+    let begins_with_digit = |device: &Device| !device.name.starts_with(|c: char| c.is_ascii_alphabetic());
     let all = devices.iter().map(|device| &device.container_edits).chain([edits]);
     let mut nodes = all.flat_map(|edits| &edits.device_nodes);
-    if devices.iter().any(has_digit) || nodes.any(|node| node.host_path.is_some()) { "0.5.0" } else { "0.3.0" }
+    if devices.iter().any(begins_with_digit) || nodes.any(|node| node.host_path.is_some()) { "0.5.0" } else { "0.3.0" }
 }

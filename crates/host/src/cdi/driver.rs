@@ -70,7 +70,7 @@ pub(super) fn files(root: &Path, sysfs: &Path, loaded: Option<&str>, found: Opti
     let same = same.into_iter().map(|path| DriverFile { host: path.clone(), container: path });
     let of_architecture = format!("icd.d/nvidia_icd.{ARCH}.json");
     let vulkan = VULKAN.into_iter().chain([of_architecture.as_str()]).filter_map(|name| {
-        // Google's installer puts them into the driver root itself.
+        // Google's installer puts Vulkan's files into the driver root itself.
         let host = first(&["/etc", "/usr/local/share", "/usr/share", ""], &format!("vulkan/{name}"), Path::is_file)?;
         Some(DriverFile { host, container: format!("/etc/vulkan/{name}") })
     });

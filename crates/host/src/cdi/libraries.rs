@@ -196,13 +196,13 @@ fn links(root: &Path, libraries: &BTreeSet<String>, of_driver: &str) -> BTreeMap
 /// The driver's version: `loaded`, if these folders have its libcuda. If `loaded` is `None`, the version in the first
 /// folder with a libcuda.
 fn version_in(folders: &[PathBuf], loaded: Option<&str>) -> Option<String> {
-    let Some(loaded) = loaded else { return folders.iter().find_map(|folder| newest_in(folder)) };
+    let Some(loaded) = loaded else { return folders.iter().find_map(|folder| libcuda_version(folder)) };
     let name = format!("{LIBCUDA}{loaded}");
     folders.iter().any(|folder| folder.join(&name).is_file()).then(|| loaded.to_owned())
 }
 
 /// The version of the libcuda in a folder: the one that `libcuda.so.1` leads to, otherwise the newest.
-fn newest_in(folder: &Path) -> Option<String> {
+fn libcuda_version(folder: &Path) -> Option<String> {
     let names = entries(folder);
     let versions = names.iter().filter_map(|name| name.strip_prefix(LIBCUDA));
     let versions: Vec<(Vec<u64>, &str)> = versions

@@ -247,7 +247,7 @@ fn is_device(path: &Path) -> bool {
 
 pub(super) const CREATE_SYMLINKS: &str = "create-symlinks";
 
-/// Lets CUDA libraries of the image that are newer than the driver be used (toolkit 1.17.5).
+/// Lets the container use CUDA libraries of its image that are newer than the driver (toolkit 1.17.5).
 pub(super) const ENABLE_CUDA_COMPAT: &str = "enable-cuda-compat";
 
 pub(super) const UPDATE_LDCACHE: &str = "update-ldcache";
@@ -274,7 +274,7 @@ pub(super) struct HookReader {
 }
 
 impl HookReader {
-    /// The hooks of the program at `path` in this container; without a path, those of every release.
+    /// The hooks of the program at `path` in this container; without a path, those that every release has.
     pub fn of(&mut self, path: Option<&Path>) -> BTreeSet<&'static str> {
         // If NVIDIA's operator installed the toolkit, the program is a script that starts `NAME.real`.
         let real = |path: &Path| PathBuf::from(format!("{}.real", path.display()));

@@ -19,8 +19,8 @@ use sysfs::Sysfs;
 
 pub use sysfs::{BusGpus, PciBus, held_by_others, is_tegra, rdma_cm_node, rdma_nodes, wsl};
 
-/// Observes this host; `sysfs` is the path of its /sys. A fact that cannot be read is missing and becomes a
-/// [`ProbeFailure`].
+/// Observes this host; `sysfs` is the path of its /sys. If hwloc fails, the host is empty, with a
+/// [`ProbeFailure`]. A fact that sysfs lacks is unknown.
 pub fn observe(sysfs: &Path) -> (HostObservation, Vec<ProbeFailure>) {
     let discovered = discover().map_err(|error| ("hwloc_topology_load", error));
     let read = |topology| read(&topology).map_err(|error| ("hwloc_topology_export_xmlbuffer", error));
@@ -34,7 +34,7 @@ pub fn observe(sysfs: &Path) -> (HostObservation, Vec<ProbeFailure>) {
 }
 
 fn discover() -> Result<Topology, Box<dyn std::error::Error>> {
-    // A cpuset of the container hides the NUMA nodes of GPUs.
+    // Without this flag, a cpuset of the container hides the NUMA nodes of GPUs.
     let builder = Topology::builder().with_flags(BuildFlags::INCLUDE_DISALLOWED);
     let builder = builder.map_err(|error| error.to_string())?.with_io_type_filter(TypeFilter::KeepAll);
     Ok(builder.map_err(|error| error.to_string())?.build()?)

@@ -42,10 +42,10 @@ fn vgpu(devices: &Path) -> Vgpu {
 /// The whole configuration space of a PCI Express device, in bytes.
 const MAX_CONFIGURATION_SPACE: u64 = 4096;
 
-/// The part that every device has, in bytes. A process without privileges reads 64 bytes of it.
+/// The size of the part that every device has, in bytes. A process without privileges reads 64 bytes of this part.
 const STANDARD_SPACE: usize = 256;
 
-/// The status register's low byte, and its bit that there is a capability list.
+/// The offset of the status register's low byte, and the bit that shows a capability list.
 const STATUS: (usize, u8) = (0x06, 0x10);
 
 /// The offset of the byte with the offset of the list's first entry.
@@ -57,7 +57,7 @@ const MAX_CAPABILITIES: usize = 48;
 /// The id of a vendor-specific capability: id, next, length, content.
 const VENDOR_SPECIFIC: u8 = 0x09;
 
-/// The first bytes of a virtual GPU's content.
+/// The first bytes of the content of a virtual GPU's capability.
 const VGPU_SIGNATURE: &[u8] = b"VF";
 
 /// The virtual GPU that a device is, by its configuration space; unknown if less than `STANDARD_SPACE` could be read.
@@ -124,7 +124,7 @@ mod tests {
         0x34, 0x36, 0x30, 0x5f, 0x30, 0x30, 0x00, 0x00, 0x00,
     ];
 
-    /// A configuration space with a power management capability and one of these bytes.
+    /// A configuration space with a power management capability, and a capability of these bytes.
     fn with(capability: &[u8]) -> Vec<u8> {
         let mut space = vec![0; 256];
         space[STATUS.0] = STATUS.1;
@@ -161,9 +161,9 @@ mod tests {
 
     #[test]
     fn torn_capability_is_virtual_without_driver() {
-        let nothing = Vgpu::Present { driver_version: None, driver_branch: None };
-        assert_eq!(vgpu_in(&with(&[0x09, 0x00, 0x05, b'V', b'F'])), nothing);
-        assert_eq!(vgpu_in(&with(&[0x09, 0x00, 0x09, b'V', b'F', 0x01, 0x00, 0x01, 0x00])), nothing, "no length");
+        let torn = Vgpu::Present { driver_version: None, driver_branch: None };
+        assert_eq!(vgpu_in(&with(&[0x09, 0x00, 0x05, b'V', b'F'])), torn);
+        assert_eq!(vgpu_in(&with(&[0x09, 0x00, 0x09, b'V', b'F', 0x01, 0x00, 0x01, 0x00])), torn, "no length");
         // Spaces of any bytes give a result.
         for seed in 0..=255_u8 {
             let bytes: Vec<u8> = (0..=255_u8).map(|at| at.wrapping_mul(seed).wrapping_add(seed ^ 0x35)).collect();

@@ -1,8 +1,8 @@
 //! The facts of the host for a node's labels, and the file by which NFD gets the labels.
 //!
-//! `host` reads the machine's type, and NVIDIA's capability in a PCI configuration space; this file writes
-//! the file for NFD. Called by the program, which owns the tasks, and by `linkwise labels`. `publish::labels` decides
-//! which labels there are; nothing here speaks to NVML or to an API server.
+//! `host` reads the machine's type, and NVIDIA's capability in a PCI configuration space; [`LabelsFile`] writes NFD's
+//! file. Called by the program, which owns the tasks, and by `linkwise labels`. `publish::labels` decides which labels
+//! there are; nothing here speaks to NVML or to an API server.
 //!
 //! NFD reads every file of its folder whose name does not begin with a dot, and removes the labels from the node when
 //! the file is gone. So the file of `key=value` lines is replaced as a whole, and never removed.
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn failed_write_names_no_file_and_leaves_the_old_one() {
+    fn failed_write_is_an_error_empty_path_is_stdout() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("gfd");
         fs::create_dir(&path).unwrap();
