@@ -1,18 +1,17 @@
 //! The folders that daemons and clients share as /dev/shm: file systems in memory, on the host. The daemons of
 //! resources share one; each daemon of claims has its own.
 //!
-//! `linkwise mps-control-daemon mount-shm` mounts the common one. It runs once, privileged, before the daemon. The
+//! `linkwise mps-control-daemon mount-shm` mounts the common folder. It runs once, privileged, before the daemon. The
 //! command, its options and the size are those of the NVIDIA plugin (`cmd/mps-control-daemon/mount/mount-shm.go`).
 //! Unlike that plugin, linkwise keeps an existing mount, because running pods use it, and makes it larger if it is too
 //! small.
 //!
-//! `supervise` mounts the one of a daemon of claims. It stays as long as the daemon is ordered, even if the daemon or
-//! this process is started again, because containers use it. Later claims of the GPU get a new one.
+//! `supervise` mounts the folder of a daemon of claims. The mount stays as long as the daemon is ordered, even if the
+//! daemon or this process is started again, because containers use it. Later claims of the GPU get a new mount.
 //!
 //! Containers under SELinux may use files with the type of their own files, and no other files of the host's /run. So
-//! the pipe directory and the folder of orders get that label. They get it before a control daemon starts, because
-//! sockets get the type of their folder. The label is that of the NVIDIA plugin
-//! (`cmd/mps-control-daemon/mps/daemon.go`).
+//! the pipe directory and the folder of orders get the NVIDIA plugin's label with that type
+//! (`cmd/mps-control-daemon/mps/daemon.go`) before a control daemon starts: sockets get the type of their folder.
 
 use std::ffi::CString;
 use std::io::ErrorKind;

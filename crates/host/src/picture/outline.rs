@@ -50,9 +50,9 @@ pub enum PartKind<'a> {
 
 /// The whole machine: packages, and [`PartKind::Unseen`] if there are such GPUs.
 pub fn outline<'a>(observed: &'a NodeObservation, topology: &NodeTopology) -> Vec<Part<'a>> {
-    let mut walk = Walk { topology, drawn: BTreeSet::new() };
+    let mut walk = Walk { topology, seen: BTreeSet::new() };
     let mut parts = walk.packages(observed);
-    let unseen = (0..topology.gpus().len()).filter(|place| !walk.drawn.contains(place));
+    let unseen = (0..topology.gpus().len()).filter(|place| !walk.seen.contains(place));
     let unseen: Vec<Part<'a>> = unseen.map(|place| Part::new(PartKind::Gpu(place), Vec::new())).collect();
     if !unseen.is_empty() {
         parts.push(Part::new(PartKind::Unseen, unseen));
@@ -96,7 +96,8 @@ impl<'a> Part<'a> {
 
 struct Walk<'a> {
     topology: &'a NodeTopology,
-    drawn: BTreeSet<usize>,
+    /// The GPUs that are in the outline.
+    seen: BTreeSet<usize>,
 }
 
 impl Walk<'_> {
@@ -145,7 +146,7 @@ impl Walk<'_> {
         if here.peek().is_none() {
             return Some(PartKind::UnlistedGpu);
         }
-        here.map(|(place, _)| place).find(|place| self.drawn.insert(*place)).map(PartKind::Gpu)
+        here.map(|(place, _)| place).find(|place| self.seen.insert(*place)).map(PartKind::Gpu)
     }
 }
 

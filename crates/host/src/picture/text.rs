@@ -8,7 +8,7 @@ use linkwise_core::quote::excerpt;
 use linkwise_core::topology::{HostObservation, NodeTopology};
 use linkwise_system::output::table;
 
-/// The legend of the symbols; nvidia-smi does not have the last line.
+/// The legend of the symbols, which are those of `nvidia-smi topo -m`.
 const LEGEND: &str = "
   NV#   # NVLinks (behind an NVSwitch: of the narrower port)
   PIX   one PCIe switch            PXB   several PCIe switches     PHB   one PCI host bridge
