@@ -25,7 +25,7 @@ impl Clock {
         self.wall.saturating_add(self.started.elapsed())
     }
 
-    /// The instant of a moment; the present one if the moment has passed, or lies beyond the clock's range.
+    /// The instant of a moment: the clock's start for an earlier moment, now for one beyond the clock's range.
     pub fn instant(&self, moment: Timestamp) -> Instant {
         let now = Instant::now();
         self.started.checked_add(moment.saturating_sub(self.wall)).unwrap_or(now)

@@ -1,7 +1,7 @@
 //! Files that are written whole or not at all, and small files that are read with a bound.
 //!
-//! This module writes all of linkwise's files: CDI specs, the health record, MPS markers, snapshots. Its functions
-//! block: callers in async code use a blocking task, such as that of [`blocking()`]. It logs nothing.
+//! Used for CDI specs, checkpoints, the health record, MPS markers and snapshots. The functions block:
+//! callers in async code use a blocking task, such as that of [`blocking()`]. This module logs nothing.
 
 use std::fs::{self, DirBuilder, DirEntry, File, Permissions};
 use std::io::{self, Read, Write};
@@ -15,7 +15,7 @@ use tempfile::{Builder, NamedTempFile};
 pub const DRAFT: &str = ".linkwise-";
 
 /// Makes a temporary file in the folder of `path`, removed unless it is moved to `path`. Its name begins with a
-/// dot, so that no reader of the folder takes it for a finished one. `mode` is subject to the umask.
+/// dot, so that no reader of the folder takes it for a finished file. `mode` is subject to the umask.
 pub fn draft(path: &Path, mode: u32) -> io::Result<NamedTempFile> {
     Builder::new().prefix(DRAFT).permissions(Permissions::from_mode(mode)).tempfile_in(folder(path))
 }
@@ -72,7 +72,7 @@ pub fn link(target: &Path, path: &Path) -> io::Result<()> {
     Ok(draft.into_temp_path().persist(path)?)
 }
 
-/// The age of a draft that no process writes any more.
+/// The least age of a draft that no process writes any more.
 const ABANDONED: Duration = Duration::from_secs(60);
 
 /// Makes a folder if it is missing, and checks that files can be made in it. Drafts of processes that were killed while

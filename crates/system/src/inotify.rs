@@ -1,8 +1,8 @@
 //! Changes of a folder, reported by inotify.
 //!
-//! Used for the kubelet's folder and for the configuration file's. inotify is an optimisation: watches may be exhausted
-//! and some file systems have none, so every caller polls as well. Owns one inotify instance for each folder, and its
-//! thread.
+//! Used for the folders of the kubelet, the gate and the configuration file. inotify is an optimisation: watches may be
+//! exhausted and some file systems have none, so every caller polls as well. Owns one inotify instance for each folder,
+//! and its thread.
 
 mod changes;
 
@@ -14,7 +14,7 @@ use tokio::sync::watch;
 
 pub use changes::Changes;
 
-/// Follows one folder, as long as it lives.
+/// Follows one folder until it is dropped.
 pub struct FolderWatch {
     changes: watch::Receiver<u64>,
     watcher: Option<RecommendedWatcher>,

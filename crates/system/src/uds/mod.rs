@@ -1,7 +1,7 @@
 //! Unix sockets: those that linkwise listens on, those that it connects to, and the process at the other end.
 //!
-//! Used by all modules that serve or call over Unix sockets (`admin`, `kubelet`, `dra`, `grpc`, `runtime`). This module
-//! knows none of them: neither the services nor the names of the sockets. A socket of ours is listening before it
+//! Used by all modules that serve or call over Unix sockets. This module knows neither their services nor the names of
+//! the sockets. A socket of ours is listening before it
 //! appears under its name, has mode 0600 from its first moment, and only its owner removes its file. The module starts
 //! no task and logs nothing.
 
@@ -80,8 +80,8 @@ impl SocketFile {
         Ok(Self { path: path.to_owned(), id: FileId::of_socket(path) })
     }
 
-    /// Leaves the file in its place: another process may have bound the path by the time it would be removed, and a
-    /// file system gives the numbers of removed files to new ones.
+    /// Leaves the file in its place: another process may have bound the path by the time of a removal, and a file
+    /// system gives the numbers of removed files to new ones.
     pub fn leave(mut self) {
         self.id = None;
     }
@@ -178,7 +178,7 @@ pub fn remove_dead(folder: &Path, is_ours: impl Fn(&str) -> bool) -> io::Result<
         let entry = entry?;
         if entry.file_name().to_str().is_some_and(&is_ours) && is_dead(&entry.path()) {
             match fs::remove_file(entry.path()) {
-                // A kubelet that starts removes them too.
+                // A kubelet that starts may have removed the file.
                 Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
                 _ => {}
             }

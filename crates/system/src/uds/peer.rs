@@ -13,7 +13,7 @@ pub struct Callers {
 }
 
 impl Callers {
-    /// Allows this user only, not even root: for tests, which cannot be another user.
+    /// Allows this user only, not even root: for tests, which cannot call as another user.
     pub fn only(uid: u32) -> Self {
         Self { only: Some(uid) }
     }
