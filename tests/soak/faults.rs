@@ -113,8 +113,8 @@ impl Fault {
         OF_A_GPU.contains(&self)
     }
 
-    /// Begins the fault. A lone fault is awaited until noticed; one of two lasts a random time. Kubelets up to 1.36 may
-    /// forget their connection when an older stream ends; with none to cut, `disconnect` returns false.
+    /// Begins the fault. If it is `alone`, waits until it is noticed. Kubelets up to 1.36 may forget their connection
+    /// when an older stream ends; without a connection, `disconnect` returns false.
     pub async fn begin(self, soak: &mut Soak, gpu: u32, alone: bool) {
         let world = std::sync::Arc::clone(&soak.world);
         let (kubelet, server) = (&world.node.kubelet, &world.node.cluster.server);
@@ -213,20 +213,20 @@ impl Fault {
                 let series = format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"31\"}}", world.uuid(gpu));
                 let before = soak.metric(&series).await.unwrap_or(0);
                 world.tell(&format!("storm {gpu} 31 5000")).await;
-                soak.metric_is(&series, |value| value == Some(before + 5000)).await;
+                soak.wait_metric(&series, |value| value == Some(before + 5000)).await;
             }
             XidUntilRecovery | XidUntilCleared => {
-                // A driver reports both at once. With the XID first, no recovery action for the hold time would end it.
+                // A driver reports both at once. If the XID came first, a hold time without recovery action could end it.
                 world.tell(&format!("recovery {gpu} 1")).await;
                 world.tell(&format!("xid {gpu} 79")).await;
                 if alone {
                     // Wait for the XID itself, because the recovery action alone makes the GPU unhealthy too.
-                    soak.has_reason(gpu, "xid").await;
+                    soak.wait_reason(gpu, "xid").await;
                 }
             }
         }
         if alone && self.is_of_a_gpu() {
-            world.is_offered(gpu, false).await;
+            world.wait_offered(gpu, false).await;
         }
     }
 
@@ -270,10 +270,10 @@ impl Fault {
             XidUntilRecovery => world.tell(&format!("recovery {gpu} 0")).await,
             XidUntilCleared => {
                 // `clear` covers known reasons only: a recovery action that is noticed later would be a new reason.
-                soak.has_reason(gpu, "recovery_action").await;
+                soak.wait_reason(gpu, "recovery_action").await;
                 world.admin(&["clear", &world.uuid(gpu)]).await;
                 // The operator's order brings the GPU back although the driver still reports the recovery action.
-                world.is_offered(gpu, true).await;
+                world.wait_offered(gpu, true).await;
                 world.tell(&format!("recovery {gpu} 0")).await;
             }
             _ => {}
@@ -297,20 +297,20 @@ impl Soak {
         if failing_calls == FailingCalls::All {
             world.ledger.pods.begin();
         }
-        // Other GPUs must stay offered. After two faults that is not checked: one may be noticed a round late.
-        let is_of_one = alone && !self.had_two_faults && faults[0].is_of_a_gpu();
+        // Other GPUs must stay offered. A round after two faults is not watched: they may be noticed a round late.
+        let is_watched = alone && !self.had_two_faults && faults[0].is_of_a_gpu();
         self.had_two_faults = !alone;
-        let watch = is_of_one.then(|| self.watch([Some(gpu), self.last_gpu]));
+        let watch = is_watched.then(|| self.watch([Some(gpu), self.last_gpu]));
         self.last_gpu = Some(gpu);
         for fault in faults {
             fault.begin(self, gpu, alone).await;
         }
         tokio::time::sleep(self.random.milliseconds(0..1_000)).await;
-        // End the last fault first, because a process that is stopped or away takes no orders.
+        // End the last fault first, because a stopped process takes no orders.
         for fault in faults.iter().rev() {
             fault.end(self, gpu).await;
         }
-        let recovered = self.is_whole().await;
+        let recovered = self.wait_whole().await;
         drop(watch);
         for fault in faults {
             let name = format!("{}{fault:?}", if alone { "" } else { "one of two: " });

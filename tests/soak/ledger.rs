@@ -1,4 +1,4 @@
-//! The pods' hardware, the faults under way, and the errors, kept by rules of the soak's own, without code of linkwise.
+//! The pods' hardware, the faults under way, and the errors, kept by the soak's own rules, without code of linkwise.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -45,7 +45,7 @@ impl Piece {
 pub struct Holdings(BTreeMap<String, Vec<Piece>>);
 
 impl Holdings {
-    /// The pod that already has one of these pieces, or the shares that they need.
+    /// A pod that already has one of these pieces, or shares that they need.
     fn holder(&self, pieces: &[Piece]) -> Option<&str> {
         let clashes = |held: &Piece| pieces.iter().any(|piece| piece.clashes(*held));
         let by_piece = self.0.iter().find(|(_, held)| held.iter().any(clashes));
@@ -92,10 +92,17 @@ impl Holdings {
     }
 }
 
-/// The causes for which a kind of call may fail: whether one is active, their number, and the end of the last one.
+#[derive(Debug)]
+struct CauseState {
+    is_active: bool,
+    causes: u64,
+    ended: Instant,
+}
+
+/// The causes for which a kind of call may fail.
 #[derive(Debug)]
 pub struct Causes {
-    now: Mutex<(bool, u64, Instant)>,
+    now: Mutex<CauseState>,
     /// The time after the last cause during which calls may still fail.
     timeout: Duration,
 }
@@ -109,30 +116,30 @@ pub struct Calm {
 
 impl Causes {
     fn new(timeout: Duration) -> Self {
-        Self { now: Mutex::new((false, 0, Instant::now())), timeout }
+        Self { now: Mutex::new(CauseState { is_active: false, causes: 0, ended: Instant::now() }), timeout }
     }
 
     pub fn begin(&self) {
         let mut now = self.now.lock().unwrap();
-        (now.0, now.1) = (true, now.1 + 1);
+        (now.is_active, now.causes) = (true, now.causes + 1);
     }
 
     pub fn end(&self) {
         let mut now = self.now.lock().unwrap();
-        if now.0 {
-            (now.0, now.2) = (false, Instant::now());
+        if now.is_active {
+            (now.is_active, now.ended) = (false, Instant::now());
         }
     }
 
     pub fn calm(&self) -> Option<Calm> {
         let now = self.now.lock().unwrap();
-        (!now.0).then(|| Calm { causes: now.1, since: now.2.elapsed() })
+        (!now.is_active).then(|| Calm { causes: now.causes, since: now.ended.elapsed() })
     }
 }
 
 /// The counts and longest times of the soak, its history and its errors.
 pub struct Ledger {
-    /// The causes for which claims may fail to be prepared and unprepared, and pods of the plugin to be admitted.
+    /// The causes for which calls for claims may fail, and those for which pods of the plugin may be refused.
     pub claims: Causes,
     pub pods: Causes,
     counts: Mutex<BTreeMap<String, u64>>,
@@ -144,7 +151,7 @@ pub struct Ledger {
     pub over: CancellationToken,
 }
 
-/// The times after a cause in which a claim and a pod of the plugin succeed: pauses of the kubelet and of linkwise.
+/// The times after a cause within which claims and pods of the plugin succeed, as the kubelet and linkwise may pause.
 pub const CLAIM_SETTLE_TIMEOUT: Duration = Duration::from_secs(5);
 const POD_SETTLE_TIMEOUT: Duration = Duration::from_secs(1);
 

@@ -1,5 +1,5 @@
 //! The load: pods of the device plugin, and pods with claims of whole GPUs, MIG devices, shares and MPS. The soak's own
-//! scheduler allocates devices that the slices offer and no claim has, and now and then GPUs that may not be offered.
+//! scheduler allocates devices that the slices offer and no claim has, and now and then any free GPUs.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -343,7 +343,7 @@ fn granted_pieces(pod: &Pod, admitted: &Admitted) -> Result<Vec<Piece>, String> 
     Ok(pieces)
 }
 
-/// Returns true if the device that a refusal names failed after the kubelet's last list; the next list shows that.
+/// Returns true if the device that a refusal names failed after the kubelet's last list, as its next list shows.
 async fn is_overtaken(world: &World, error: &AdmissionError) -> bool {
     let AdmissionError::Allocate { devices, .. } = error else { return false };
     let message = error.status().map(|status| status.message().to_owned()).unwrap_or_default();

@@ -40,7 +40,7 @@ fn number(variable: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{variable}: '{text}' is not a number")))
 }
 
-/// Runs each of the faults once, in random order, and all of them again until the time is over.
+/// Runs all faults in random order, and repeats them until the time is over.
 async fn soak(connections: Connections, seed: u64, seconds: u64, all: &[Fault]) {
     println!("soak: {connections:?}, SOAK_SEED={seed}");
     let begin = Instant::now();
@@ -64,12 +64,12 @@ async fn soak(connections: Connections, seed: u64, seconds: u64, all: &[Fault]) 
             if !fault.fits(world.is_dra()) {
                 soak.round(&[Fault::DoorChanges]).await;
             }
-            let second = fault.overlapping().iter().copied().filter(|second| second.fits(world.is_dra()));
-            let second: Vec<Fault> = second.collect();
-            if second.is_empty() || !soak.random.one_in(3) {
+            let fitting = fault.overlapping().iter().copied().filter(|second| second.fits(world.is_dra()));
+            let fitting: Vec<Fault> = fitting.collect();
+            if fitting.is_empty() || !soak.random.one_in(3) {
                 soak.round(&[fault]).await;
             } else {
-                let second = soak.random.of(&second);
+                let second = soak.random.of(&fitting);
                 soak.round(&[fault, second]).await;
             }
         }
@@ -83,7 +83,7 @@ async fn soak(connections: Connections, seed: u64, seconds: u64, all: &[Fault]) 
         ended.unwrap();
     }
     if !world.has_failed() {
-        soak.is_empty(&specs, &before).await;
+        soak.check_empty(&specs, &before).await;
     }
     let summary =
         format!("{connections:?}, SOAK_SEED={seed}, {} s\n{}", begin.elapsed().as_secs(), world.ledger.summary());

@@ -30,9 +30,9 @@ pub const MIG: u32 = 0;
 pub const SHARED: u32 = 3;
 /// The interval at which a state is polled that has no notification.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
-/// The most files that a process may have open at the end in addition to those at the start.
+/// The most files that a process may have open at the end beyond those at the start.
 const MAX_MORE_FILES: usize = 16;
-/// The most memory in KiB that a process may hold at the end in addition to that at the start.
+/// The most memory in KiB that a process may hold at the end beyond its memory at the start.
 const MAX_MORE_MEMORY: u64 = 16 * 1024;
 
 /// Counts of the events after which a container may have other hardware.
@@ -40,7 +40,7 @@ const MAX_MORE_MEMORY: u64 = 16 * 1024;
 pub struct Disruptions {
     pub kubelet_restarts: u64,
     pub reboots: u64,
-    /// Losses of the GPU in MIG mode, and with it of its MIG devices.
+    /// Losses of the GPU in MIG mode, with its MIG devices.
     pub mig_losses: u64,
 }
 
@@ -165,8 +165,8 @@ impl World {
         self.node.healthy(GPU).iter().map(|id| gpu_of(id)).collect()
     }
 
-    /// Waits until a GPU is offered through the node's door, or is not.
-    pub async fn is_offered(&self, gpu: u32, wanted: bool) {
+    /// Waits until the node's door offers a GPU, or (`wanted` false) does not.
+    pub async fn wait_offered(&self, gpu: u32, wanted: bool) {
         until(async || {
             let offered = self.offered(self.is_dra());
             if offered.contains(&gpu) == wanted { Ok(()) } else { Err((gpu, offered)) }
@@ -237,18 +237,18 @@ async fn up(process: &Process) -> SocketAddr {
     until(async || address(process).ok_or("it is not up")).await
 }
 
-/// Replaces the boot id in every field `boot` by another one.
-fn of_another_boot(value: &mut Value) {
+/// Replaces the boot id in every field `boot`.
+fn change_boot(value: &mut Value) {
     match value {
         Value::Object(fields) => {
             for (name, value) in fields {
                 if name == "boot" && value.is_string() {
                     *value = json!("00000000-0000-4000-8000-000000000000");
                 }
-                of_another_boot(value);
+                change_boot(value);
             }
         }
-        Value::Array(values) => values.iter_mut().for_each(of_another_boot),
+        Value::Array(values) => values.iter_mut().for_each(change_boot),
         _ => {}
     }
 }
@@ -277,7 +277,7 @@ impl Soak {
         let process = spawn(&world.node, 0);
         let (world, random) = (Arc::new(world), Random::new(seed));
         let mut soak = Self { world, random, process, daemons, pods: 0, layout, last_gpu: None, had_two_faults: false };
-        soak.is_whole().await;
+        soak.wait_whole().await;
         soak
     }
 
@@ -359,7 +359,7 @@ impl Soak {
         for file in claims.chain([node.at("k/linkwise/linkwise_health.json")]) {
             let text = fs::read_to_string(&file).unwrap_or_default();
             if let Ok(mut value) = serde_json::from_str::<Value>(&text) {
-                of_another_boot(&mut value);
+                change_boot(&mut value);
                 fs::write(&file, value.to_string()).unwrap();
             }
         }
@@ -413,7 +413,7 @@ impl Soak {
         text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' ')?.parse().ok())
     }
 
-    pub async fn metric_is(&self, series: &str, is: impl Fn(Option<u64>) -> bool) {
+    pub async fn wait_metric(&self, series: &str, is: impl Fn(Option<u64>) -> bool) {
         until(async || match self.metric(series).await {
             value if is(value) => Ok(()),
             value => Err((series.to_owned(), value)),
@@ -422,10 +422,10 @@ impl Soak {
     }
 
     /// Waits until the GPU is unhealthy for this reason.
-    pub async fn has_reason(&self, gpu: u32, reason: &str) {
+    pub async fn wait_reason(&self, gpu: u32, reason: &str) {
         let uuid = self.world.uuid(gpu);
         let series = format!("linkwise_gpu_unhealthy_since_seconds{{uuid=\"{uuid}\",reason=\"{reason}\"}}");
-        self.metric_is(&series, |value| value.is_some()).await;
+        self.wait_metric(&series, |value| value.is_some()).await;
     }
 
     /// Checks, until it is dropped, that no GPU is withdrawn but those that had a fault.
@@ -444,7 +444,7 @@ impl Soak {
     }
 
     /// Waits until the node has recovered and offers each GPU through its door alone. Returns the time taken.
-    pub async fn is_whole(&mut self) -> Duration {
+    pub async fn wait_whole(&mut self) -> Duration {
         let begin = Instant::now();
         while let Some(missing) = self.missing().await {
             if self.world.has_failed() {
@@ -507,18 +507,18 @@ impl Soak {
         [vec![self.process.id()], children(self.process.id())].concat().into_iter().filter_map(footprint).collect()
     }
 
-    /// Checks, when all pods have ended, that nothing of them is left and the processes hold no more than at the start.
-    pub async fn is_empty(&mut self, specs: &[String], before: &[Footprint]) {
+    /// Checks, when all pods have ended, that they left nothing and the processes hold hardly more than at the start.
+    pub async fn check_empty(&mut self, specs: &[String], before: &[Footprint]) {
         if !self.world.is_dra() {
             self.world.change_door();
         }
-        self.is_whole().await;
+        self.wait_whole().await;
         let now = self.measure();
         println!("memory in KiB, and open files: {before:?}, then {now:?}");
         let World { node, scheduled, running, ledger, .. } = &*self.world;
         assert!(scheduled.lock().unwrap().is_empty() && running.lock().unwrap().is_empty());
-        let holds_more = |(before, now): (&Footprint, &Footprint)| {
-            now.0 > before.0 + MAX_MORE_MEMORY || now.1 > before.1 + MAX_MORE_FILES
+        let holds_more = |(&(memory, files), &(memory_now, files_now)): (&Footprint, &Footprint)| {
+            memory_now > memory + MAX_MORE_MEMORY || files_now > files + MAX_MORE_FILES
         };
         if before.len() != now.len() || before.iter().zip(&now).any(holds_more) {
             ledger.error(format!("the processes hold {now:?}, and held {before:?}"));
