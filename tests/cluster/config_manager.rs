@@ -106,7 +106,7 @@ impl Neighbour {
         Self { _child: child, lines }
     }
 
-    async fn is_signalled(&mut self) {
+    async fn wait_signal(&mut self) {
         assert_eq!(within(self.lines.next_line()).await.unwrap().as_deref(), Some("signalled"));
     }
 }
@@ -119,10 +119,10 @@ async fn sidecar_follows_the_label_and_signals() {
     let mut neighbour = Neighbour::start(&name).await;
     let process = node.run(&[("SEND_SIGNAL", "true"), ("SIGNAL", "10"), ("PROCESS_TO_SIGNAL", &name)]);
     node.reads("a: 1").await;
-    neighbour.is_signalled().await;
+    neighbour.wait_signal().await;
     node.label("b");
     node.reads("b: 1").await;
-    neighbour.is_signalled().await;
+    neighbour.wait_signal().await;
     logs(&process, "configuration=\"b\"").await;
     logs(&process, "signal sent").await;
     // A changed ConfigMap is read through the link, so that it needs no signal.

@@ -65,7 +65,7 @@ impl Writing {
     }
 
     /// Waits until exactly these pods have events.
-    async fn has_events_of(&self, pods: &[&str]) {
+    async fn wait_events_of(&self, pods: &[&str]) {
         let wanted = |events: &[Value]| pods_with_events(events) == pods;
         within(self.cluster.server.wait_for_objects(&ResourceType::EVENTS, wanted)).await;
     }
@@ -92,7 +92,7 @@ fn regarded_pod(event: &Value) -> String {
 async fn pod_gets_one_event_by_its_uid() {
     let writing = writing().await;
     writing.due(&["a/train-0"]);
-    writing.has_events_of(&["a/train-0"]).await;
+    writing.wait_events_of(&["a/train-0"]).await;
     let uid = json!("uid-of-train-0");
     let [event] = writing.events().try_into().unwrap();
     assert_eq!(event["metadata"]["name"], format!("train-0.{}", uid.as_str().unwrap()));
@@ -101,7 +101,7 @@ async fn pod_gets_one_event_by_its_uid() {
     assert_eq!((&event["note"], &event["reportingInstance"]), (&json!("far from the best"), &json!("n")));
     // The first pod is listed again and gets no second event; the second pod's event shows that the list was read.
     writing.due(&["a/train-0", "a/train-1"]);
-    writing.has_events_of(&["a/train-0", "a/train-1"]).await;
+    writing.wait_events_of(&["a/train-0", "a/train-1"]).await;
     assert_eq!(writing.cluster.count("POST", "/events"), 2);
     // The next process finds the event of the first one, and writes no second.
     let Writing { cluster, running, .. } = writing;
@@ -121,14 +121,14 @@ async fn pod_gets_its_uid_from_its_claim() {
     writing.reserve("a/train-1", "later");
     let others = ["a/train-1", "a/train-2", "a/../secrets/x"].map(by_claim);
     writing.due.send_replace(Arc::new(others.into_iter().chain([by_claim("a/train-0")]).collect()));
-    writing.has_events_of(&["a/train-0"]).await;
+    writing.wait_events_of(&["a/train-0"]).await;
     assert_eq!(writing.events()[0]["regarding"]["uid"], "uid-by-claim");
     let asked = |of: &str| writing.cluster.count("GET", of);
     assert_eq!((asked("/resourceclaims/train-2"), asked("secrets"), asked("/pods")), (1, 0, 0));
     // Without the right to read claims such a pod gets no event, and delays no other.
     writing.cluster.server.forbid(&[("get", "resourceclaims")]);
     writing.due.send_replace(Arc::new(vec![by_claim("b/p"), event("b/q")]));
-    writing.has_events_of(&["a/train-0", "b/q"]).await;
+    writing.wait_events_of(&["a/train-0", "b/q"]).await;
 }
 
 #[tokio::test]
@@ -139,7 +139,7 @@ async fn missing_right_delays_events_until_it_is_given() {
     until(|| writing.outcomes("forbidden") > 2).await;
     assert!(writing.events().is_empty());
     writing.cluster.server.forbid(&[]);
-    writing.has_events_of(&["a/p"]).await;
+    writing.wait_events_of(&["a/p"]).await;
     writing.running.end().await;
 }
 
@@ -150,7 +150,7 @@ async fn refused_namespace_delays_no_other() {
     let refusal = Answer::Refusal(403, message, None);
     writing.cluster.server.fail(Fault::of("POST", "/namespaces/ends/", usize::MAX, refusal));
     writing.due(&["ends/p", "ends/q", "a/p", "z/p"]);
-    writing.has_events_of(&["a/p", "z/p"]).await;
+    writing.wait_events_of(&["a/p", "z/p"]).await;
 }
 
 #[tokio::test]
@@ -164,7 +164,7 @@ async fn events_that_still_hold_are_written_after_outage() {
     let failed = writing.outcomes("unreachable");
     until(|| writing.outcomes("unreachable") > failed + 1).await;
     writing.cluster.server.come_back().await;
-    writing.has_events_of(&["a/stays"]).await;
+    writing.wait_events_of(&["a/stays"]).await;
     writing.running.end().await;
 }
 
@@ -186,7 +186,7 @@ async fn node_writes_at_most_ten_events_in_a_row() {
     let names: Vec<String> = (10..25).map(|number| format!("a/p{number}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     writing.due(&names);
-    writing.has_events_of(&names[..10]).await;
+    writing.wait_events_of(&names[..10]).await;
     // While another writer tries ten events, the first has time to write more, if that were allowed.
     let Writing { cluster, running, due } = writing;
     let other = start(cluster, PACE);

@@ -33,7 +33,7 @@ fn follow(cluster: Cluster, pace: Pace) -> Following {
 /// A follower that has read the node, and watches it.
 async fn watching(pace: Pace) -> Following {
     let mut following = follow(labelled().await, pace);
-    following.has("1").await;
+    following.wait("1").await;
     following.cluster.server.wait_for_watches(1).await;
     following
 }
@@ -49,14 +49,14 @@ impl Following {
     }
 
     /// Waits until the label `a` with this value is published, and no other label.
-    async fn has(&mut self, value: &str) {
+    async fn wait(&mut self, value: &str) {
         self.publishes(node_labels([("a", value)])).await;
     }
 
     /// Sets the label `a` to 2, and waits until that is published.
     async fn follows(&mut self) {
         self.cluster.label_node("n", json!({"a": "2"}));
-        self.has("2").await;
+        self.wait("2").await;
     }
 
     fn requests(&self, verb: &'static str, outcome: &'static str) -> u64 {
@@ -69,7 +69,7 @@ async fn labels_follow_the_node() {
     let cluster = labelled().await;
     cluster.label_node("other", json!({"a": "9"}));
     let mut following = follow(cluster, PACE);
-    following.has("1").await;
+    following.wait("1").await;
     following.cluster.server.wait_for_watches(1).await;
     following.cluster.label_node("n", json!({"a": "2", "b": "1"}));
     following.publishes(node_labels([("a", "2"), ("b", "1")])).await;
@@ -100,7 +100,7 @@ async fn labels_are_read_after_each_list_fault() {
         let cluster = labelled().await;
         cluster.server.fail(Fault::of("GET", "nodes?", 2, answer));
         let mut following = follow(cluster, quick);
-        following.has("1").await;
+        following.wait("1").await;
         assert_eq!(following.requests("list", outcome), 2, "{outcome}");
         following.running.end().await;
     }
@@ -132,7 +132,7 @@ async fn expired_watch_misses_nothing() {
     following.cluster.server.expire_watches();
     following.cluster.label_node("n", json!({"a": "2"}));
     following.cluster.server.expire_watches();
-    following.has("2").await;
+    following.wait("2").await;
 }
 
 #[tokio::test]
@@ -152,7 +152,7 @@ async fn rotated_token_is_read_when_the_old_one_is_refused() {
     following.cluster.server.go_away().await;
     following.cluster.label_node("n", json!({"a": "2"}));
     following.cluster.server.come_back().await;
-    following.has("2").await;
+    following.wait("2").await;
     assert_eq!(following.cluster.server.requests().last().unwrap().token.as_deref(), Some("second"));
 }
 
@@ -164,7 +164,7 @@ async fn labels_stay_while_the_server_is_away() {
     assert_eq!(*following.labels.borrow_and_update(), Some(node_labels([("a", "1")])));
     following.cluster.label_node("n", json!({"a": "2"}));
     following.cluster.server.come_back().await;
-    following.has("2").await;
+    following.wait("2").await;
 }
 
 #[tokio::test]
@@ -179,6 +179,6 @@ async fn wrong_or_missing_token_is_read_again() {
         until(|| following.requests("list", outcome) >= 3).await;
         assert_eq!(*following.labels.borrow(), None);
         following.cluster.write_token("first");
-        following.has("1").await;
+        following.wait("1").await;
     }
 }

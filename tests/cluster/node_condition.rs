@@ -75,7 +75,7 @@ impl Writing {
     }
 
     /// Waits until the condition has this message and the node has only these taints.
-    async fn has_condition(&self, message: &str, taints: &[&str]) {
+    async fn wait_condition(&self, message: &str, taints: &[&str]) {
         until(|| own(&self.cluster)["message"] == message && self.taints() == taints).await;
     }
 
@@ -106,16 +106,16 @@ async fn condition_follows_changes_and_taints_go_once_a_boot() {
     let node = node_key("n");
     writing.cluster.server.edit("kubelet", &node, |node| node["status"] = json!({"conditions": [ready]}));
     writing.want("True", "8 GPUs");
-    writing.has_condition("the node's status has 0 of 8 nvidia.com/gpu", &["startup", "other"]).await;
+    writing.wait_condition("the node's status has 0 of 8 nvidia.com/gpu", &["startup", "other"]).await;
     writing.write_resources();
     writing.want("False", "starting");
-    writing.has_condition("starting", &["startup", "other"]).await;
+    writing.wait_condition("starting", &["startup", "other"]).await;
     let since = own(&writing.cluster)["lastTransitionTime"].clone();
     writing.want("False", "still starting");
-    writing.has_condition("still starting", &["startup", "other"]).await;
+    writing.wait_condition("still starting", &["startup", "other"]).await;
     assert_eq!(own(&writing.cluster)["lastTransitionTime"], since);
     writing.want("True", "8 GPUs");
-    writing.has_condition("8 GPUs", &["other"]).await;
+    writing.wait_condition("8 GPUs", &["other"]).await;
     writing.looks().await;
     // Four conditions and the taint took five requests; reading the node again writes nothing.
     assert_eq!(writing.cluster.count("PATCH", "/nodes/n"), 5);
@@ -128,13 +128,13 @@ async fn condition_follows_changes_and_taints_go_once_a_boot() {
     writing.looks().await;
     assert_eq!(writing.taints(), ["startup"]);
     writing.restart("2").await;
-    writing.has_condition("8 GPUs", &[]).await;
+    writing.wait_condition("8 GPUs", &[]).await;
     // A node that is deleted and registers again counts as a new one.
     writing.cluster.server.remove(&node);
     writing.cluster.label_node("n", json!({}));
     writing.taint(&["startup", "other"]);
     writing.write_resources();
-    writing.has_condition("8 GPUs", &["other"]).await;
+    writing.wait_condition("8 GPUs", &["other"]).await;
 }
 
 #[tokio::test]
@@ -145,12 +145,12 @@ async fn condition_outlasts_faults_of_the_api_server() {
     for (fault, message) in [(refused(403, 3), "forbidden"), (refused(409, 2), "conflict"), (refused(503, 3), "away")] {
         writing.cluster.server.fail(fault);
         writing.want("True", message);
-        writing.has_condition(message, &["other"]).await;
+        writing.wait_condition(message, &["other"]).await;
     }
     assert_eq!(writing.cluster.metrics.requests("nodes", "patch", "forbidden"), 3);
     // An administrator removes the condition.
     writing.cluster.server.edit("admin", &node_key("n"), |node| node["status"]["conditions"] = json!([]));
-    writing.has_condition("away", &["other"]).await;
+    writing.wait_condition("away", &["other"]).await;
     writing.running.unwrap().end().await;
     writing.cluster.label_node("m", json!({}));
     assert_eq!(clear_condition(writing.cluster.client(PACE), KIND).await.unwrap(), 1);

@@ -87,7 +87,7 @@ async fn upgrade_and_downgrade(mut world: World, programs: [fn(&Node) -> Command
     }
     end.cancel();
     load.join_all().await;
-    world.is_over().await;
+    world.wait_over().await;
 }
 
 #[tokio::test]

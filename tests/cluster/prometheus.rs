@@ -114,7 +114,7 @@ impl Prometheus {
     }
 
     /// Waits until each query has an answer.
-    async fn have(&self, queries: impl IntoIterator<Item = String>) {
+    async fn wait_all(&self, queries: impl IntoIterator<Item = String>) {
         let mut without: Vec<String> = queries.into_iter().collect();
         let waiting = async {
             while let Some(expr) = without.last() {
@@ -131,8 +131,8 @@ impl Prometheus {
     }
 
     /// Waits until a query has an answer, and returns it.
-    async fn has(&self, expr: &str) -> Samples {
-        self.have([expr.to_owned()]).await;
+    async fn wait(&self, expr: &str) -> Samples {
+        self.wait_all([expr.to_owned()]).await;
         self.query(expr).await
     }
 }
@@ -209,8 +209,8 @@ async fn scraped(node: &Node, program: &Path) -> (Process, Prometheus) {
 }
 
 /// Checks that Prometheus has each series with the labels that docs/metrics.md gives it.
-async fn has_documented(prometheus: &Prometheus, documented: &[(String, String, BTreeSet<String>)]) {
-    prometheus.have(documented.iter().map(|(_, series, _)| series.clone())).await;
+async fn check_documented(prometheus: &Prometheus, documented: &[(String, String, BTreeSet<String>)]) {
+    prometheus.wait_all(documented.iter().map(|(_, series, _)| series.clone())).await;
     for (_, series, labels) in documented {
         let there: BTreeSet<String> =
             prometheus.query(series).await.into_iter().flat_map(|(of, _)| of.into_keys()).collect();
@@ -235,8 +235,8 @@ async fn every_documented_series_and_panel_has_data() {
     // No two of the GPUs that the claim leaves have two NVLinks between them, as other pairs have.
     let claim = node.claim("trained", &["gpu-2", "gpu-3", "gpu-4", "gpu-5"]);
     node.start_pod("trained", &claim).await;
-    has_documented(&prometheus, &of_dra).await;
-    prometheus.have(panels_of_dra).await;
+    check_documented(&prometheus, &of_dra).await;
+    prometheus.wait_all(panels_of_dra).await;
     before.child.kill().await.unwrap();
 
     node.configure("none");
@@ -244,11 +244,11 @@ async fn every_documented_series_and_panel_has_data() {
     until(|| node.healthy(GPU).len() == 4).await;
 
     // The load: a GPU fails, NVML crashes, jobs come and go, and one job stays.
-    prometheus.has("linkwise_gpu_healthy == 1").await;
+    prometheus.wait("linkwise_gpu_healthy == 1").await;
     Control::new(node.at("nvml")).send("xid 7 79").unwrap();
-    prometheus.has("linkwise_unhealthy_devices{reason=\"xid\"} == 1").await;
+    prometheus.wait("linkwise_unhealthy_devices{reason=\"xid\"} == 1").await;
     Control::new(node.at("nvml")).send("crash").unwrap();
-    prometheus.has("linkwise_nvml_agent_ends_total{cause=\"crashed\"}").await;
+    prometheus.wait("linkwise_nvml_agent_ends_total{cause=\"crashed\"}").await;
     let busy = "histogram_quantile(0.5, sum by (le) (rate(linkwise_choice_duration_seconds_bucket[30s])))";
     within(async {
         for job in 0.. {
@@ -263,9 +263,9 @@ async fn every_documented_series_and_panel_has_data() {
     .await;
     node.kubelet.admit(&Pod::single("pair", GPU, 2), None).await.unwrap();
 
-    prometheus.has("linkwise_allocation_quality == 0.5").await;
-    prometheus.has("linkwise:allocation_below_best:since_seconds").await;
-    has_documented(&prometheus, &here).await;
+    prometheus.wait("linkwise_allocation_quality == 0.5").await;
+    prometheus.wait("linkwise:allocation_below_best:since_seconds").await;
+    check_documented(&prometheus, &here).await;
     for (name, series, _) in not_here {
         assert!(prometheus.query(&series).await.is_empty(), "{name} is here: take it out of NOT_HERE");
     }
@@ -276,20 +276,20 @@ async fn every_documented_series_and_panel_has_data() {
     }
     let recorded =
         list(&rules, "groups").flat_map(|group| list(group, "rules")).filter(|rule| rule["type"] == "recording");
-    prometheus.have(recorded.map(|rule| rule["name"].as_str().unwrap().to_owned())).await;
+    prometheus.wait_all(recorded.map(|rule| rule["name"].as_str().unwrap().to_owned())).await;
 
-    prometheus.have(panels).await;
+    prometheus.wait_all(panels).await;
     let below = queries(&fleet, "Jobs that got less than they could");
-    let rows = prometheus.has(&below[0]).await.into_iter().map(|(labels, quality)| {
+    let rows = prometheus.wait(&below[0]).await.into_iter().map(|(labels, quality)| {
         let of = |label: &str| labels.get(label).cloned().unwrap_or_default();
         vec![of("namespace"), of("pod"), of("node"), of("resource"), format!("{:.0} %", quality * 100.0), of("why")]
     });
     let jobs = drawn(&["Namespace", "Pod", "Node", "Resource", "Quality", "Why"], rows.collect());
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs_f64();
-    let since = prometheus.has(&below[1]).await;
+    let since = prometheus.wait(&below[1]).await;
     assert!(since.iter().all(|(_, since)| (now - 300.0..=now).contains(&(since / 1000.0))), "{since:?} at {now}");
 
-    let rows = prometheus.has(&queries(&of_node, "Who holds what")[0]).await.into_iter().map(|(labels, _)| {
+    let rows = prometheus.wait(&queries(&of_node, "Who holds what")[0]).await.into_iter().map(|(labels, _)| {
         ["index", "pci", "numa", "namespace", "pod", "container", "resource", "door"]
             .map(|label| labels.get(label).cloned().unwrap_or_default())
             .to_vec()

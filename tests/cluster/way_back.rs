@@ -44,7 +44,7 @@ async fn ready(process: &Process) -> String {
 }
 
 /// Waits until /readyz answers 503 with these texts in its body.
-async fn is_unready(process: &Process, parts: &[&str]) {
+async fn wait_unready(process: &Process, parts: &[&str]) {
     readyz(process, |answer| answer.status == 503 && parts.iter().all(|part| answer.body.contains(part))).await;
 }
 
@@ -142,7 +142,7 @@ impl SwitchedNode {
         self.running.as_ref().unwrap()
     }
 
-    fn is_alive(&mut self) {
+    fn assert_alive(&mut self) {
         let ended = self.running.as_mut().unwrap().child.try_wait().unwrap();
         assert!(ended.is_none(), "it ended: {ended:?}");
     }
@@ -174,7 +174,7 @@ impl SwitchedNode {
         if self.gpus_by_pod.is_empty() {
             until(|| self.offered() == (plugin.clone(), through_dra.clone())).await;
         }
-        self.is_alive();
+        self.assert_alive();
     }
 
     /// Admits a pod, which gets a free GPU through the door of the setting. `keep` leaves the pod running.
@@ -196,7 +196,7 @@ impl SwitchedNode {
         }
         if let Some(gpu) = free.first().filter(|_| self.setting.dra) {
             let pod = format!("claim-{}", self.starts);
-            self.node.is_registered(1).await;
+            self.node.wait_registered(1).await;
             let claim = self.node.claim(&pod, &[&format!("gpu-{gpu}")]);
             self.node.start_pod(&pod, &claim).await;
             self.claims.insert(pod.clone(), claim);
@@ -214,7 +214,7 @@ impl SwitchedNode {
         if self.setting.sockets {
             within(async {
                 while self.node.dra.stop_pod(pod).await.is_err() {
-                    self.node.is_registered(1).await;
+                    self.node.wait_registered(1).await;
                 }
             })
             .await;
@@ -251,7 +251,7 @@ async fn forth_and_back(from: Setting, to: Setting, change: Change) {
         node.serves().await;
         until(|| node.node.checkpoints().is_empty()).await;
     }
-    node.is_alive();
+    node.assert_alive();
     assert_eq!(node.node.kubelet.violations(), []);
 }
 
@@ -316,17 +316,17 @@ async fn gpus_stay_with_the_plugin_where_dra_lacks_rights() {
     ] {
         let mut node = SwitchedNode::start(setting).await;
         let lacks = ["GPUs stay with the device plugin", "set NODE_NAME", "token", "DRA needs CDI"];
-        is_unready(node.running(), &lacks).await;
+        wait_unready(node.running(), &lacks).await;
         until(|| node.node.healthy(GPU).len() == 8).await;
         node.admits(false).await;
-        node.is_alive();
+        node.assert_alive();
         if setting.file.is_some() {
             let config = node.node.at("config-by-file.yaml");
             fs::write(&config, by_file("none")).unwrap();
             ready(node.running()).await;
             fs::write(&config, by_file("all")).unwrap();
-            is_unready(node.running(), &lacks).await;
-            node.is_alive();
+            wait_unready(node.running(), &lacks).await;
+            node.assert_alive();
         }
         // In a pod with all that DRA needs, DRA serves the GPUs.
         node.switch(DRA, Change::Reinstalled).await;
@@ -371,8 +371,8 @@ async fn file_in_place_of_the_checkpoints_stops_dra_alone() {
     fs::create_dir_all(claims.parent().unwrap()).unwrap();
     fs::write(&claims, "").unwrap();
     node.running = Some(node.spawn(DRA));
-    is_unready(node.running(), &["DRA plugin", "cannot keep checkpoints of claims"]).await;
-    node.is_alive();
+    wait_unready(node.running(), &["DRA plugin", "cannot keep checkpoints of claims"]).await;
+    node.assert_alive();
     fs::remove_file(&claims).unwrap();
     node.serves().await;
     node.admits(false).await;

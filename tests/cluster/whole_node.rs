@@ -83,7 +83,7 @@ impl Node {
     }
 
     /// Waits until the node's labels, as NFD gets them, have these values.
-    async fn is_labelled(&self, expected: Value) {
+    async fn wait_labels(&self, expected: Value) {
         let key: Key = ResourceType::NODE_FEATURES.key(Some("gpu"), "nvidia-features-for-n");
         let expected = expected.as_object().unwrap();
         let has = |object: &Value| expected.iter().all(|(label, value)| object["spec"]["labels"][label] == *value);
@@ -131,13 +131,13 @@ async fn node_label_switches_sharing_under_running_pod() {
     let kubelet = node.kubelet();
     let mut processes = [node.plugin(), node.labels(), node.config_manager(false)].map(|mut it| it.spawn().unwrap());
     offers(&kubelet, |gpus| gpus.healthy.len() == 8).await;
-    node.is_labelled(json!({"nvidia.com/gpu.count": "8", "nvidia.com/gpu.replicas": "1"})).await;
+    node.wait_labels(json!({"nvidia.com/gpu.count": "8", "nvidia.com/gpu.replicas": "1"})).await;
     within(kubelet.admit(&Pod::single("running", GPU, 2), None)).await.unwrap();
     let held = kubelet.state().resources[GPU].in_use();
 
     node.cluster.label_node("n", json!({ LABEL: "shared" }));
     offers(&kubelet, |gpus| gpus.healthy.iter().filter(|id| id.contains("::")).count() >= 24).await;
-    node.is_labelled(json!({
+    node.wait_labels(json!({
         "nvidia.com/gpu.count": "8", "nvidia.com/gpu.replicas": "4", "nvidia.com/gpu.sharing-strategy": "time-slicing",
     }))
     .await;
@@ -148,7 +148,7 @@ async fn node_label_switches_sharing_under_running_pod() {
     // Without the label the default configuration is selected again.
     node.cluster.label_node("n", json!({}));
     offers(&kubelet, |gpus| gpus.healthy.len() == 8).await;
-    node.is_labelled(json!({"nvidia.com/gpu.replicas": "1", "nvidia.com/gpu.sharing-strategy": "none"})).await;
+    node.wait_labels(json!({"nvidia.com/gpu.replicas": "1", "nvidia.com/gpu.sharing-strategy": "none"})).await;
     let gpus = kubelet.state().resources[GPU].clone();
     assert_eq!((gpus.registrations, kubelet.violations().len()), (1, 0));
     assert!(processes.iter_mut().all(still_runs), "a process has ended");

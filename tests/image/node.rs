@@ -187,7 +187,7 @@ impl Node {
     /// Starts the pod of a DaemonSet of the chart with these values, and waits until it is ready.
     pub async fn deploy(&self, set: &str, values: &[&str]) -> Pod {
         let mut pod = self.begin(set, values).await;
-        pod.is_ready().await;
+        pod.wait_ready().await;
         pod
     }
 
@@ -222,7 +222,7 @@ impl Node {
     }
 
     /// Waits until gpu-feature-discovery has written its NodeFeature.
-    pub async fn has_node_feature(&self, pod: &mut Pod) {
+    pub async fn wait_node_feature(&self, pod: &mut Pod) {
         let key = ResourceType::NODE_FEATURES.key(Some("gpu"), &format!("nvidia-features-for-{NODE}"));
         let has = || self.server.object(&key).is_some_and(|it| it["spec"]["labels"]["nvidia.com/gpu.count"] == "8");
         until(pod, "NodeFeature with 8 GPUs", has).await;
@@ -232,12 +232,12 @@ impl Node {
     pub async fn discovers(&self) {
         let values = ["gfd.enabled=true", "devicePlugin.enabled=false"];
         let mut pod = self.deploy("nvdp-nvidia-device-plugin-gpu-feature-discovery", &values).await;
-        self.has_node_feature(&mut pod).await;
+        self.wait_node_feature(&mut pod).await;
         pod.stop().await;
     }
 
     /// Waits until the DRA driver is connected to the kubelet.
-    pub async fn has_driver(&self, pod: &Pod) {
+    pub async fn wait_driver(&self, pod: &Pod) {
         let has = |state: &linkwise_kubelet_box::dra::DraState| {
             state.drivers.get(DRIVER).is_some_and(|driver| driver.connected >= 1)
         };

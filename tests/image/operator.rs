@@ -179,7 +179,7 @@ async fn operators_gfd_writes_its_node_feature() {
     prepare(&node, "host");
     let objects = objects("gfd", false);
     let mut pod = start(&node, &objects, &objects[0]).await;
-    node.has_node_feature(&mut pod).await;
+    node.wait_node_feature(&mut pod).await;
     pod.stop().await;
 }
 
@@ -201,7 +201,7 @@ async fn gpu_cluster_prepares(driver: &str) {
     set_variable(spec, &json!({"name": "FAKE_NVML_MACHINE", "value": "/driver-root/machine.yaml"}));
     set_variable(spec, &json!({"name": "FAKE_NVML_CONTROL", "value": "/run/nvml"}));
     let mut pod = start(&node, &objects, &objects[0]).await;
-    node.has_driver(&pod).await;
+    node.wait_driver(&pod).await;
     node.publishes(&mut pod, 8).await;
     let claim = node.claim("c", "gpu-3", &[]);
     let names = node.start_claim(&pod, "p", &claim).await;
@@ -209,7 +209,7 @@ async fn gpu_cluster_prepares(driver: &str) {
     assert!(node.cdi_specs().contains(name), "{names:?}");
     pod.stop().await;
     let pod = start(&node, &objects, &objects[0]).await;
-    node.has_driver(&pod).await;
+    node.wait_driver(&pod).await;
     let records = below(&node.host(), "/var/lib/kubelet/plugins/linkwise/claims");
     assert_eq!(fs::read_dir(&records).unwrap().count(), 1);
     node.dra.stop_pod("p").await.unwrap();
@@ -272,6 +272,6 @@ async fn own_objects_serve(file: &Path, driver: &str) {
     }
     pod.stop().await;
     let mut pod = start(&node, &objects, set("gpu-feature-discovery")).await;
-    node.has_node_feature(&mut pod).await;
+    node.wait_node_feature(&mut pod).await;
     pod.stop().await;
 }

@@ -63,7 +63,7 @@ impl Pod {
     }
 
     /// Waits until every readiness probe succeeds; every container has to run meanwhile.
-    pub async fn is_ready(&mut self) {
+    pub async fn wait_ready(&mut self) {
         let deadline = tokio::time::Instant::now() + READY_TIMEOUT;
         for port in self.probed.clone() {
             while probe_answer(port).await != Some(200) {

@@ -37,7 +37,7 @@ async fn dra_publishes_and_prepares() {
     let node = Node::start("dgx1-v100").await;
     let mut pod = node.deploy(PLUGIN, &["dra.enabled=true"]).await;
     node.publishes(&mut pod, 8).await;
-    node.has_driver(&pod).await;
+    node.wait_driver(&pod).await;
     let claim = node.claim("one", "gpu-5", &[]);
     let cdi = node.start_claim(&pod, "p", &claim).await;
     let name = cdi[0].split_once('=').unwrap().1;

@@ -76,7 +76,7 @@ async fn dra_on_and_off_and_on_under_a_claim() {
     let node = Node::start("dgx1-v100").await;
     let mut pod = node.deploy(PLUGIN, DRA.values).await;
     node.publishes(&mut pod, 8).await;
-    node.has_driver(&pod).await;
+    node.wait_driver(&pod).await;
     let claim = node.claim("one", "gpu-5", &[]);
     let cdi = node.start_claim(&pod, "p", &claim).await;
     end(&node, pod, &ALONE).await;
@@ -90,7 +90,7 @@ async fn dra_on_and_off_and_on_under_a_claim() {
     end(&node, pod, &DRA).await;
     let mut pod = node.deploy(PLUGIN, DRA.values).await;
     node.publishes(&mut pod, 8).await;
-    node.has_driver(&pod).await;
+    node.wait_driver(&pod).await;
     assert_eq!(node.start_claim(&pod, "p", &claim).await, cdi, "the claim keeps its devices");
     node.dra.stop_pod("p").await.unwrap();
     pod.stop().await;

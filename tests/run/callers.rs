@@ -42,7 +42,7 @@ async fn caller_with_other_uid_is_refused() {
     let alone = Alone::start(Settings { callers, ..Settings::new(folder.path().join("kubelet.sock")) });
     // The kubelet that dials back runs in the test's own process.
     let own_uid = std::fs::metadata(folder.path()).unwrap().uid();
-    alone.log.has(&["refused a caller", &format!("uid={own_uid} pid={}", std::process::id())]).await;
+    alone.log.wait(&["refused a caller", &format!("uid={own_uid} pid={}", std::process::id())]).await;
     assert!(*alone.phase.borrow() != Phase::Serving);
     assert_eq!(kubelet.state().resources[GPU].calls.list_and_watch, 0);
     alone.end().await;

@@ -122,7 +122,7 @@ async fn failed_bind_names_folder_and_is_retried() {
     // A failed bind is repeated without end.
     let socket = node.setup.kubelet_socket.clone();
     let alone = Alone::start(quick(socket));
-    alone.log.has_times(3, &[&format!("\"{cause}")]).await;
+    alone.log.wait_times(3, &[&format!("\"{cause}")]).await;
     alone.end().await;
 }
 
@@ -150,8 +150,8 @@ async fn unanswered_register_is_retried_and_counted() {
     let register_timeout = Duration::from_millis(50);
     let alone = Alone::start(Settings { register_timeout, ..quick(folder.path().join("kubelet.sock")) });
     let cause = "\"the kubelet did not answer Register within 50ms\"";
-    alone.log.has(&["cannot register with the kubelet", &format!("error={cause}")]).await;
-    alone.log.has_times(2, &["repeated", &format!("Registered(Err({cause}))")]).await;
+    alone.log.wait(&["cannot register with the kubelet", &format!("error={cause}")]).await;
+    alone.log.wait_times(2, &["repeated", &format!("Registered(Err({cause}))")]).await;
     alone.end().await;
 }
 
@@ -240,7 +240,7 @@ async fn returning_kubelet_ends_the_pause() {
     let longest_pause = Duration::from_secs(64 * 3600);
     let mut alone = Alone::start(Settings { longest_pause, ..Settings::new(socket) });
     // The retry at once has failed too, logged as `Ended`, not `ended`: the next pause is half an hour at least.
-    alone.log.has_times(2, &["nded", "the registration failed: cannot connect"]).await;
+    alone.log.wait_times(2, &["nded", "the registration failed: cannot connect"]).await;
     alone.reaches(Phase::Pausing).await;
     let kubelet = kubelet_in(folder.path(), |_| {});
     registered(&kubelet, 1, 8).await;

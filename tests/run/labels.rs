@@ -38,7 +38,7 @@ fn read(file: &Path) -> BTreeMap<String, String> {
 }
 
 /// Waits until a label in the file has this value, and returns all labels.
-pub async fn has(file: &Path, key: &str, value: &str) -> BTreeMap<String, String> {
+pub async fn wait_label(file: &Path, key: &str, value: &str) -> BTreeMap<String, String> {
     seen(async || read(file), |labels| labels.get(key).is_some_and(|it| it == value)).await
 }
 
@@ -47,7 +47,7 @@ async fn labels_file_follows_the_mig_layout() {
     let setup = discovery(four_gpus()).arg("--mig-strategy=mixed").arg("--nvml-poll-ms=50");
     let path = file(&setup);
     let _process = setup.spawn();
-    let labels = has(&path, "nvidia.com/mig-1g.10gb.count", "8").await;
+    let labels = wait_label(&path, "nvidia.com/mig-1g.10gb.count", "8").await;
     let expected = "nvidia.com/gpu.count=4 nvidia.com/gpu.product=NVIDIA-A100-SXM4-80GB nvidia.com/gpu.replicas=1 \
                     nvidia.com/mig.strategy=mixed nvidia.com/mig-1g.10gb.multiprocessors=14 \
                     nvidia.com/mig-1g.10gb.me.engines.jpeg=1 nvidia.com/mig-2c.4g.40gb.slices.ci=2 \
@@ -60,7 +60,7 @@ async fn labels_file_follows_the_mig_layout() {
     assert!(text.lines().is_sorted() && text.ends_with('\n'));
     assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o644);
     setup.tell("mig 1 {enabled: false}");
-    let labels = has(&path, "nvidia.com/mig-1g.10gb.count", "1").await;
+    let labels = wait_label(&path, "nvidia.com/mig-1g.10gb.count", "1").await;
     assert_eq!(labels["nvidia.com/gpu.count"], "4");
     setup.tell("mig 3 {enabled: false}");
     seen(async || read(&path), |labels| !labels.keys().any(|key| key.contains("mig-1g"))).await;
@@ -73,14 +73,14 @@ async fn labels_file_stays_while_nvml_is_unavailable() {
     let setup = discovery(Setup::on("dgx-h100")).arg("--nvml-pause-ms=10").arg("--nvml-grace-ms=10");
     let path = file(&setup);
     let process = setup.spawn();
-    has(&path, "nvidia.com/gpu.count", "8").await;
+    wait_label(&path, "nvidia.com/gpu.count", "8").await;
     let before = fs::read(&path).unwrap();
     setup.tell_all(&["init 9", "crash"]);
     process.said("NVML unavailable for longer than the grace period").await;
     assert_eq!(fs::read(&path).unwrap(), before);
     // NVML is back with one GPU less, and the labels follow.
     setup.tell_all(&["remove 7", "init 0"]);
-    has(&path, "nvidia.com/gpu.count", "7").await;
+    wait_label(&path, "nvidia.com/gpu.count", "7").await;
 }
 
 #[tokio::test]
@@ -88,7 +88,7 @@ async fn labels_file_is_there_throughout_a_restart() {
     let setup = discovery(Setup::on("dgx-h100"));
     let path = file(&setup);
     let mut process = setup.spawn();
-    has(&path, "nvidia.com/mps.capable", "false").await;
+    wait_label(&path, "nvidia.com/mps.capable", "false").await;
     let ended = Arc::new(AtomicBool::new(false));
     let watch = std::thread::spawn({
         let (path, ended) = (path.clone(), Arc::clone(&ended));
@@ -105,7 +105,7 @@ async fn labels_file_is_there_throughout_a_restart() {
     assert!(status.success(), "{status}");
     let setup = setup.arg("--mig-strategy=single");
     let _process = setup.spawn();
-    has(&path, "nvidia.com/mig.strategy", "single").await;
+    wait_label(&path, "nvidia.com/mig.strategy", "single").await;
     ended.store(true, Ordering::Relaxed);
     assert_eq!(watch.join().unwrap(), 0, "the file was absent or torn");
 }
@@ -115,9 +115,9 @@ async fn sighup_reloads_the_labels_configuration() {
     let setup = discovery(Setup::on("dgx-h100").config("version: v1\n"));
     let (path, config) = (file(&setup), setup.config_file());
     let process = setup.spawn();
-    has(&path, "nvidia.com/gpu.replicas", "1").await;
+    wait_label(&path, "nvidia.com/gpu.replicas", "1").await;
     replace(&config, "version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 3}]}}\n");
-    let labels = has(&path, "nvidia.com/gpu.replicas", "3").await;
+    let labels = wait_label(&path, "nvidia.com/gpu.replicas", "3").await;
     assert_eq!(labels["nvidia.com/gpu.product"], "NVIDIA-H100-80GB-HBM3-SHARED");
     replace(&config, "version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: -3}]}}\n");
     process.said("configuration rejected, keeping the previous one").await;
@@ -126,7 +126,7 @@ async fn sighup_reloads_the_labels_configuration() {
     // The next valid file applies, also by the signal.
     replace(&config, "version: v1\n");
     process.signal("HUP");
-    has(&path, "nvidia.com/gpu.replicas", "1").await;
+    wait_label(&path, "nvidia.com/gpu.replicas", "1").await;
 }
 
 /// Runs gpu-feature-discovery to its end, and returns its success and standard output.
@@ -155,7 +155,7 @@ async fn node_without_gpus_gets_the_labels_of_gfd() {
         setup.tell(command);
         let path = file(&setup);
         let process = setup.spawn();
-        assert_eq!(has(&path, "nvidia.com/vgpu.present", "false").await.len(), 1);
+        assert_eq!(wait_label(&path, "nvidia.com/vgpu.present", "false").await.len(), 1);
         drop(process);
         let once = setup.arg("--oneshot").arg("--output-file=");
         assert_eq!(printed(&once).await, (true, "nvidia.com/vgpu.present=false\n".to_owned()));
@@ -174,7 +174,7 @@ async fn pods_are_admitted_without_the_labels_folder() {
     node.metrics(|text| text.contains("\nlinkwise_label_writes_total{outcome=\"failed\"}")).await;
     allocation(&kubelet, "pod", GPU, 1).await;
     fs::remove_file(&features).unwrap();
-    let labels = has(&path, "nvidia.com/gpu.count", "8").await;
+    let labels = wait_label(&path, "nvidia.com/gpu.count", "8").await;
     assert_eq!(labels["linkwise.dev/gpu.link"], "nvswitch");
     node.metric("linkwise_label_writes_total{outcome=\"ok\"}", 1).await;
     node.metric("linkwise_labels", u64::try_from(labels.len()).unwrap()).await;

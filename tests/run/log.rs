@@ -44,12 +44,12 @@ impl Log {
     }
 
     /// Waits for a line that contains all of these words.
-    pub async fn has(&self, words: &[&str]) {
-        self.has_times(1, words).await;
+    pub async fn wait(&self, words: &[&str]) {
+        self.wait_times(1, words).await;
     }
 
     /// Waits for this many lines that each contain all of these words.
-    pub async fn has_times(&self, times: usize, words: &[&str]) {
+    pub async fn wait_times(&self, times: usize, words: &[&str]) {
         let is_match = |line: &&String| words.iter().all(|word| line.contains(word));
         let mut lines = self.lines.subscribe();
         let found = timeout(LIMIT, lines.wait_for(|lines| lines.iter().filter(is_match).count() >= times)).await;

@@ -70,7 +70,7 @@ async fn polling_suffices_without_inotify() {
     alone.reaches(Phase::Serving).await;
     // Only a look at the file shows this change.
     std::fs::remove_file(&sockets_in(&folder.path().join("k"))[0]).unwrap();
-    alone.log.has(&["the session with the kubelet ended", "why=\"our socket is gone or was replaced\""]).await;
+    alone.log.wait(&["the session with the kubelet ended", "why=\"our socket is gone or was replaced\""]).await;
     registered(&kubelet, 2, 8).await;
     alone.reaches(Phase::Serving).await;
     kubelet.restart(Restart::Kubelet).await.unwrap();

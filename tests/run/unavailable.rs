@@ -7,7 +7,7 @@ use std::process::Stdio;
 use serde_json::Value;
 use tokio::time::timeout;
 
-use crate::run::labels::{discovery, file, has};
+use crate::run::labels::{discovery, file, wait_label};
 use crate::run::memory::every_command_fails;
 use crate::run::node::{LIMIT, Setup, registered};
 use crate::run::refusals::refused;
@@ -72,7 +72,7 @@ fn failing(failure: &str, bus: Bus) -> Setup {
 }
 
 /// Starts linkwise on such a machine, with an option, and asserts the outcome and its cause.
-async fn has_outcome((failure, cause): (&str, &str), bus: Bus, must_work: Option<bool>, expected: Outcome) {
+async fn assert_outcome((failure, cause): (&str, &str), bus: Bus, must_work: Option<bool>, expected: Outcome) {
     let option = must_work.map(|value| format!("--fail-on-init-error={value}"));
     let node = failing(failure, bus).args(option).start().await;
     match expected {
@@ -127,16 +127,16 @@ async fn only_a_missing_driver_makes_a_node_without_gpus() {
             _ => [E, W, W],
         };
         for (bus, expected) in BUSES.into_iter().zip(expected) {
-            has_outcome(failure, bus, None, expected).await;
+            assert_outcome(failure, bus, None, expected).await;
         }
     }
     // `crates/nvml/src/supervisor/machine/tests/cases.rs` has all failures with these options.
     for (must_work, expected) in [(true, [E, E, E]), (false, [W, I, W])] {
         for (bus, expected) in BUSES.into_iter().zip(expected) {
-            has_outcome(FAILURES[2], bus, Some(must_work), expected).await;
+            assert_outcome(FAILURES[2], bus, Some(must_work), expected).await;
         }
     }
-    has_outcome(FAILURES[0], Bus::Gpus, Some(true), E).await;
+    assert_outcome(FAILURES[0], Bus::Gpus, Some(true), E).await;
 }
 
 #[tokio::test]
@@ -162,7 +162,7 @@ async fn labels_stay_while_an_installed_library_fails() {
         let file = file(&setup);
         let process = setup.spawn();
         if absent {
-            assert_eq!(has(&file, "nvidia.com/vgpu.present", "false").await.len(), 1);
+            assert_eq!(wait_label(&file, "nvidia.com/vgpu.present", "false").await.len(), 1);
             continue;
         }
         let stays = |line: &Value| {
@@ -172,7 +172,7 @@ async fn labels_stay_while_an_installed_library_fails() {
         process.logged(stays).await;
         assert_eq!(fs::read_to_string(&file).unwrap(), GOOD, "{failure}");
         mend(&setup);
-        has(&file, "nvidia.com/gpu.product", "Tesla-V100-SXM2-32GB").await;
+        wait_label(&file, "nvidia.com/gpu.product", "Tesla-V100-SXM2-32GB").await;
     }
 }
 

@@ -7,7 +7,7 @@ use crate::upgrade::fleet::{GPUS, Running, World, stage};
 use crate::upgrade::node::{GPU, KUBELETS, get, registered, seen, until};
 
 /// Waits until only one process has sockets beside the kubelet's, and the kubelet has its stream.
-async fn has_only_sockets_of_one(world: &World) {
+async fn wait_sockets_of_one(world: &World) {
     // The socket of a serving process has one name, or two after a takeover.
     let state = async || (world.setup.sockets(), world.kubelet.state().resources[GPU].connected);
     seen(state, |(sockets, connected)| (1..=2).contains(&sockets.len()) && *connected).await;
@@ -30,7 +30,7 @@ async fn death_at_any_step(connections: Connections) {
             victim.ended().await;
             // Nothing shows when the kubelet has noticed the death: pods are tried until the survivor admits one.
             until(async || world.admit("pod").await).await;
-            has_only_sockets_of_one(&world).await;
+            wait_sockets_of_one(&world).await;
             // The next one takes over from the survivor.
             let next = world.spawn("third");
             next.said("took over this node").await;

@@ -85,7 +85,7 @@ impl World {
         let task = tokio::spawn(async move {
             let check = |pod: &Pod, outcome: Result<&Admitted, &AdmissionError>| {
                 if let Ok(admitted) = outcome {
-                    has_its_own_gpus(&kubelet, pod, admitted);
+                    assert_own_gpus(&kubelet, pod, admitted);
                 }
             };
             kubelet.load(&load, ended.cancelled_owned(), check).await
@@ -95,7 +95,7 @@ impl World {
 }
 
 /// Asserts that a container has the GPUs that the kubelet counts as its own, and that no other pod has any of them.
-fn has_its_own_gpus(kubelet: &KubeletBox, pod: &Pod, admitted: &Admitted) {
+fn assert_own_gpus(kubelet: &KubeletBox, pod: &Pod, admitted: &Admitted) {
     let allocation = &admitted.grant("main", GPU).unwrap().allocation;
     let given: BTreeSet<&str> = allocation.envs["NVIDIA_VISIBLE_DEVICES"].split(',').collect();
     assert_eq!(given, allocation.devices.iter().map(String::as_str).collect());

@@ -54,7 +54,7 @@ async fn health(driver: &Process, service: &str) -> Result<i32, tonic::Code> {
 async fn gpu_cluster_runs_linkwise_as_its_dra_driver() {
     let node = Node::start().await;
     let mut driver = start(&node);
-    node.is_registered(1).await;
+    node.wait_registered(1).await;
     node.publishes(8).await;
     assert_eq!(within(health(&driver, "liveness")).await, Ok(1));
     assert_eq!(within(health(&driver, "readiness")).await, Err(tonic::Code::NotFound));
@@ -69,7 +69,7 @@ async fn gpu_cluster_runs_linkwise_as_its_dra_driver() {
     let kept = || fs::read_dir(node.at("plugins/linkwise/claims")).unwrap().count();
     assert_eq!(kept(), 1);
     let _driver = start(&node);
-    node.is_registered(2).await;
+    node.wait_registered(2).await;
     let refused = node.refusal("q", &node.claim("taken", &["gpu-3"])).await;
     assert!(refused.contains("default/c") && refused.contains("gpu-3"), "{refused}");
     within(node.dra.stop_pod("p")).await.unwrap();

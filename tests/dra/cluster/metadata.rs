@@ -74,7 +74,7 @@ async fn container_reads_its_devices_until_its_claim_ends() {
     node.cluster.server.go_away().await;
     first.kill().await.unwrap();
     let _second = node.run();
-    node.is_registered(2).await;
+    node.wait_registered(2).await;
     assert_eq!(read(&started(&node, &claim).await, "resourceclaims/two/gpus"), first_read);
     node.cluster.server.come_back().await;
     within(node.dra.stop_pod("two")).await.unwrap();

@@ -50,7 +50,7 @@ pub fn program(node: &Node) -> Command {
 async fn run(node: &Node, registrations: u64) -> Child {
     let process = program(node).spawn().unwrap();
     node.publishes(DEVICES).await;
-    node.is_registered(registrations).await;
+    node.wait_registered(registrations).await;
     process
 }
 

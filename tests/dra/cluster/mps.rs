@@ -136,13 +136,13 @@ async fn claim_has_its_own_control_daemon_until_its_end() {
     plugin.kill().await.unwrap();
     fs::write(node.at("mps/.dra/orders.json"), "{").unwrap();
     let _plugin = run(&node);
-    node.is_registered(2).await;
+    node.wait_registered(2).await;
     assert_eq!(node.start_pod("p", &two).await, cdi);
     assert_eq!(text(folder.join("pipe/nvidia-cuda-mps-control.pid")), pid);
     // The daemons' process is killed. A pod that starts then waits for the next process.
     privileged.process.kill().await.unwrap();
     node.dra.restart().await.unwrap();
-    node.is_registered(3).await;
+    node.wait_registered(3).await;
     let pod = PodClaims::single("p", two, DRIVER);
     let (started, _privileged) = tokio::join!(within(node.dra.start_pod(&pod)), async {
         until(|| text(node.at("mps/.dra/orders.json")).contains(name)).await;

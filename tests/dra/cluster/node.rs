@@ -77,7 +77,7 @@ impl Node {
     /// Waits until a process has published this many devices, and the kubelet has registered its plugin.
     pub async fn serves(&self, devices: usize) {
         self.publishes(devices).await;
-        self.is_registered(1).await;
+        self.wait_registered(1).await;
     }
 
     /// Starts a node and a process, and waits until the process serves the eight GPUs.
@@ -120,7 +120,7 @@ impl Node {
         until(|| self.devices().len() == count).await;
     }
 
-    pub async fn is_registered(&self, registrations: u64) {
+    pub async fn wait_registered(&self, registrations: u64) {
         let registered = self.dra.wait(|state| {
             let driver = state.drivers.get(DRIVER);
             driver.is_some_and(|driver| driver.registrations >= registrations && driver.connected == 1)
@@ -221,7 +221,7 @@ async fn prepared_claim_survives_restarts_and_server_outage() {
     first.kill().await.unwrap();
     let _second = node.run();
     node.dra.restart().await.unwrap();
-    node.is_registered(2).await;
+    node.wait_registered(2).await;
     assert_eq!(node.start_pod("p", &claim).await, cdi, "from the checkpoint");
     node.cluster.server.come_back().await;
     // A kubelet that starts deletes the slices.
@@ -242,7 +242,7 @@ async fn held_gpus_change_doors_when_their_holders_end() {
     // The process stays when the file changes, and the GPUs go through the other door.
     node.configure("all");
     node.publishes(7).await;
-    node.is_registered(1).await;
+    node.wait_registered(1).await;
     let held = || node.kubelet.state().resources["nvidia.com/gpu"].unhealthy.clone();
     assert_eq!((plugins(), held().len()), (0, 1), "the kubelet must still find the held GPU");
     let gpu = held().first().unwrap().chars().last().unwrap();
@@ -299,7 +299,7 @@ async fn cordon_taints_a_claims_gpu_until_uncordon() {
     assert_eq!(node.start_pod("p", &claim).await, cdi);
 
     let _after = node.run_as("after", "all");
-    node.is_registered(2).await;
+    node.wait_registered(2).await;
     before.kill().await.unwrap();
     until(|| evicted() == ["gpu-3"] && node.untainted().len() == 7).await;
     admin("after", &["uncordon", &gpu]).await;
@@ -327,7 +327,7 @@ async fn ended_pods_keep_no_gpu_from_dra_in_a_takeover() {
     // The previous process still runs, as a pod does until the next one is ready.
     node.publishes(8).await;
     until(|| node.untainted().len() == 8).await;
-    node.is_registered(1).await;
+    node.wait_registered(1).await;
     let claim = node.claim("one", &["gpu-0"]);
     assert_eq!(node.start_pod("p", &claim).await.len(), 1);
     assert!(before.try_wait().unwrap().is_none());

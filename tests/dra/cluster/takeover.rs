@@ -84,7 +84,7 @@ impl World {
     pub async fn first(&self) -> Process {
         let (process, address) = self.start("pod-0").await;
         ready(address).await;
-        self.node.is_registered(1).await;
+        self.node.wait_registered(1).await;
         process
     }
 
@@ -99,7 +99,7 @@ impl World {
     }
 
     /// Waits until nothing of a claim is left.
-    pub async fn is_over(&self) {
+    pub async fn wait_over(&self) {
         let node = &self.node;
         until(async || match (mig::instances(node), node.checkpoints(), node.claim_specs()) {
             (0, checkpoints, specs) if checkpoints.is_empty() && specs.is_empty() => Ok(()),
@@ -276,7 +276,7 @@ async fn kill_at_any_step_leaves_one_that_prepares_claims() {
     assert!(late <= 7, "{late} of 14 kills came too late");
     end.cancel();
     load.join_all().await;
-    world.is_over().await;
+    world.wait_over().await;
     assert_eq!(world.node.specs(), specs);
 }
 

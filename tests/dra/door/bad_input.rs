@@ -7,7 +7,7 @@ use std::time::Duration;
 use linkwise_kubelet_box::dra::DraError;
 
 use super::node::{
-    Answer, Node, TEST_TIMEOUT, claim, configured, end, is_refused, name, refusal, restart, start, start_at_last, until,
+    Answer, Node, TEST_TIMEOUT, claim, configured, end, assert_refused, name, refusal, restart, start, start_at_last, until,
 };
 
 #[tokio::test]
@@ -27,7 +27,7 @@ async fn failed_prepare_names_its_cause_and_leaves_nothing() {
         ("../x", Answer::Failed, "'../x' is not the UID of a claim"),
     ] {
         let bad = node.set_answer(uid, answer);
-        is_refused(&kubelet, &bad, &[complaint]).await;
+        assert_refused(&kubelet, &bad, &[complaint]).await;
         end(&kubelet, &bad).await;
         assert_eq!(node.checkpoints(), ["good.json"], "{uid}");
         assert_eq!(node.claim_specs(), ["linkwise.dev-claim-good.json"], "{uid}");
@@ -45,7 +45,7 @@ async fn gpu_of_a_moved_claim_goes_to_the_next() {
     node.set_answer("a", Answer::Claim(moved));
     let free = node.state.borrow().clone();
     node.kubelet_lists(&["a"]);
-    is_refused(&kubelet, &second, &["is prepared for the claim ml/claim-a"]).await;
+    assert_refused(&kubelet, &second, &["is prepared for the claim ml/claim-a"]).await;
     node.state.send_replace(free);
     assert_eq!(start(&kubelet, &second).await.unwrap(), [node.gpu(0)]);
     assert_eq!(node.checkpoints(), ["b.json"]);
@@ -197,7 +197,7 @@ async fn claim_that_cannot_be_unprepared_keeps_its_gpu() {
     let ended = kubelet.stop_pod(&super::node::pod(&claim).pod).await;
     let Err(DraError::Claim { error, .. }) = ended else { panic!("{ended:?}") };
     assert!(error.starts_with("cannot remove the checkpoint of the claim: "), "{error}");
-    is_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a (UID a)"]).await;
+    assert_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a (UID a)"]).await;
     fs::remove_dir(&path).unwrap();
     end(&kubelet, &claim).await;
     assert_eq!(start(&kubelet, &other).await.unwrap(), [node.gpu(0)]);

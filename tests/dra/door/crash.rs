@@ -7,7 +7,7 @@ use std::fs;
 use std::time::Duration;
 
 use super::node::{
-    Answer, DRIVER, Node, TEST_TIMEOUT, connected, end, is_refused, kill_during_start, name, restart, start,
+    Answer, DRIVER, Node, TEST_TIMEOUT, connected, end, assert_refused, kill_during_start, name, restart, start,
     start_at_last, until,
 };
 
@@ -148,7 +148,7 @@ async fn list_older_than_a_claim_frees_no_gpu() {
     let [_, second] = node.rivals(&kubelet).await;
     // The claim is deleted by force while its pod runs. The kubelet's list is older than that pod.
     node.delete("a");
-    is_refused(&kubelet, &second, &["is prepared for the claim ml/claim-a"]).await;
+    assert_refused(&kubelet, &second, &["is prepared for the claim ml/claim-a"]).await;
     assert_eq!(node.checkpoints(), ["a.json"]);
 }
 
@@ -159,7 +159,7 @@ async fn first_list_of_a_new_kubelet_frees_no_gpu() {
     node.delete("a");
     node.kubelet_lists(&["a"]);
     for _ in 0..2 {
-        is_refused(&kubelet, &second, &["is prepared for the claim ml/claim-a"]).await;
+        assert_refused(&kubelet, &second, &["is prepared for the claim ml/claim-a"]).await;
         node.kubelet_lists(&[]);
     }
     assert_eq!(start(&kubelet, &second).await.unwrap(), [node.gpu(0)]);
@@ -173,7 +173,7 @@ async fn prepare_undoes_no_claim_while_holders_are_unknown() {
     restart(&kubelet).await;
     node.kubelet_list_fails();
     for left in [["a.json"].as_slice(), &[]] {
-        is_refused(&kubelet, &claim, &["there is no such claim"]).await;
+        assert_refused(&kubelet, &claim, &["there is no such claim"]).await;
         assert_eq!(node.checkpoints(), left);
         node.kubelet_lists(&[]);
     }
@@ -224,7 +224,7 @@ async fn plugin_killed_before_its_last_step_leaves_nothing() {
     assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
     let other = node.claim("b", &[("gpus", "gpu-0")]);
     start_at_last(&kubelet, &other).await;
-    is_refused(&kubelet, &claim, &["is prepared for the claim ml/claim-b"]).await;
+    assert_refused(&kubelet, &claim, &["is prepared for the claim ml/claim-b"]).await;
 }
 
 /// Older releases published sets of GPUs as devices. Their checkpoints name the set for each of its GPUs.
@@ -249,10 +249,10 @@ async fn checkpoint_of_a_set_holds_its_gpus() {
             // Only the eight GPUs have health; the set has none.
             kubelet.wait(|state| state.drivers[DRIVER].health.len() == 8).await.unwrap();
         } else {
-            is_refused(&kubelet, &claim, &["there is no device 'gpus-2-0-3' on this node; there are gpu-0, gpu-1"])
+            assert_refused(&kubelet, &claim, &["there is no device 'gpus-2-0-3' on this node; there are gpu-0, gpu-1"])
                 .await;
         }
-        is_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a"]).await;
+        assert_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a"]).await;
         end(&kubelet, &claim).await;
         assert_eq!(node.checkpoints(), [""; 0], "{progress}");
         start(&kubelet, &other).await.unwrap();

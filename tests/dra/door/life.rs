@@ -88,7 +88,7 @@ async fn registry_folder_created_later_is_found() {
     fs::remove_dir(&node.settings.registry).unwrap();
     node.settings.poll = std::time::Duration::from_millis(5);
     node.start();
-    node.log.has(&["waiting for the kubelet", "there is no folder"]).await;
+    node.log.wait(&["waiting for the kubelet", "there is no folder"]).await;
     node.kubelet().await;
 }
 
@@ -98,7 +98,7 @@ async fn refused_registration_is_logged_and_retried() {
     let kubelet = DraKubelet::start(node.kubelet_options()).unwrap();
     kubelet.refuse(Some("no\nplugins today"));
     node.start();
-    node.log.has(&["cannot register with the kubelet", "error=\"no plugins today\""]).await;
+    node.log.wait(&["cannot register with the kubelet", "error=\"no plugins today\""]).await;
     kubelet.refuse(None);
     connected(&kubelet).await;
     node.reaches(Phase::Registered).await;
@@ -129,7 +129,7 @@ async fn callers_of_another_user_are_refused() {
     node.settings.callers = Callers::only(u32::MAX);
     node.start();
     let kubelet = DraKubelet::start(node.kubelet_options()).unwrap();
-    node.log.has(&["refused a caller"]).await;
+    node.log.wait(&["refused a caller"]).await;
     assert_eq!(registrations(&kubelet.state()), 0);
 }
 
@@ -158,7 +158,7 @@ async fn sockets_are_bound_again_if_no_kubelet_registers() {
     // This is long enough for a kubelet on a busy machine.
     node.settings.offer_timeout = std::time::Duration::from_millis(500);
     node.start();
-    node.log.has(&["waiting for the kubelet", "has not registered the plugin"]).await;
+    node.log.wait(&["waiting for the kubelet", "has not registered the plugin"]).await;
     node.reaches(Phase::Ending).await;
     // After any number of new sockets, a kubelet that starts registers the plugin.
     node.kubelet().await;

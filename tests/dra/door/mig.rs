@@ -14,7 +14,7 @@ use linkwise_kubelet::dra::{MigDone, MigRequest};
 use linkwise_kubelet_box::dra::DraKubelet;
 use tokio::sync::mpsc;
 
-use super::node::{Answer, KIND, Node, StateCell, end, is_refused, name, pod, restart, start, state, until};
+use super::node::{Answer, KIND, Node, StateCell, end, assert_refused, name, pod, restart, start, state, until};
 use crate::dra::published::limits::mig_device;
 use crate::dra::published::mig::{DEVICE, MACHINE};
 
@@ -273,7 +273,7 @@ async fn refused_placement_fails_the_claim() {
     let kubelet = node.serve().await;
     let claim = node.claim("a", &[("gpus", DEVICE)]);
     let parts = [DEVICE, "profile 14, memory slices from 2", "NVML_ERROR_INSUFFICIENT_RESOURCES (23)"];
-    is_refused(&kubelet, &claim, &parts).await;
+    assert_refused(&kubelet, &claim, &parts).await;
     assert_eq!((node.checkpoints().len(), instances(&driver).len()), (0, 0));
     // No order to destroy follows, because the device there may be someone else's.
     assert!(orders(&driver).iter().all(|task| *task == MigTask::Make(SLOT)), "{:?}", orders(&driver));
@@ -291,7 +291,7 @@ async fn first_device_is_destroyed_if_the_second_is_refused() {
     end(&kubelet, &before).await;
     driver.lock().unwrap().instances.push(hidden);
     let claim = node.claim("a", &[("gpus", DEVICE), ("gpus", OTHER)]);
-    is_refused(&kubelet, &claim, &[OTHER, "INSUFFICIENT_RESOURCES"]).await;
+    assert_refused(&kubelet, &claim, &[OTHER, "INSUFFICIENT_RESOURCES"]).await;
     assert_eq!((instances(&driver), node.checkpoints().len()), (vec!["MIG-hidden".to_owned()], 0));
 }
 
@@ -303,7 +303,7 @@ async fn device_in_use_stays_until_unprepare_succeeds() {
     assert!(error.contains(DEVICE) && error.contains("NVML_ERROR_IN_USE (19)"), "{error}");
     assert_eq!((instances(&driver).len(), node.checkpoints().len()), (1, 1));
     let other = node.claim("b", &[("gpus", "gpu-0-mig-1g10gb-19-3")]);
-    is_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a"]).await;
+    assert_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a"]).await;
     set_behaviour(&driver, Behaviour::Obeys);
     end(&kubelet, &claim).await;
     nothing_is_left(&node, &driver);
@@ -379,7 +379,7 @@ async fn agent_death_during_an_order_leaves_nothing() {
     let kubelet = node.serve().await;
     let claim = node.claim("a", &[("gpus", DEVICE)]);
     set_behaviour(&driver, Behaviour::Dies);
-    is_refused(&kubelet, &claim, &["ended before it answered"]).await;
+    assert_refused(&kubelet, &claim, &["ended before it answered"]).await;
     // The order to destroy the device was lost too, so the next Prepare repeats it first.
     set_behaviour(&driver, Behaviour::Obeys);
     let devices = start(&kubelet, &claim).await.unwrap();
@@ -408,7 +408,7 @@ async fn refusal_after_a_reboot_leaves_no_begun_claim() {
     node.settings.boot = Some("the next boot".to_owned());
     set_behaviour(&driver, Behaviour::Refuses);
     let kubelet = node.serve().await;
-    is_refused(&kubelet, &claim, &["NVML_ERROR_INSUFFICIENT_RESOURCES"]).await;
+    assert_refused(&kubelet, &claim, &["NVML_ERROR_INSUFFICIENT_RESOURCES"]).await;
     node.crash(&kubelet).await;
     set_instances(&driver, vec![instance("MIG-of-an-administrator", SLOT)]);
     node.delete("a");
@@ -452,7 +452,7 @@ async fn device_of_an_administrator_is_left_alone() {
     let claim = node.claim("a", &[("gpus", DEVICE)]);
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-of-admin")]);
     let over = node.claim("b", &[("gpus", "gpu-0-mig-3g40gb-9-0")]);
-    is_refused(&kubelet, &over, &["MIG-of-admin is in its place"]).await;
+    assert_refused(&kubelet, &over, &["MIG-of-admin is in its place"]).await;
     end(&kubelet, &claim).await;
     assert_eq!((instances(&driver), orders(&driver)), (vec!["MIG-of-admin".to_owned()], Vec::new()));
 }
@@ -527,7 +527,7 @@ async fn unreadable_checkpoint_keeps_device_until_unprepare() {
     node.edit_checkpoint("a", |text| text.replace("\"version\": 1", "\"version\": 7"));
     node.settings.sweep = Duration::from_millis(1);
     node.serve_again(&kubelet).await;
-    is_refused(&kubelet, &node.claim("b", &[("gpus", DEVICE)]), &["is prepared for the claim ml/claim-a"]).await;
+    assert_refused(&kubelet, &node.claim("b", &[("gpus", DEVICE)]), &["is prepared for the claim ml/claim-a"]).await;
     let reads = node.reads("a");
     until(|| node.reads("a") > reads + 2).await;
     assert_eq!((instances(&driver).len(), node.checkpoints()), (1, vec!["a.json".to_owned()]));
@@ -540,10 +540,10 @@ async fn claim_over_another_claims_device_is_refused() {
     let Prepared { node, driver, kubelet, .. } = prepared().await;
     for device in [DEVICE, "gpu-0-mig-1g20gb-15-2", "gpu-0-mig-7g80gb-0-0"] {
         let over = node.claim("b", &[("gpus", device)]);
-        is_refused(&kubelet, &over, &["is prepared for the claim ml/claim-a"]).await;
+        assert_refused(&kubelet, &over, &["is prepared for the claim ml/claim-a"]).await;
     }
     let both = node.claim("c", &[("gpus", OTHER), ("gpus", "gpu-0-mig-1g10gb-me-20-0")]);
-    is_refused(&kubelet, &both, &["shares hardware with another device of the same claim"]).await;
+    assert_refused(&kubelet, &both, &["shares hardware with another device of the same claim"]).await;
     assert_eq!(instances(&driver).len(), 1);
 }
 
@@ -566,7 +566,7 @@ async fn nothing_is_made_without_setting_or_boot_name() {
         let (mut node, driver) = node();
         (node.settings.makes_mig, node.settings.boot) = (makes_mig, boot.map(str::to_owned));
         let kubelet = node.serve().await;
-        is_refused(&kubelet, &node.claim("a", &[("gpus", DEVICE)]), &[words]).await;
+        assert_refused(&kubelet, &node.claim("a", &[("gpus", DEVICE)]), &[words]).await;
         assert_eq!((orders(&driver).len(), node.checkpoints().len()), (0, 0), "{words}");
     }
 }
@@ -581,7 +581,7 @@ async fn undestroyable_device_is_left_once_dra_is_off() {
     (node.settings.read_claim, node.settings.serves) = (None, false);
     set_behaviour(&driver, Behaviour::InUse);
     node.start();
-    node.log.has(&["cleanup of a finished claim is incomplete", DEVICE]).await;
+    node.log.wait(&["cleanup of a finished claim is incomplete", DEVICE]).await;
     until(|| node.checkpoints().is_empty()).await;
     assert_eq!(instances(&driver).len(), 1, "the device is left to the administrator");
 }

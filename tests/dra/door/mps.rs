@@ -13,7 +13,7 @@ use tokio::sync::watch;
 
 use super::crash::{Left, STATES, WHOLE, leave};
 use super::node::{
-    Answer, Node, TEST_TIMEOUT, claim, configured, end, hardware, is_refused, kill_during_start, name, restart, start,
+    Answer, Node, TEST_TIMEOUT, claim, configured, end, hardware, assert_refused, kill_during_start, name, restart, start,
     start_at_last, start_container, until,
 };
 
@@ -139,7 +139,7 @@ async fn claim_is_refused_until_its_daemon_serves() {
         ),
     ] {
         daemons.behaviour.send_replace(behaviour);
-        is_refused(&kubelet, &asks, &[words]).await;
+        assert_refused(&kubelet, &asks, &[words]).await;
         assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
         assert!(daemons.wanted().is_empty(), "an order is left");
     }
@@ -150,7 +150,7 @@ async fn claim_is_refused_until_its_daemon_serves() {
     // A prepared claim whose daemon died since is not answered from its checkpoint.
     daemons.behaviour.send_replace(Behaviour::Away);
     restart(&kubelet).await;
-    is_refused(&kubelet, &asks, &["is not ready"]).await;
+    assert_refused(&kubelet, &asks, &["is not ready"]).await;
     assert_eq!(node.checkpoints(), ["a.json", "b.json"], "its containers may still run");
     assert_eq!(daemons.wanted().len(), 1);
 }
@@ -240,7 +240,7 @@ async fn orders_of_an_unreadable_checkpoint_stay() {
         node.edit_checkpoint("a", |text| text.replace(from, to));
         node.settings.listed_within = TEST_TIMEOUT;
         node.start();
-        node.log.has(&["checkpoint of a claim unreadable, keeping it"]).await;
+        node.log.wait(&["checkpoint of a claim unreadable, keeping it"]).await;
         let mut orders = daemons.orders.clone();
         // If the checkpoint does not show its daemon, all orders of the last process stay.
         let kept = |now: &MpsOrders| (now.daemons.len(), now.keeps_others) == (usize::from(is_known), !is_known);
@@ -253,7 +253,7 @@ async fn orders_of_an_unreadable_checkpoint_stay() {
             let now = daemons.orders.borrow().clone().unwrap();
             assert_eq!((now.daemons.len(), now.keeps_others), (1, false));
         } else {
-            is_refused(&kubelet, &name("a"), &["cannot read the checkpoint of the claim, keeping it"]).await;
+            assert_refused(&kubelet, &name("a"), &["cannot read the checkpoint of the claim, keeping it"]).await;
         }
         end(&kubelet, &name("a")).await;
         assert!(daemons.wanted().is_empty() && node.checkpoints().is_empty());

@@ -9,7 +9,7 @@ use linkwise_core::state::{NodeState, ResourcePlan};
 use linkwise_kubelet_box::dra::DraKubelet;
 use serde_json::{Value, json};
 
-use super::node::{KIND, Node, end, is_refused, name, observed_state, restart, start, start_container, state, until};
+use super::node::{KIND, Node, end, assert_refused, name, observed_state, restart, start, start_container, state, until};
 
 /// The machine after a reboot: GPUs 0 and 1 have exchanged their minor numbers.
 fn with_moved_minors() -> NodeState {
@@ -123,7 +123,7 @@ async fn name_of_the_previous_version_gives_no_second_gpu() {
     let (mut node, kubelet) = upgraded().await;
     for boot in ["the next boot", "the one after"] {
         reboot(&mut node, &kubelet, with_moved_minors(), boot).await;
-        is_refused(&kubelet, &name("a"), &[&node.gpu(1), "delete the claim's pods"]).await;
+        assert_refused(&kubelet, &name("a"), &[&node.gpu(1), "delete the claim's pods"]).await;
         assert_eq!(node.checkpoints(), ["a.json"]);
         reboot(&mut node, &kubelet, state("dgx1-v100"), &format!("{boot} but one")).await;
         assert_eq!(start_container(&kubelet, &name("a")).await.unwrap().gpus(), ["/dev/nvidia0"]);

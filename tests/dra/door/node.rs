@@ -265,7 +265,7 @@ impl Node {
 
     /// Waits until the log says that the plugin reached this phase.
     pub async fn reaches(&self, phase: Phase) {
-        self.log.has(&[&format!("phase={:?}", phase.words())]).await;
+        self.log.wait(&[&format!("phase={:?}", phase.words())]).await;
     }
 
     /// Returns true if a metric of the plugin has this value.
@@ -546,7 +546,7 @@ pub async fn refusal(kubelet: &DraKubelet, claim: &ClaimName) -> String {
 }
 
 /// Checks that the pod of a claim does not start, and that the plugin's error contains each of these parts.
-pub async fn is_refused(kubelet: &DraKubelet, claim: &ClaimName, parts: &[&str]) {
+pub async fn assert_refused(kubelet: &DraKubelet, claim: &ClaimName, parts: &[&str]) {
     let error = refusal(kubelet, claim).await;
     assert!(parts.iter().all(|part| error.contains(part)), "{parts:?} in {error}");
 }

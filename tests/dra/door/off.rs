@@ -4,7 +4,7 @@
 use linkwise_core::state::{Door, Event, ResourcePlan};
 use linkwise_kubelet::dra::Phase;
 
-use super::node::{Node, end, is_refused, name, read_claim, start, until};
+use super::node::{Node, end, assert_refused, name, read_claim, start, until};
 
 /// Sets the door of the process whose plugin starts next.
 fn change_door(node: &mut Node, door: Door) {
@@ -56,7 +56,7 @@ async fn claim_ends_when_the_kubelet_stops_listing_it() {
     node.kubelet_lists(&[]);
     assert_eq!(node.checkpoints().len(), 1);
     node.kubelet_lists(&[]);
-    node.log.has(&[SWEPT]).await;
+    node.log.wait(&[SWEPT]).await;
     assert_eq!(node.file_counts(), (0, 0));
     assert_eq!(node.reads("a"), reads, "the plugin read the claim from the API server");
 }
@@ -70,7 +70,7 @@ async fn kubelet_unprepares_claims_that_are_left() {
     // This claim was allocated, but not prepared, when the door changed.
     let reads = node.reads("late");
     let late = node.claim("late", &[("gpus", "gpu-1")]);
-    is_refused(&kubelet, &late, &["this node's GPUs go through the device plugin (linkwise.dra.gpus: none)"]).await;
+    assert_refused(&kubelet, &late, &["this node's GPUs go through the device plugin (linkwise.dra.gpus: none)"]).await;
     assert_eq!((node.checkpoints().len(), node.reads("late")), (1, reads));
     end(&kubelet, &claim).await;
     assert!(node.checkpoints().is_empty() && node.claim_specs().is_empty());
@@ -116,8 +116,8 @@ async fn spec_that_cannot_be_removed_is_left_behind() {
     std::fs::create_dir(&spec).unwrap();
     node.start();
     node.kubelet_lists_nothing();
-    node.log.has(&["cleanup of a finished claim is incomplete", "CDI spec"]).await;
-    node.log.has(&[SWEPT]).await;
+    node.log.wait(&["cleanup of a finished claim is incomplete", "CDI spec"]).await;
+    node.log.wait(&[SWEPT]).await;
     node.prepared_claims_become(0).await;
     assert!(node.checkpoints().is_empty(), "the claim still holds its GPU");
     // With DRA on again, the left spec does not block another claim.

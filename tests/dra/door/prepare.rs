@@ -10,7 +10,7 @@ use linkwise_core::publish::injection::HostDevices;
 use linkwise_kubelet_box::dra::{ClaimUse, PodClaim, PodClaims};
 
 use super::node::{
-    Answer, DRIVER, Node, TEST_TIMEOUT, connected, end, file_names, hardware, is_refused, name, pod, reference,
+    Answer, DRIVER, Node, TEST_TIMEOUT, connected, end, file_names, hardware, assert_refused, name, pod, reference,
     resolve, restart, start, start_container, until,
 };
 
@@ -210,10 +210,10 @@ async fn unprepare_reads_no_claim_and_accepts_unknown_ones() {
     assert_eq!((node.reads("a"), node.checkpoints()), (reads, vec![]));
     // The pod of a claim that was never prepared is ended after the refusal.
     let unknown = name("never");
-    is_refused(&kubelet, &unknown, &["there is no such claim"]).await;
+    assert_refused(&kubelet, &unknown, &["there is no such claim"]).await;
     end(&kubelet, &unknown).await;
-    node.log.has(&["claim unprepared claim=", "uid=\"a\""]).await;
-    node.log.has(&["claim unprepared: it was not prepared here", "uid=\"never\""]).await;
+    node.log.wait(&["claim unprepared claim=", "uid=\"a\""]).await;
+    node.log.wait(&["claim unprepared: it was not prepared here", "uid=\"never\""]).await;
 }
 
 #[tokio::test]
@@ -247,7 +247,7 @@ async fn abandoned_prepare_does_not_block_the_next_claim() {
     let (node, kubelet) = Node::serving_with(|settings| settings.prepare_timeout = Duration::from_secs(3)).await;
     let [abandoned, next] = ["a", "b"].map(|uid| node.claim(uid, &[("gpus", "gpu-0")]));
     let pause = node.state.pause_entries().await;
-    is_refused(&kubelet, &abandoned, &["was not prepared within"]).await;
+    assert_refused(&kubelet, &abandoned, &["was not prepared within"]).await;
     drop(pause);
     until(|| node.state.borrow().ledger().prepared("a").is_some()).await;
     assert_eq!(start(&kubelet, &next).await.unwrap(), [node.gpu(0)]);
@@ -262,7 +262,7 @@ async fn sweep_removes_an_abandoned_prepare_from_the_ledger() {
     let kubelet = node.serve().await;
     let abandoned = node.claim("a", &[("gpus", "gpu-0")]);
     let pause = node.state.pause_entries().await;
-    is_refused(&kubelet, &abandoned, &["was not prepared within"]).await;
+    assert_refused(&kubelet, &abandoned, &["was not prepared within"]).await;
     let mut state = node.state.subscribe();
     drop(pause);
     for is_there in [true, false] {

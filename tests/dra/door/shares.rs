@@ -76,6 +76,6 @@ async fn shares_of_deleted_claims_are_free() {
     // The kubelet did not unprepare the deleted claim.
     node.delete("b");
     assert_eq!(start(&kubelet, &c).await.unwrap(), [node.gpu(0)]);
-    node.log.has(&["claim unprepared: it no longer exists", "uid=\"b\""]).await;
+    node.log.wait(&["claim unprepared: it no longer exists", "uid=\"b\""]).await;
     assert_eq!(node.checkpoints(), ["a.json", "c.json"]);
 }

@@ -10,7 +10,7 @@ use linkwise_kubelet_box::dra::DraKubelet;
 use serde_json::{Value, json};
 
 use super::node::{
-    Answer, Node, TEST_TIMEOUT, end, hardware, is_refused, name, pod, resolve, start, state, until, yield_times,
+    Answer, Node, TEST_TIMEOUT, end, hardware, assert_refused, name, pod, resolve, start, state, until, yield_times,
 };
 
 /// A node whose claim `a` has GPU 0. Its kubelet and its plugin have stopped.
@@ -44,14 +44,14 @@ async fn checkpoint_of_a_later_version_holds_its_gpus() {
         let text = edit(&node, change);
         node.settings.sweep = Duration::from_millis(1);
         node.serve_again(&kubelet).await;
-        node.log.has(&["checkpoint of a claim unreadable, keeping it", why]).await;
+        node.log.wait(&["checkpoint of a claim unreadable, keeping it", why]).await;
         let reads = node.reads("a");
         until(|| node.reads("a") > reads + 2).await;
         assert_eq!(node.checkpoint_text("a"), text, "a sweep changed the checkpoint");
         assert_eq!(node.claim_specs(), ["linkwise.dev-claim-a.json"]);
         let other = node.claim("b", &[("gpus", "gpu-0")]);
-        is_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a"]).await;
-        is_refused(&kubelet, &name("a"), &[&format!("cannot read the checkpoint of the claim, keeping it: {why}")])
+        assert_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a"]).await;
+        assert_refused(&kubelet, &name("a"), &[&format!("cannot read the checkpoint of the claim, keeping it: {why}")])
             .await;
         assert_eq!(node.checkpoint_text("a"), text);
         end(&kubelet, &name("a")).await;
@@ -87,17 +87,17 @@ async fn brief_disk_failure_loses_no_claim() {
     node.serve_again(&kubelet).await;
     // The kubelet's list names the GPU's holder.
     let (other, free) = (node.claim("b", &[("gpus", "gpu-0")]), node.claim("c", &[("gpus", "gpu-1")]));
-    is_refused(&kubelet, &other, &["the kubelet lists it with the claim ml/claim-a"]).await;
+    assert_refused(&kubelet, &other, &["the kubelet lists it with the claim ml/claim-a"]).await;
     start(&kubelet, &free).await.unwrap();
-    is_refused(&kubelet, &name("a"), &["cannot read the checkpoint of the claim, keeping it: Is a directory"]).await;
+    assert_refused(&kubelet, &name("a"), &["cannot read the checkpoint of the claim, keeping it: Is a directory"]).await;
     node.kubelet_list_fails();
-    is_refused(&kubelet, &node.claim("d", &[("gpus", "gpu-2")]), &["the kubelet cannot be asked"]).await;
+    assert_refused(&kubelet, &node.claim("d", &[("gpus", "gpu-2")]), &["the kubelet cannot be asked"]).await;
     assert_eq!(node.claim_specs(), ["linkwise.dev-claim-a.json", "linkwise.dev-claim-c.json"]);
     fs::remove_dir(&path).unwrap();
     fs::rename(&aside, &path).unwrap();
     node.set_answer("a", Answer::Failed);
     assert_eq!(start(&kubelet, &name("a")).await.unwrap(), [node.gpu(0)], "from the checkpoint");
-    is_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a"]).await;
+    assert_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a"]).await;
 }
 
 #[tokio::test]
@@ -107,7 +107,7 @@ async fn torn_checkpoint_is_swept_once_no_claim_is_listed() {
     node.kubelet_lists(&["a"]);
     node.settings.sweep = Duration::from_millis(1);
     node.start();
-    node.log.has(&["checkpoint of a claim unreadable, keeping it"]).await;
+    node.log.wait(&["checkpoint of a claim unreadable, keeping it"]).await;
     yield_times(1000).await;
     assert_eq!(node.file_counts(), (1, 1));
     node.kubelet_lists_nothing();
@@ -152,7 +152,7 @@ async fn claims_are_unprepared_without_gpus() {
     node.cdi.send_replace(None);
     node.serve_again(&kubelet).await;
     let claim = node.claim("b", &[("gpus", "gpu-1")]);
-    is_refused(&kubelet, &claim, &["there is no device 'gpu-1' on this node"]).await;
+    assert_refused(&kubelet, &claim, &["there is no device 'gpu-1' on this node"]).await;
     end(&kubelet, &name("a")).await;
     assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
     // The driver loads, so the pod starts that the kubelet has retried since.
