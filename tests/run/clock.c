@@ -1,5 +1,5 @@
-/* A wall clock that can be moved: preloaded (ld.so(8)), it adds the seconds that stand in the file WALL_CLOCK names. Clocks
- * that count from a start are left alone. */
+/* A movable wall clock: preloaded (ld.so(8)), this library adds the seconds in the file that WALL_CLOCK names.
+ * Monotonic clocks stay. */
 
 #define _GNU_SOURCE
 #include <fcntl.h>

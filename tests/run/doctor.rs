@@ -1,4 +1,4 @@
-//! `linkwise doctor` on healthy and broken machines: each finding that is not `ok` is caused by its fault here.
+//! `linkwise doctor` on healthy and broken machines. Tests cause each finding that is not `ok` by its fault.
 
 mod gpus;
 
@@ -252,7 +252,7 @@ async fn same_finding_on_eight_gpus_is_one_entry() {
         found(&report, check, status, text);
         assert_eq!(count(&report, check, status, ""), 1, "{check}: {report:#}");
     }
-    // Two kinds of finding stay two entries, whatever their advice; three or fewer of a kind are listed one by one.
+    // Findings of two kinds stay two entries, whatever their advice. Up to three of a kind are listed one by one.
     setup.tell_all(&["recovery 0 1", "rows 1 false true"]);
     for gpu in 2..8 {
         setup.tell(&format!("recovery {gpu} 2"));

@@ -1,5 +1,5 @@
 //! The configurations of the NVIDIA plugin's README (`tests/configs/nvidia`), each in a whole process: the resources,
-//! their devices, and what a container gets. The snapshots are to be compared with that README.
+//! their devices, and what a container gets. Compare the snapshots with that README.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;

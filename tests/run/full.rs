@@ -1,8 +1,8 @@
 //! A full disk: a failed write costs no admission and no registration, and is repeated until there is room.
 //!
 //! For files, a test lowers the process's limit on file sizes (RLIMIT_FSIZE of setrlimit(2)) while it runs: a write
-//! then fails with EFBIG, as it fails with ENOSPC on a full disk. A socket has no size: for ours there is a full file
-//! system in namespaces of the process's own.
+//! then fails with EFBIG, as it fails with ENOSPC on a full disk. A socket has no size, so that the test of our socket
+//! fills a file system in namespaces of its own.
 
 use std::io::ErrorKind;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use crate::run::handover::{cdi_setup, spec_file};
 use crate::run::health::{file, kept};
 use crate::run::node::{GPU, Setup, allocation, kubelet_in, limit, machine, registered, unhealthy, until, uuid};
 
-/// A machine whose linkwise survives the limit's signal, SIGXFSZ: a script ignores it, and exec keeps that.
+/// A machine whose linkwise survives the limit's signal, SIGXFSZ: a script ignores it, and exec keeps it ignored.
 fn ignoring_sigxfsz(setup: Setup) -> Setup {
     started_by_script(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/run/full.sh"), setup)
 }

@@ -1,4 +1,4 @@
 #!/bin/sh
-# SIGXFSZ ignored, also by what runs after this (exec keeps what is ignored): a file that may not grow is an error then.
+# Ignores SIGXFSZ, also for linkwise, because exec keeps ignored signals: a write beyond the limit then fails.
 trap '' XFSZ
 exec "$LINKWISE_UNDER_TEST" "$@"

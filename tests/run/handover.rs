@@ -64,7 +64,7 @@ async fn strategies_alone_and_combined_answer_allocate() {
         "--device-list-strategy=cdi-cri --pass-device-specs",
         "--device-list-strategy=cdi-cri,cdi-annotations --device-id-strategy=index",
         "--device-list-strategy=envvar,cdi-cri --pass-device-specs",
-        // Both strategies set one variable; with mounts it has to name their folder.
+        // Both strategies set one variable, which with mounts has to name their folder.
         "--device-list-strategy=envvar,volume-mounts --device-id-strategy=index",
         // Options that a chart leaves empty.
         "--pass-device-specs --dev-root= --nvidia-cdi-hook-path= --driver-root-ctr-path=/nowhere",
@@ -134,7 +134,7 @@ async fn no_plugin_registers_before_its_cdi_spec_exists() {
     let (node, kubelet) = setup.start_beside_kubelet().await;
     node.metric("linkwise_gpus", 2).await;
     node.ready(503, "nvidia.com/gpu: waiting for CDI specs").await;
-    // Time for a plugin that does not wait.
+    // Meanwhile a plugin that does not wait would register.
     for code in 0..20 {
         node.setup.tell(&format!("xid 0 {}", 200 + code));
         node.metric(&format!("linkwise_xid_errors_total{{uuid=\"GPU-a\",xid=\"{}\"}}", 200 + code), 1).await;

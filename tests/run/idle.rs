@@ -3,7 +3,7 @@
 use crate::run::node::{GPU, Setup, machine, registered};
 
 const BARE: &str = "version: 1\nname: bare\nobserved: {gpus: []}\n";
-/// Makes linkwise check the PCI bus this often, instead of every 10 s.
+/// Makes linkwise check the PCI bus every 50 ms, instead of every 10 s.
 const FREQUENT_BUS_CHECKS: &str = "--bus-look-ms=50";
 const STARTS: &str = "linkwise_nvml_agent_starts_total";
 

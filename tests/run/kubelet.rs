@@ -191,7 +191,7 @@ pub struct Alone {
     running: JoinHandle<()>,
 }
 
-/// The settings of a plugin that pauses little.
+/// Settings with short pauses.
 pub fn quick(socket: PathBuf) -> Settings {
     Settings { longest_pause: Duration::from_millis(64), ..Settings::new(socket) }
 }
@@ -239,7 +239,7 @@ async fn returning_kubelet_ends_the_pause() {
     drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
     let longest_pause = Duration::from_secs(64 * 3600);
     let mut alone = Alone::start(Settings { longest_pause, ..Settings::new(socket) });
-    // The retry at once has failed too, logged as `Ended`, not `ended`: the next pause is half an hour at least.
+    // The immediate retry (logged as `Ended`, not `ended`) has failed too: the next pause is half an hour at least.
     alone.log.wait_times(2, &["nded", "the registration failed: cannot connect"]).await;
     alone.reaches(Phase::Pausing).await;
     let kubelet = kubelet_in(folder.path(), |_| {});

@@ -123,7 +123,7 @@ async fn sighup_reloads_the_labels_configuration() {
     process.said("configuration rejected, keeping the previous one").await;
     process.signal("HUP");
     process.logged(|line| line["why"] == "SIGHUP" && line["level"] == "ERROR").await;
-    // The next valid file applies, also by the signal.
+    // The next valid file applies, with the signal too.
     replace(&config, "version: v1\n");
     process.signal("HUP");
     wait_label(&path, "nvidia.com/gpu.replicas", "1").await;

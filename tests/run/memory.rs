@@ -30,7 +30,7 @@ fn is_over_memory(line: &Value) -> bool {
     line["message"] == "NVML unavailable" && cause.contains("more than 24 MiB (--nvml-memory-mib, LINKWISE_NVML_MEM")
 }
 
-/// The library leaks in each agent, also while a call hangs: memory ends the agents long before the call's 30 s do.
+/// The library leaks in each agent, also while a call hangs: memory ends the agents long before the call's 30 s limit.
 #[tokio::test]
 async fn leaking_library_costs_its_process_only() {
     for hung in [None, Some("3 nvmlDeviceGetTemperature")] {

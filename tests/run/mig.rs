@@ -42,12 +42,12 @@ pub fn with_minors(setup: Setup) -> Setup {
     setup.arg("--procfs").arg(proc)
 }
 
-/// The machine of [`MIXED`] with that list.
+/// The machine of [`MIXED`] with the kernel's list.
 pub fn mixed() -> Setup {
     with_minors(four_gpus())
 }
 
-/// The same, with a driver root, a folder for CDI specs, and the strategy `mixed`.
+/// [`mixed`] with a driver root, a folder for CDI specs, and the strategy `mixed`.
 fn setup() -> Setup {
     cdi_setup(mixed()).arg("--mig-strategy=mixed")
 }

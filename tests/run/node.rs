@@ -140,7 +140,7 @@ impl Setup {
         pairs.fold(self, |setup, (variable, value)| setup.env(variable, value))
     }
 
-    /// Replaces the two packages by a host that hwloc recorded.
+    /// Replaces the host by one that hwloc recorded.
     pub fn host(mut self, xml: &str) -> Self {
         self.environment.retain(|(variable, _)| *variable != "HWLOC_SYNTHETIC");
         self.env("HWLOC_XMLFILE", xml)
@@ -376,7 +376,7 @@ pub fn fifo(path: &Path) {
     assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
 }
 
-/// Waits until a process reads the pipe, and opens its other end. The reader waits until that is dropped.
+/// Waits until a process reads the pipe, and opens its other end. The reader waits until the file is dropped.
 pub async fn writer(path: &Path) -> File {
     // With this flag, opening the pipe fails at once while no process reads it.
     const O_NONBLOCK: i32 = 0o4000;

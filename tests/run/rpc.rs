@@ -94,7 +94,7 @@ async fn preferred_allocation_never_errors() {
     }
     let total = "linkwise_preferred_allocations_total{resource=\"nvidia.com/gpu\",outcome=";
     node.metric(&format!("{total}\"fallback\"}}"), 11).await;
-    // Each kind is logged once, however often it comes.
+    // Each reason is logged once, however often it comes.
     node.process.said("in sorted order, size").await;
     let logged = |line: &&String| line.contains("preferred in sorted order") && line.contains("WARN");
     assert_eq!(node.process.lines().iter().filter(logged).count(), 2);

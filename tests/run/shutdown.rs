@@ -102,7 +102,7 @@ async fn only_dead_predecessors_socket_is_removed() {
     assert!(!predecessor.ended().await.0.success());
     let left = setup.sockets();
     assert_eq!(left.len(), 1, "a killed process cannot clean up");
-    // A dead socket of ours from another MIG layout, and a dead one of a stranger; two live ones with our names.
+    // A dead socket of ours from another MIG layout, a stranger's dead socket, and two live sockets with our names.
     let at = |name: &str| setup.at(&format!("k/{name}"));
     let dead = at("linkwise-nvidia.com_mig-3g.20gb-01234567.sock");
     let foreign = at("linkwise-nvidia.com_gpu-00000000.sock");
@@ -112,7 +112,7 @@ async fn only_dead_predecessors_socket_is_removed() {
     let node = setup.start().await;
     registered(&kubelet, 2, 8).await;
     let sockets = node.setup.sockets();
-    // The new socket may have its second name already: to linkwise the foreign socket is a predecessor that lives.
+    // The new socket may have its second name already, because linkwise takes the foreign socket for a live owner's.
     assert!(sockets.contains(&foreign) && !sockets.contains(&left[0]), "{sockets:?}");
     assert!(!dead.exists() && others.iter().all(|path| path.exists()), "{sockets:?}");
 }

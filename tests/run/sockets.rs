@@ -32,7 +32,7 @@ async fn kubelet_found_after_any_file_at_its_socket() {
     std::fs::remove_dir(&path).unwrap();
     drop(UnixListener::bind(&path).unwrap());
     node.ready(503, "cannot connect to").await;
-    // One whose listener accepts no connection.
+    // A socket whose listener accepts no connection.
     std::fs::remove_file(&path).unwrap();
     let silent = UnixListener::bind(&path).unwrap();
     node.ready(503, "registering").await;

@@ -121,7 +121,8 @@ async fn only_a_missing_driver_makes_a_node_without_gpus() {
     use Outcome::{Ends as E, Idle as I, Waits as W};
     const BUSES: [Bus; 3] = [Bus::Gpus, Bus::Empty, Bus::Hangs];
     for failure in FAILURES {
-        let expected = match failure.0 {
+        let (behaviour, _) = failure;
+        let expected = match behaviour {
             "absent" | "broken" | "init 9" => [E, I, W],
             leak if leak.starts_with("leak") => [W, W, W],
             _ => [E, W, W],

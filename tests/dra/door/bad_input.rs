@@ -7,7 +7,8 @@ use std::time::Duration;
 use linkwise_kubelet_box::dra::DraError;
 
 use super::node::{
-    Answer, Node, TEST_TIMEOUT, claim, configured, end, assert_refused, name, refusal, restart, start, start_at_last, until,
+    Answer, Node, TEST_TIMEOUT, assert_refused, claim, configured, end, name, refusal, restart, start, start_at_last,
+    until,
 };
 
 #[tokio::test]

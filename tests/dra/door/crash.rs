@@ -7,7 +7,7 @@ use std::fs;
 use std::time::Duration;
 
 use super::node::{
-    Answer, DRIVER, Node, TEST_TIMEOUT, connected, end, assert_refused, kill_during_start, name, restart, start,
+    Answer, DRIVER, Node, TEST_TIMEOUT, assert_refused, connected, end, kill_during_start, name, restart, start,
     start_at_last, until,
 };
 

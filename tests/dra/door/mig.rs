@@ -14,7 +14,7 @@ use linkwise_kubelet::dra::{MigDone, MigRequest};
 use linkwise_kubelet_box::dra::DraKubelet;
 use tokio::sync::mpsc;
 
-use super::node::{Answer, KIND, Node, StateCell, end, assert_refused, name, pod, restart, start, state, until};
+use super::node::{Answer, KIND, Node, StateCell, assert_refused, end, name, pod, restart, start, state, until};
 use crate::dra::published::limits::mig_device;
 use crate::dra::published::mig::{DEVICE, MACHINE};
 

@@ -13,8 +13,8 @@ use tokio::sync::watch;
 
 use super::crash::{Left, STATES, WHOLE, leave};
 use super::node::{
-    Answer, Node, TEST_TIMEOUT, claim, configured, end, hardware, assert_refused, kill_during_start, name, restart, start,
-    start_at_last, start_container, until,
+    Answer, Node, TEST_TIMEOUT, assert_refused, claim, configured, end, hardware, kill_during_start, name, restart,
+    start, start_at_last, start_container, until,
 };
 
 /// The behaviour of the process that runs the daemons.

@@ -9,7 +9,9 @@ use linkwise_core::state::{NodeState, ResourcePlan};
 use linkwise_kubelet_box::dra::DraKubelet;
 use serde_json::{Value, json};
 
-use super::node::{KIND, Node, end, assert_refused, name, observed_state, restart, start, start_container, state, until};
+use super::node::{
+    KIND, Node, assert_refused, end, name, observed_state, restart, start, start_container, state, until,
+};
 
 /// The machine after a reboot: GPUs 0 and 1 have exchanged their minor numbers.
 fn with_moved_minors() -> NodeState {

@@ -4,7 +4,7 @@
 use linkwise_core::state::{Door, Event, ResourcePlan};
 use linkwise_kubelet::dra::Phase;
 
-use super::node::{Node, end, assert_refused, name, read_claim, start, until};
+use super::node::{Node, assert_refused, end, name, read_claim, start, until};
 
 /// Sets the door of the process whose plugin starts next.
 fn change_door(node: &mut Node, door: Door) {

@@ -10,7 +10,7 @@ use linkwise_core::publish::injection::HostDevices;
 use linkwise_kubelet_box::dra::{ClaimUse, PodClaim, PodClaims};
 
 use super::node::{
-    Answer, DRIVER, Node, TEST_TIMEOUT, connected, end, file_names, hardware, assert_refused, name, pod, reference,
+    Answer, DRIVER, Node, TEST_TIMEOUT, assert_refused, connected, end, file_names, hardware, name, pod, reference,
     resolve, restart, start, start_container, until,
 };
 

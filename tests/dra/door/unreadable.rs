@@ -10,7 +10,7 @@ use linkwise_kubelet_box::dra::DraKubelet;
 use serde_json::{Value, json};
 
 use super::node::{
-    Answer, Node, TEST_TIMEOUT, end, hardware, assert_refused, name, pod, resolve, start, state, until, yield_times,
+    Answer, Node, TEST_TIMEOUT, assert_refused, end, hardware, name, pod, resolve, start, state, until, yield_times,
 };
 
 /// A node whose claim `a` has GPU 0. Its kubelet and its plugin have stopped.
@@ -89,7 +89,8 @@ async fn brief_disk_failure_loses_no_claim() {
     let (other, free) = (node.claim("b", &[("gpus", "gpu-0")]), node.claim("c", &[("gpus", "gpu-1")]));
     assert_refused(&kubelet, &other, &["the kubelet lists it with the claim ml/claim-a"]).await;
     start(&kubelet, &free).await.unwrap();
-    assert_refused(&kubelet, &name("a"), &["cannot read the checkpoint of the claim, keeping it: Is a directory"]).await;
+    assert_refused(&kubelet, &name("a"), &["cannot read the checkpoint of the claim, keeping it: Is a directory"])
+        .await;
     node.kubelet_list_fails();
     assert_refused(&kubelet, &node.claim("d", &[("gpus", "gpu-2")]), &["the kubelet cannot be asked"]).await;
     assert_eq!(node.claim_specs(), ["linkwise.dev-claim-a.json", "linkwise.dev-claim-c.json"]);
