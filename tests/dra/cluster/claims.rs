@@ -58,7 +58,7 @@ async fn reading_a_claim_takes_one_get() {
 }
 
 #[tokio::test]
-async fn passing_errors_are_tried_again_twice() {
+async fn transient_errors_are_retried_twice() {
     for code in [429, 500, 503] {
         let reading = reading().await;
         reading.fail(2, Answer::Refusal(code, "busy", None));

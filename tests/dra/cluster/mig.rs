@@ -113,7 +113,7 @@ async fn hung_mig_order_restarts_agent_and_leaves_nothing() {
     nothing_is_left(&node);
 }
 
-/// An order that comes while no agent runs waits for the next one.
+/// An order that comes while no agent runs waits for the next agent.
 #[tokio::test]
 async fn order_waits_for_the_agent_that_replaces_another() {
     let (node, control) = node().await;
@@ -153,7 +153,7 @@ async fn order_cut_by_a_kill_is_undone_by_the_next_process() {
     let (started, ()) = tokio::join!(node.dra.start_pod(&pod), killed);
     started.unwrap_err();
     assert_eq!((instances(&node), node.checkpoints()), (1, vec![format!("{}.json", claim.uid)]));
-    // The spec of devices is written before, because an older release gives the checkpoint's names to the kubelet.
+    // The devices' spec is written before, because an older release would give the checkpoint's names to the kubelet.
     let device_spec = format!("linkwise.dev-device-{}.json", claim.uid);
     assert!(node.specs().contains(&device_spec), "{:?}", node.specs());
     control.send("unhang 0 nvmlGpuInstanceCreateComputeInstance").unwrap();

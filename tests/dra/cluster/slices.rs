@@ -100,7 +100,7 @@ fn writes(cluster: &Cluster) -> usize {
     ["POST", "PUT", "DELETE", "PATCH"].iter().map(|method| cluster.count(method, "")).sum()
 }
 
-/// Waits until the writer has listed the slices more often than this from now on.
+/// Waits until the writer has listed the slices more than `times` times from now on.
 async fn lists(cluster: &Cluster, times: usize) {
     let before = cluster.count("GET", "resourceslices");
     until(|| cluster.count("GET", "resourceslices") > before + times).await;

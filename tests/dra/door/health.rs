@@ -67,7 +67,7 @@ async fn health_is_sent_again_before_it_is_stale() {
 }
 
 #[tokio::test]
-async fn filtered_gpus_are_not_listed_and_gone_ones_are() {
+async fn gone_gpus_are_listed_and_filtered_are_not() {
     let mut node = Node::new();
     let filter = Filter { exclude: (2..8).map(GpuSelector::Index).collect(), ..Filter::default() };
     let plan = ResourcePlan { filter, ..ResourcePlan::default() };

@@ -122,7 +122,7 @@ pub fn state(machine: &str) -> NodeState {
     observed_state(machine, ResourcePlan::default(), |_| {})
 }
 
-/// The state of such a machine after a change to what the agent observed, with the other parts of a plan.
+/// The state of such a machine with a plan, whose door becomes DRA, and with a change to what the agent observed.
 pub fn observed_state(machine: &str, plan: ResourcePlan, change: impl FnOnce(&mut NodeObservation)) -> NodeState {
     let mut observed = linkwise_host::machines::load(machine).unwrap().observed;
     change(&mut observed);

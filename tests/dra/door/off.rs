@@ -40,8 +40,8 @@ async fn unlisted_claim_stays_while_the_api_server_has_it() {
     node.start();
     node.prepared_claims_become(1).await;
     node.kubelet_lists_nothing();
-    // The kubelet's list can lack a running claim: it is empty when the kubelet starts, and never has init containers
-    // that have ended. So the API server decides.
+    // The kubelet's list can lack a claim in use: it is empty when the kubelet starts, and never has init containers
+    // that have ended. So linkwise keeps the claim while the API server has it.
     until(|| node.reads("a") > reads + 2).await;
     assert_eq!(node.file_counts(), (1, 1));
 }

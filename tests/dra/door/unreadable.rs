@@ -49,14 +49,14 @@ async fn checkpoint_of_a_later_version_holds_its_gpus() {
         until(|| node.reads("a") > reads + 2).await;
         assert_eq!(node.checkpoint_text("a"), text, "a sweep changed the checkpoint");
         assert_eq!(node.claim_specs(), ["linkwise.dev-claim-a.json"]);
-        let other = node.claim("b", &[("gpus", "gpu-0")]);
-        assert_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a"]).await;
+        let rival = node.claim("b", &[("gpus", "gpu-0")]);
+        assert_refused(&kubelet, &rival, &["is prepared for the claim ml/claim-a"]).await;
         assert_refused(&kubelet, &name("a"), &[&format!("cannot read the checkpoint of the claim, keeping it: {why}")])
             .await;
         assert_eq!(node.checkpoint_text("a"), text);
         end(&kubelet, &name("a")).await;
         assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
-        start(&kubelet, &other).await.unwrap();
+        start(&kubelet, &rival).await.unwrap();
     }
 }
 
@@ -86,9 +86,9 @@ async fn brief_disk_failure_loses_no_claim() {
     node.settings.sweep = Duration::from_millis(1);
     node.serve_again(&kubelet).await;
     // The kubelet's list names the GPU's holder.
-    let (other, free) = (node.claim("b", &[("gpus", "gpu-0")]), node.claim("c", &[("gpus", "gpu-1")]));
-    assert_refused(&kubelet, &other, &["the kubelet lists it with the claim ml/claim-a"]).await;
-    start(&kubelet, &free).await.unwrap();
+    let (rival, apart) = (node.claim("b", &[("gpus", "gpu-0")]), node.claim("c", &[("gpus", "gpu-1")]));
+    assert_refused(&kubelet, &rival, &["the kubelet lists it with the claim ml/claim-a"]).await;
+    start(&kubelet, &apart).await.unwrap();
     assert_refused(&kubelet, &name("a"), &["cannot read the checkpoint of the claim, keeping it: Is a directory"])
         .await;
     node.kubelet_list_fails();
@@ -98,7 +98,7 @@ async fn brief_disk_failure_loses_no_claim() {
     fs::rename(&aside, &path).unwrap();
     node.set_answer("a", Answer::Failed);
     assert_eq!(start(&kubelet, &name("a")).await.unwrap(), [node.gpu(0)], "from the checkpoint");
-    assert_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a"]).await;
+    assert_refused(&kubelet, &rival, &["is prepared for the claim ml/claim-a"]).await;
 }
 
 #[tokio::test]
