@@ -21,7 +21,7 @@ pub fn lines(objects: &[Value]) -> Lines {
     objects.iter().map(of).collect()
 }
 
-/// The name of a list's item, which its path has instead of its number.
+/// The name that stands for a list's item in the item's path.
 fn name(item: &Value) -> Option<&str> {
     item.get("name").and_then(Value::as_str)
 }

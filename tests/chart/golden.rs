@@ -8,7 +8,7 @@ use crate::chart::flat::{Lines, difference, lines};
 use crate::chart::helm::{Helm, set};
 use crate::unchanged_pods::resources;
 
-/// Renders for each entry, a list of values for `--set`, the lines that they change of the objects for `base`.
+/// Renders the lines that each entry, a list of values for `--set`, changes in the objects for `base`.
 fn changes(base: &[&str], entries: &[&[&str]]) -> String {
     let helm = Helm::found();
     let before = lines(&helm.objects(base));

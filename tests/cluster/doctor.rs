@@ -1,4 +1,4 @@
-//! Tests of `linkwise doctor` with an API server: objects that another program left, and all that DRA lacks there.
+//! Tests of `linkwise doctor` with an API server: objects that another program left, and whatever DRA lacks.
 
 use std::process::Stdio;
 
@@ -88,7 +88,7 @@ async fn unlistable_node_features_are_no_failure() {
     let found = host.findings("labels", "none").await;
     let [(skipped, why)] = found.as_slice() else { panic!("{found:?}") };
     assert!(skipped == "skipped" && why.contains("forbidden") && why.contains("kubectl get nodefeatures"), "{why}");
-    // Without a token the doctor reports that, and sends no request.
+    // Without a token the doctor reports the missing token, and sends no request.
     std::fs::remove_file(host.cluster.folder().join("token")).unwrap();
     let before = host.cluster.server.requests().len();
     let found = host.findings("labels", "none").await;

@@ -103,7 +103,7 @@ async fn pod_gets_one_event_by_its_uid() {
     writing.due(&["a/train-0", "a/train-1"]);
     writing.wait_events_of(&["a/train-0", "a/train-1"]).await;
     assert_eq!(writing.cluster.count("POST", "/events"), 2);
-    // The next process finds the event of the first one, and writes no second.
+    // The next process finds the first pod's event, and writes no second.
     let Writing { cluster, running, .. } = writing;
     running.end().await;
     let writing = start(cluster, PACE);
@@ -187,7 +187,7 @@ async fn node_writes_at_most_ten_events_in_a_row() {
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     writing.due(&names);
     writing.wait_events_of(&names[..10]).await;
-    // While another writer tries ten events, the first has time to write more, if that were allowed.
+    // While another writer tries ten events, the first has time to exceed its ten.
     let Writing { cluster, running, due } = writing;
     let other = start(cluster, PACE);
     other.due(&names[..10]);

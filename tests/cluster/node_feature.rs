@@ -34,7 +34,7 @@ fn write(cluster: &Cluster, pace: Pace, pod: Option<&str>) -> Writing {
     write_again(cluster, pace, pod, Arc::default())
 }
 
-/// Starts another writer in the same process; `replaced` is true once one replaced GPU Feature Discovery's object.
+/// Starts another writer in the same process; `replaced` is true once a writer replaced GPU Feature Discovery's object.
 fn write_again(cluster: &Cluster, pace: Pace, pod: Option<&str>, replaced: Arc<AtomicBool>) -> Writing {
     let (labels, follow) = watch::channel(None);
     let (node, namespace) = ("n".to_owned(), "gpu".to_owned());
@@ -208,7 +208,7 @@ async fn rights_of_nvidias_role_are_enough() {
     let writing = write(&cluster, PACE, None);
     writing.write(&cluster, &[("nvidia.com/gpu.count", "8")]).await;
     assert_eq!(cluster.server.object(&key()).unwrap()["metadata"]["ownerReferences"], Value::Null);
-    // GPU Feature Discovery stays the manager of fields that the update left as they were. It is no second writer.
+    // GPU Feature Discovery stays the manager of fields that the update did not change, but is no second writer.
     writing.write(&cluster, &[("nvidia.com/gpu.count", "7")]).await;
     cluster.server.remove(&key());
     writing.write(&cluster, &[("a", "1")]).await;

@@ -1,6 +1,6 @@
 //! A real Prometheus (`make tools` installs Debian's) scrapes a node that goes from DRA to the device plugin under
-//! load, while a claim keeps its GPUs. It has every series of docs/metrics.md as documented, the recording rules
-//! evaluate, and every query of the dashboards has an answer.
+//! load, while a claim keeps its GPUs. Prometheus has every series of docs/metrics.md as documented, the recording
+//! rules evaluate, and every query of the dashboards has an answer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -232,7 +232,7 @@ async fn every_documented_series_and_panel_has_data() {
 
     let (mut before, prometheus) = scraped(&node, &program).await;
     node.serves(8).await;
-    // No two of the GPUs that the claim leaves have two NVLinks between them, as other pairs have.
+    // The claim leaves GPUs of which no pair has two NVLinks, as other pairs have.
     let claim = node.claim("trained", &["gpu-2", "gpu-3", "gpu-4", "gpu-5"]);
     node.start_pod("trained", &claim).await;
     check_documented(&prometheus, &of_dra).await;

@@ -55,8 +55,8 @@ fn make(image: &Image) -> PathBuf {
     root
 }
 
-/// A tar file of Debian's packages: those of minbase, as in debian:bookworm-slim, and the image's. The packages are in
-/// its name, so that they are fetched once.
+/// A tar file of Debian's packages: those of minbase, as in debian:bookworm-slim, and the image's. The file's name has
+/// the packages, so that they are fetched once.
 fn base(packages: &[String]) -> PathBuf {
     let file = repository(FOLDER).join(format!("base-{}.tar", packages.join("-")));
     if !file.exists() {

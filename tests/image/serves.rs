@@ -93,7 +93,7 @@ async fn event_tells_a_pod_of_its_slow_gpus() {
     // These two GPUs have no NVLink between them.
     let poor = [1, 6].map(|gpu| format!("GPU-00000001-0000-4000-8000-00000000000{gpu}"));
     node.kubelet.hold(place("poor"), poor.clone());
-    // The event needs the UID from the kubelet's checkpoint; the box has written one with the pod's name in its place.
+    // The event needs the UID from the kubelet's checkpoint. The box wrote the pod's name in place of the UID.
     let entry = json!({"PodUID": "uid-of-poor", "ContainerName": "main", "ResourceName": GPU, "DeviceIDs": {"0": poor},
                        "AllocResp": ""});
     let text = json!({"Data": {"PodDeviceEntries": [entry], "RegisteredDevices": {}}, "Checksum": 1}).to_string();

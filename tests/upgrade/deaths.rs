@@ -50,7 +50,7 @@ async fn death_at_any_step_leaves_one_that_serves_from_1_37() {
     death_at_any_step(KUBELETS[1]).await;
 }
 
-/// The kubelet opens no stream to the new one, which gives up after half a minute.
+/// The kubelet opens no stream to the new process, which gives up after half a minute.
 #[tokio::test]
 #[ignore = "half a minute: make test-long"]
 async fn update_that_cannot_serve_hands_back() {

@@ -42,7 +42,7 @@ impl World {
         Process::of(command)
     }
 
-    /// The same; waits until linkwise is up.
+    /// Starts linkwise as the pod with this UID, and waits until it is up.
     pub async fn start(&self, uid: &str) -> Running {
         Running::of(self.spawn(uid)).await
     }
