@@ -1,4 +1,4 @@
 #!/bin/sh
-# Stands in for an NVML child: says what is no message, and stays.
+# Stands in for an NVML agent: sends an invalid message, and stays.
 echo '"hello"' >&0
 exec sleep 1000

@@ -218,7 +218,7 @@ async fn poll_survives_each_code_of_each_call() {
     }
 }
 
-/// Waits for a poll with such missing GPUs, and returns them. Asserts that no scan comes before.
+/// Waits for a poll with the wanted missing GPUs, and returns them. Asserts that no scan comes before.
 async fn missing(agent: &mut Agent, wanted: impl Fn(&[Missing]) -> bool) -> Vec<Missing> {
     let waiting = async {
         loop {

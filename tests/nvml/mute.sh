@@ -1,3 +1,3 @@
 #!/bin/sh
-# A child that neither speaks nor ends: it reads its socket for ever.
+# Stands in for an NVML agent: sends nothing, and reads its socket for ever.
 exec cat >/dev/null

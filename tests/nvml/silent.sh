@@ -1,3 +1,3 @@
 #!/bin/sh
-# Stands in for an NVML child: closes its socket, and stays.
+# Stands in for an NVML agent: closes its socket, and stays.
 exec sleep 1000 0<&-
