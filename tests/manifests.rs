@@ -213,7 +213,7 @@ fn mps_for_claims_lets_linkwise_write_its_orders_only() {
 }
 
 /// Checks that this binding gives the role to the base's ServiceAccount; returns the account's name.
-fn is_bound(binding: &Value, role: &Value) -> String {
+fn check_bound(binding: &Value, role: &Value) -> String {
     let account = &read(&manifests().join("base/serviceaccount.yaml"))["metadata"]["name"];
     let (subject, of_binding) = (&binding["subjects"][0]["name"], &binding["roleRef"]["name"]);
     assert_eq!((subject, of_binding), (account, &role["metadata"]["name"]));
@@ -233,9 +233,9 @@ fn dra_has_the_least_rights_and_its_own_node() {
     ]);
     let rules: Vec<Value> = rules.map(|(resource, verbs)| json!([resource, verbs])).collect();
     assert_eq!(Value::from(rules), expected);
-    let account = is_bound(&of("clusterrolebinding"), &role);
+    let account = check_bound(&of("clusterrolebinding"), &role);
     let policy = of("admissionpolicy");
-    // The expression accepts any namespace, because kustomize changes the account's and not this text.
+    // The expression accepts any namespace, because kustomize changes the account's namespace, but not this text.
     let user = format!("request.userInfo.username.matches('^system:serviceaccount:[^:]+:{account}$')");
     assert_eq!(policy["spec"]["matchConditions"][0]["expression"], user);
     let rule = &policy["spec"]["matchConstraints"]["resourceRules"][0];
@@ -261,7 +261,7 @@ fn events_have_the_least_rights() {
     let (role, binding) = (of("clusterrole"), of("clusterrolebinding"));
     let events = json!({"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create"]});
     assert_eq!(list(&role, "/rules"), [&events]);
-    is_bound(&binding, &role);
+    check_bound(&binding, &role);
     assert_eq!(of("daemonset").pointer(&format!("{POD}/automountServiceAccountToken")), Some(&Value::Bool(true)));
 }
 

@@ -95,7 +95,7 @@ fn placements_match_brute_force() {
         let top = |of, size| top(&oracle, of, size);
         for first in subsets(all).filter(|set| *set != 0) {
             let rest = all & !first;
-            // A second pod with a set of some size makes the free GPUs take many forms.
+            // A second pod's set varies the free GPUs.
             let second = subsets(rest).nth(first as usize % 7).unwrap_or(0);
             let state = after(&node, held(&node, &[first, second]));
             let shown = Placements::of(&state);
@@ -106,7 +106,7 @@ fn placements_match_brute_force() {
             let best = linked.and_then(|_| top(all, first.count_ones()));
             assert_eq!(allocation.best, best, "{machine} {first:b}");
             let free = rest & !second;
-            let mut worst = (1, 1);
+            let (mut worst_best, mut worst_now) = (1, 1);
             for outlook in &shown.outlook {
                 let size = u32::try_from(outlook.size).unwrap();
                 let now = top(free, size).filter(|_| size > 1);
@@ -114,13 +114,13 @@ fn placements_match_brute_force() {
                 let chosen = if free.count_ones() >= size { outlook.size } else { 0 };
                 assert_eq!(outlook.gpus.len(), chosen, "{machine} {free:b} {size}");
                 assert!(outlook.gpus.iter().all(|gpu| uuids(&node, free).contains(gpu)));
-                let parts = outlook.best.zip(outlook.collective).unwrap_or((1, 1));
-                if parts.0 * worst.1 > worst.0 * parts.1 {
-                    worst = parts;
+                let (best, now) = outlook.best.zip(outlook.collective).unwrap_or((1, 1));
+                if best * worst_now > worst_best * now {
+                    (worst_best, worst_now) = (best, now);
                 }
             }
             let (best, now) = shown.fragmentation().unwrap();
-            assert_eq!(best * worst.1, worst.0 * now, "{machine} {free:b}");
+            assert_eq!(best * worst_now, worst_best * now, "{machine} {free:b}");
             assert_eq!(shown.free.values().sum::<usize>(), free.count_ones() as usize);
         }
     }
@@ -328,7 +328,7 @@ fn admissions_are_no_more_than_devices() {
     for given in subsets(0xff).filter(|set| *set != 0) {
         state = after(&state, allocated(&node, given, 0xff));
     }
-    assert_eq!(state.record().admissions.len(), 1, "an admission ends when a later one has a GPU of it");
+    assert_eq!(state.record().admissions.len(), 1, "an admission ends when a later admission has one of its GPUs");
 }
 
 #[test]

@@ -22,7 +22,7 @@ fn expected(topology: &NodeTopology) -> Vec<Option<u32>> {
                 || a.level[gpu] == b.level[gpu] && !a.port_guids.is_empty() && b.port_guids.is_empty()
         };
         let nearest = || all().filter(|nic| !all().any(|other| closer(nics[other], nics[*nic])));
-        // Of NICs at one distance a slower one does not count; one of unknown rate does.
+        // At one distance a slower NIC does not count, but a NIC of unknown rate does.
         let slower = |nic: usize| nics[nic].mbps.is_some_and(|own| nearest().any(|other| nics[other].mbps > Some(own)));
         let nearest = nearest().filter(|nic| !slower(*nic));
         nearest.filter(|nic| ["PIX", "PXB", "PHB"].contains(&nics[*nic].level[gpu].symbol())).map(first_of).collect()

@@ -285,8 +285,8 @@ fn files(path: &Path) -> Vec<PathBuf> {
     fs::read_dir(path).unwrap().flat_map(|entry| files(&entry.unwrap().path())).collect()
 }
 
-/// Returns true if docker sends this path. As docker reads .dockerignore, the last pattern counts that matches the path
-/// or a folder above it.
+/// Returns true if docker sends this path: the last pattern of .dockerignore that matches the path or a folder above it
+/// decides.
 fn is_let_through(patterns: &str, path: &str) -> bool {
     let parts: Vec<&str> = path.split('/').collect();
     let is_at = |pattern: &str| {

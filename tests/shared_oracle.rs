@@ -20,7 +20,7 @@ use proptest::prelude::*;
 const POLICIES: [AllocationPolicy; 3] =
     [AllocationPolicy::BestEffort, AllocationPolicy::Distributed, AllocationPolicy::Packed];
 
-/// The units of one GPU: `busy` are held, `must` have to be included, `free` are available, `others` are held ones of
+/// The units of one GPU: `busy` are held, `must` have to be included, `free` are available, `others` are held units of
 /// other resources.
 #[derive(Clone, Copy, Debug)]
 struct Shelf {
@@ -157,8 +157,8 @@ fn compare(tables: &AllocationTables, shelves: &[Shelf], turn: usize, size: usiz
     for policy in POLICIES {
         let question = format!("{policy:?} {size} of {shelves:?} turned {turn}");
         let (answer, report) = ask(tables, &units, flat(), size, policy);
-        let again = ask(tables, &units, backwards(), size, policy);
-        assert_eq!((&answer, &report), (&again.0, &again.1), "{question}");
+        let (again, again_report) = ask(tables, &units, backwards(), size, policy);
+        assert_eq!((&answer, &report), (&again, &again_report), "{question}");
         let expected = match policy {
             AllocationPolicy::Packed => packed(&oracle, shelves, size),
             AllocationPolicy::Distributed => distributed(&oracle, shelves, size, true),
@@ -255,24 +255,24 @@ fn dgx1_slots_get_expected_choices() {
     use AllocationPolicy::{BestEffort, Distributed, Packed};
     let v100 = built_in("dgx1-v100");
     let case = |held: &[_], must: &[_], size, policy| slots_of(&v100, 4, held, must, size, policy);
-    // Of eight idle GPUs the same pair as for best-effort: the best linked one that leaves the best rest.
-    let best: Vec<usize> = case(&[], &[], 2, Distributed).iter().map(|slot| slot.0).collect();
+    // Eight idle GPUs give the same pair as for best-effort: the best linked pair that leaves the best rest.
+    let best: Vec<usize> = case(&[], &[], 2, Distributed).iter().map(|(gpu, _)| *gpu).collect();
     let whole = ids_of_best(&v100, 2);
     assert_eq!(best, whole);
     // Six GPUs have a held slot each: the unused ones are 0 and 4, linked by two NVLinks.
     let held = [(1, 0), (2, 0), (3, 1), (5, 0), (6, 3), (7, 0)];
     assert_eq!(case(&held, &[], 2, Distributed), [(0, 0), (4, 0)]);
-    // For best-effort use does not count: the best pair stays the best.
-    assert_eq!(case(&held, &[], 2, BestEffort).iter().map(|slot| slot.0).collect::<Vec<_>>(), whole);
-    // A request for ten slots of eight GPUs gets one of each, and a second one of the best pair.
+    // With best-effort, use does not count: the best pair stays the best.
+    assert_eq!(case(&held, &[], 2, BestEffort).iter().map(|(gpu, _)| *gpu).collect::<Vec<_>>(), whole);
+    // A request for ten slots of eight GPUs gets one of each GPU, and a second one of each GPU of the best pair.
     let ten = case(&[], &[], 10, Distributed);
-    let firsts: Vec<usize> = ten.iter().filter(|slot| slot.1 == 0).map(|slot| slot.0).collect();
-    let seconds: Vec<usize> = ten.iter().filter(|slot| slot.1 == 1).map(|slot| slot.0).collect();
+    let firsts: Vec<usize> = ten.iter().filter(|(_, slot)| *slot == 0).map(|(gpu, _)| *gpu).collect();
+    let seconds: Vec<usize> = ten.iter().filter(|(_, slot)| *slot == 1).map(|(gpu, _)| *gpu).collect();
     assert_eq!((firsts, seconds), ((0..8).collect(), whole));
     // Two slots of GPU 5 must be included: a third comes from another GPU, or from GPU 5 when packed.
     let must = [(5, 1), (5, 2)];
     let spread = case(&[], &must, 3, Distributed);
-    assert_eq!(spread.iter().filter(|slot| slot.0 == 5).count(), 2, "{spread:?}");
+    assert_eq!(spread.iter().filter(|(gpu, _)| *gpu == 5).count(), 2, "{spread:?}");
     assert_eq!(case(&[], &must, 3, Packed), [(5, 0), (5, 1), (5, 2)]);
     // Packed takes the lowest free slots of the GPU with a held slot, then one of its best neighbour.
     let packed = case(&[(0, 0)], &[], 4, Packed);

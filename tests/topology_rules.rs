@@ -91,19 +91,16 @@ fn rank_in_tree(host: &HostObservation, a: &Way<'_>, b: &Way<'_>) -> u8 {
     if above(a) + above(b) + meeting.count() <= 1 { 0 } else { 1 }
 }
 
+type Place = (Option<NumaNodeId>, Option<PackageId>);
+
 /// The rank of two places of the host that no tree connects: 3 on or beside one NUMA node, 4 in one package, 5 beyond.
-fn rank_apart(
-    host: &HostObservation,
-    a: (Option<NumaNodeId>, Option<PackageId>),
-    b: (Option<NumaNodeId>, Option<PackageId>),
-) -> u8 {
-    let node = |(numa, package): (Option<NumaNodeId>, Option<PackageId>)| {
-        numa.map(|numa| beside(host, numa, package).unwrap_or(numa))
-    };
-    if a.0.is_some() && (a.0 == b.0 || node(a) == node(b)) {
+fn rank_apart(host: &HostObservation, a: Place, b: Place) -> u8 {
+    let ((a_numa, a_package), (b_numa, b_package)) = (a, b);
+    let node = |(numa, package): Place| numa.map(|numa| beside(host, numa, package).unwrap_or(numa));
+    if a_numa.is_some() && (a_numa == b_numa || node(a) == node(b)) {
         return 3;
     }
-    if a.1.is_some() && a.1 == b.1 { 4 } else { 5 }
+    if a_package.is_some() && a_package == b_package { 4 } else { 5 }
 }
 
 /// The NUMA node itself if it has CPUs, else the only node with CPUs in the package.
@@ -214,8 +211,8 @@ fn port(gpu: &GpuObservation) -> u32 {
     links_to(gpu, |remote| matches!(remote, NvLinkRemote::Switch(_))).unwrap_or(0)
 }
 
-/// Returns true if two GPUs have ports on one plane, that is one clique. A GPU that reports no clique has the machine's
-/// only one.
+/// Returns true if two GPUs have ports on one plane, that is in one clique. A GPU that reports no clique is in the
+/// machine's clique if that has only one.
 fn share_plane(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -> bool {
     let switched = node.gpus.iter().filter(|gpu| port(gpu) > 0);
     let cliques: BTreeSet<&FabricObservation> = switched.filter_map(|gpu| gpu.fabric.as_ref()).collect();
@@ -248,7 +245,7 @@ fn rank(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -> u8 {
     if let (Some(from), Some(to)) = (Way::to_address(&node.host, a.pci), Way::to_address(&node.host, b.pci)) {
         return rank_in_tree(&node.host, &from, &to);
     }
-    // NVML reports the same for both GPUs. If not, the GPU with the smaller address counts.
+    // NVML should report one ancestor for both GPUs. Otherwise the report of the GPU with the smaller address counts.
     let (first, second) = if a.pci < b.pci { (a, b) } else { (b, a) };
     let ancestor = first.common_ancestors.get(&second.index).or_else(|| second.common_ancestors.get(&first.index));
     match ancestor {
@@ -264,7 +261,7 @@ fn rank(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -> u8 {
 }
 
 /// The NUMA node and the package of a GPU: the kernel's if the host's tree has the GPU, else NVML's.
-fn near(node: &NodeObservation, gpu: &GpuObservation) -> (Option<NumaNodeId>, Option<PackageId>) {
+fn near(node: &NodeObservation, gpu: &GpuObservation) -> Place {
     match Way::to_address(&node.host, gpu.pci) {
         Some(way) => (way.numa(), way.package(&node.host)),
         None => (gpu.numa, gpu.numa.and_then(|numa| package_of(&node.host, numa))),
