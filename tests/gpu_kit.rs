@@ -133,7 +133,7 @@ fn kit_reports_calls_admission_claim_and_faults() {
     }
     // Root can make containers. Another user cannot on some machines, and then the summary reports it.
     if is_root() || !summary.contains("LOOK: DRA: the faulting programs run without a container: ") {
-        let gpu = reported[reported.len() - 2].0;
+        let (gpu, _) = reported[reported.len() - 2];
         let contained = format!(r#"run in a container with ["/dev/nvidia{gpu}""#);
         assert!(summary.contains(&format!("ok: DRA: the faulting programs {contained}")), "{summary}");
         for xid in [31, 13] {

@@ -58,7 +58,7 @@ impl Published {
         self.numbers().into_iter().flat_map(|(_, bus)| bus).fold(0.0, f64::max)
     }
 
-    /// The expectation of its GPUs, MB/s.
+    /// The expectation for the run's GPUs, MB/s.
     fn expected(&self) -> f64 {
         let observed = machines::load(&self.machine).unwrap().observed;
         let (topology, _) = NodeTopology::assemble(&observed);
@@ -161,13 +161,13 @@ fn machine(name: &str) -> NodeObservation {
     machines::load(name).unwrap().observed
 }
 
-/// Compares a table of one large size, with a log before it.
+/// Compares a log and a table of one large size with a machine.
 fn compare(machine: &NodeObservation, log: &str, bus: f64) -> Result<Comparison, MatchError> {
     let text = log.to_owned() + &table(machine.gpus.len() as u64, &[(1 << 33, vec![bus])]);
     Comparison::of(&NcclReport::read(&text).unwrap(), machine, None)
 }
 
-/// Takes `number` NVLinks of a GPU behind NVSwitches down, with this far end.
+/// Takes down `number` NVLinks of a GPU, with this far end.
 fn links_down(machine: &mut NodeObservation, gpu: usize, number: usize, remote: NvLinkRemote) {
     let groups = machine.gpus[gpu].nvlinks.as_mut().unwrap();
     let kept = groups[0].links.len() - number;
@@ -226,7 +226,7 @@ fn no_verdict_goes_beyond_the_published_results() {
     pcie.gpus.iter_mut().for_each(|gpu| gpu.compute_capability = Some(capability));
     let comparison = compare(&pcie, "", 3_000.0).unwrap();
     assert_eq!((comparison.verdict, &*comparison.causes), (Verdict::NotCalibrated, &[][..]));
-    // A warning of the topology is named even so.
+    // A warning of the topology is still a cause.
     pcie.gpus[0].p2p_refused.insert(1, P2pRefusal::Chipset);
     assert!(matches!(&compare(&pcie, "", 3_000.0).unwrap().causes[..], [Cause::Warning(_)]));
     let h100 = machine("dgx-h100");
@@ -278,8 +278,8 @@ fn run_gpus_are_found_by_address_or_must_be_named() {
     assert!(Comparison::of(&read(String::new()), &h100, Some(&[0, 1, 2, 3])).is_ok());
     let other = Comparison::of(&read(ranks(&["n"], &four, "NVIDIA A100-SXM4-80GB")), &h100, None);
     assert!(matches!(other, Err(MatchError::OtherModel { .. })), "{other:?}");
-    let eight = Comparison::of(&read(ranks(&["n"], &four, "NVIDIA H100")), &h100, Some(&[0, 1, 2]));
-    assert_eq!(eight, Err(MatchError::OtherNumber { ranks: 4, gpus: 3 }));
+    let three = Comparison::of(&read(ranks(&["n"], &four, "NVIDIA H100")), &h100, Some(&[0, 1, 2]));
+    assert_eq!(three, Err(MatchError::OtherNumber { ranks: 4, gpus: 3 }));
     let eight = Comparison::of(&read(String::new()), &h100, Some(&[0, 1, 2, 3, 4, 5, 6, 7]));
     assert_eq!(eight, Err(MatchError::OtherFactor(8)));
 }

@@ -245,11 +245,11 @@ async fn gpu_lost_from_the_start_affects_no_other() {
     assert!(failures.iter().all(|failure| failure.error == "NVML_ERROR_GPU_IS_LOST (15)"), "{failures:?}");
     // Once the GPUs are back, the next poll finds them, and a scan reports that their events are not registered.
     machine.tell("back *");
-    let mut found = ready(&mut agent).await;
-    while found.0.len() < 4 {
-        found = ready(&mut agent).await;
+    let (mut gpus, mut failures) = ready(&mut agent).await;
+    while gpus.len() < 4 {
+        (gpus, failures) = ready(&mut agent).await;
     }
-    assert!(found.1.iter().any(|failure| failure.call == "nvmlDeviceRegisterEvents"), "{:?}", found.1);
+    assert!(failures.iter().any(|failure| failure.call == "nvmlDeviceRegisterEvents"), "{failures:?}");
     machine.tell("lost 1");
     polled(&mut agent, 1, |poll| matches!(poll.reach, Reach::Lost { .. })).await;
 }

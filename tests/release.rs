@@ -224,9 +224,9 @@ fn packed_release_is_reproducible_with_valid_sums() {
         run(Command::new("sha256sum").args(["--check", "--strict", "SHA256SUMS"]).current_dir(&out)).unwrap();
         (fs::read_to_string(out.join("SHA256SUMS")).unwrap(), out)
     });
-    assert_eq!(packed[0].0, packed[1].0);
-    assert_eq!(packed[0].0.lines().count(), 4, "{}", packed[0].0);
-    let (sums, out) = &packed[0];
+    let [(sums, out), (other_sums, _)] = &packed;
+    assert_eq!(sums, other_sums);
+    assert_eq!(sums.lines().count(), 4, "{sums}");
     let archive = sums.split_whitespace().find(|word| word.ends_with("-aarch64.tar.gz")).unwrap();
     let files = run(Command::new("tar").arg("-tzf").arg(out.join(archive))).unwrap();
     for file in

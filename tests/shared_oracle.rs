@@ -296,11 +296,12 @@ fn stepwise(policy: AllocationPolicy, slots: &BTreeMap<(usize, usize), char>, si
     let mut taken: BTreeSet<(usize, usize)> = all('m').collect();
     while taken.len() < size {
         let key = |slot: &(usize, usize)| {
-            let carried = taken.iter().filter(|(device, _)| *device == slot.0).count();
-            let used = all('u').filter(|(device, _)| *device == slot.0).count();
+            let (own, _) = *slot;
+            let carried = taken.iter().filter(|(device, _)| *device == own).count();
+            let used = all('u').filter(|(device, _)| *device == own).count();
             match policy {
                 AllocationPolicy::Packed => {
-                    let must = all('m').filter(|(device, _)| *device == slot.0).count();
+                    let must = all('m').filter(|(device, _)| *device == own).count();
                     (usize::MAX - used - must, 0, *slot)
                 }
                 AllocationPolicy::Distributed => (carried, used, *slot),

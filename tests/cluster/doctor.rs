@@ -217,8 +217,10 @@ async fn missing_right_to_write_events_is_named() {
     assert!(warning == "warning" && what.contains(part) && what.contains("overlays/events"), "{what}");
     host.cluster.server.fail(Fault::of("POST", "selfsubjectaccessreviews", 1, Answer::Refusal(500, "broken", None)));
     let skipped = found().await;
-    assert!(skipped[0].0 == "skipped" && skipped[0].1.contains("kubectl auth can-i create events"), "{skipped:?}");
+    let (status, what) = &skipped[0];
+    assert!(status == "skipped" && what.contains("kubectl auth can-i create events"), "{skipped:?}");
     std::fs::remove_file(host.cluster.folder().join("token")).unwrap();
-    let none = found().await;
-    assert!(none[0].0 == "skipped" && none[0].1.contains("token"), "{none:?}");
+    let without_token = found().await;
+    let (status, what) = &without_token[0];
+    assert!(status == "skipped" && what.contains("token"), "{without_token:?}");
 }

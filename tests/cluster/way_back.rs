@@ -144,7 +144,7 @@ impl SwitchedNode {
 
     fn assert_alive(&mut self) {
         let ended = self.running.as_mut().unwrap().child.try_wait().unwrap();
-        assert!(ended.is_none(), "it ended: {ended:?}");
+        assert!(ended.is_none(), "linkwise ended: {ended:?}");
     }
 
     /// The GPUs that the kubelet may give through the device plugin, and those that the scheduler may give through DRA.
@@ -160,19 +160,19 @@ impl SwitchedNode {
         let held: BTreeSet<u32> = self.gpus_by_pod.values().flatten().copied().collect();
         let claimed: BTreeSet<u32> = self.claims.keys().flat_map(|pod| self.gpus_by_pod[pod].clone()).collect();
         let free = (0..GPUS).filter(|gpu| !held.contains(gpu));
-        let (through_dra, plugin): (BTreeSet<u32>, BTreeSet<u32>) = free.partition(|_| self.setting.dra);
+        let (through_dra, through_plugin): (BTreeSet<u32>, BTreeSet<u32>) = free.partition(|_| self.setting.dra);
         let serves = || {
             let (by_plugin, by_dra) = self.offered();
             assert!(by_plugin.is_disjoint(&claimed), "a GPU of a claim is given twice: {by_plugin:?}");
             let of_plugin: BTreeSet<u32> = held.difference(&claimed).copied().collect();
             assert!(by_dra.is_disjoint(&of_plugin), "a GPU of a pod is given twice: {by_dra:?}");
             // Count all slots, because the previous list may have the same GPUs under other ids.
-            let ids = self.node.healthy(GPU).into_iter().filter(|id| plugin.contains(&gpu_of(id))).count();
-            ids == plugin.len() * self.setting.slots && by_dra.is_superset(&through_dra)
+            let ids = self.node.healthy(GPU).into_iter().filter(|id| through_plugin.contains(&gpu_of(id))).count();
+            ids == through_plugin.len() * self.setting.slots && by_dra.is_superset(&through_dra)
         };
         until(serves).await;
         if self.gpus_by_pod.is_empty() {
-            until(|| self.offered() == (plugin.clone(), through_dra.clone())).await;
+            until(|| self.offered() == (through_plugin.clone(), through_dra.clone())).await;
         }
         self.assert_alive();
     }

@@ -223,7 +223,7 @@ impl Maker<'_> {
             |pointer: &str| list(rights, pointer).into_iter().filter_map(Value::as_str).collect::<BTreeSet<_>>();
         let asked = Asked { privileged, add: names("/capabilities/add"), drop: names("/capabilities/drop") };
         let capabilities = capabilities(&asked);
-        let user = &unpacked().image.user;
+        let (uid, gid) = unpacked().image.user;
         let id = |field: &str, image: u32| {
             let given = rights[field].as_u64().or_else(|| self.spec["securityContext"][field].as_u64());
             given.unwrap_or(u64::from(image))
@@ -243,7 +243,7 @@ impl Maker<'_> {
             |paths: &str| if privileged { json!([]) } else { json!(paths.split(' ').collect::<Vec<_>>()) };
         json!({
             "process": {
-                "user": {"uid": id("runAsUser", user.0), "gid": id("runAsGroup", user.1)},
+                "user": {"uid": id("runAsUser", uid), "gid": id("runAsGroup", gid)},
                 "args": arguments(container),
                 "env": env,
                 "cwd": "/",

@@ -112,7 +112,7 @@ async fn gpu_is_reset_between_release_and_resume() {
     assert!(node.setup.try_tell("reset 3").is_err(), "our processes use the GPU");
     let words = ordered(&node, &["release"]).await;
     assert!(words.contains("no process of linkwise on this node holds the driver"), "{words}");
-    assert!(!driver_is_held(&node), "nor does gpu-feature-discovery");
+    assert!(!driver_is_held(&node), "gpu-feature-discovery holds the driver");
     // The release holds for processes that start later.
     let second = discovery(&node);
     said_times(&second, 1, "an operator releases the driver").await;
@@ -241,7 +241,7 @@ async fn cordoned_gpu_gets_no_new_pod_until_uncordon() {
     let answer = ordered(&node, &["cordon", &gpu, "--reason", "a \"hot\"\u{1b}[7m cable", "--by", "ada"]).await;
     assert_eq!(answer, format!("{gpu} is given to no new pod; pods keep it until they end\n"));
     unhealthy(&kubelet, &[2]).await;
-    // Another order for a GPU that has one replaces it.
+    // A second cordon of a GPU replaces the first.
     ordered(&node, &["cordon", &gpu, "--reason", "a hot cable", "--by", "ada", "--evict"]).await;
     let reported = async |node: &Node| {
         let gpu = state(node).await["gpus"][2].clone();
@@ -346,7 +346,7 @@ async fn metrics_port_takes_no_orders_and_socket_is_private() {
     }
     node.process.end().await;
     assert!(!socket.exists());
-    let nobody = admin(&node, &["state"]).await;
-    let words = String::from_utf8(nobody.stderr).unwrap();
+    let refused = admin(&node, &["state"]).await;
+    let words = String::from_utf8(refused.stderr).unwrap();
     assert!(words.starts_with("linkwise: cannot ask linkwise on ") && words.lines().count() == 1, "{words}");
 }

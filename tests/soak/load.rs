@@ -175,11 +175,11 @@ async fn run_pod(world: &World, scheduled: &Scheduled, random: &mut Random) {
             break;
         }
         // A restarted kubelet prepares every claim again.
-        let before = (hardware, began);
+        let (previous, reboots) = (hardware, began.reboots);
         let Some(again) = start(world, scheduled, false).await else { return };
         (hardware, began) = again;
-        if began.reboots == before.1.reboots && hardware != before.0 && !world.has_failed() {
-            world.ledger.error(format!("{name} runs with {:?} and was given {hardware:?}", before.0));
+        if began.reboots == reboots && hardware != previous && !world.has_failed() {
+            world.ledger.error(format!("{name} runs with {previous:?} and was given {hardware:?}"));
         }
     }
     world.running.lock().unwrap().leave(name);
