@@ -237,13 +237,13 @@ fn admitted(node: &NodeState, given: Set, offered: Set, others: &[Set]) -> Alloc
 #[test]
 fn best_at_admission_matches_brute_force() {
     for machine in ["dgx1-v100", "pcie-8x-pix-pairs", "azure-ndv2-v100"] {
-        let free = unheld(machine);
-        let topology = free.topology().clone();
+        let idle = unheld(machine);
+        let topology = idle.topology().clone();
         let oracle = Oracle::new(&topology);
         let all: Set = (1 << topology.gpus().len()) - 1;
         let top = |of, size| top(&oracle, of, size);
         for (number, before) in subsets(all).enumerate().filter(|(number, _)| number % 3 == 0) {
-            let state = after(&free, held(&free, &[before]));
+            let state = after(&idle, held(&idle, &[before]));
             let rest: Vec<Set> = subsets(all & !before).filter(|set| set.count_ones() > 1).collect();
             let Some(given) = rest.get(number % rest.len().max(1)) else { continue };
             // In every second case the kubelet asked for no choice.
@@ -384,15 +384,15 @@ fn nvlink_sharp_needs_nvswitches_and_hopper() {
         ("dgx1-v100", None),
         ("workstation-a6000", None),
     ] {
-        let free = unheld(machine);
-        let gpus = free.topology().gpus().len();
-        let shown = Placements::of(&free).outlook;
+        let idle = unheld(machine);
+        let gpus = idle.topology().gpus().len();
+        let shown = Placements::of(&idle).outlook;
         let most = shown.iter().rfind(|outlook| outlook.size == gpus).unwrap();
         assert_eq!((most.nvls, shown[0].nvls), (all, None), "{machine}");
-        let held = after(&free, held(&free, &[(1 << gpus) - 1]));
+        let held = after(&idle, held(&idle, &[(1 << gpus) - 1]));
         let allocation = of(&Placements::of(&held).allocations, "pod-0");
         assert_eq!((allocation.nvls, allocation.collective), (all, most.collective), "{machine}");
-        assert!(all.is_none() || free.topology().nvls([0].into_iter()).is_none(), "one GPU");
+        assert!(all.is_none() || idle.topology().nvls([0].into_iter()).is_none(), "one GPU");
     }
     let mut seen = machines::load("dgx-h100").unwrap().observed;
     seen.gpus[3].mig = Some(MigObservation { enabled: true, profiles: Vec::new(), devices: Vec::new() });

@@ -117,8 +117,8 @@ fn packed(oracle: &Oracle<'_>, shelves: &[Shelf], size: usize) -> Option<Counts>
     spreads.into_iter().max()
 }
 
-/// The units of all GPUs, and for each GPU the ids that are available and those that must be included; `turn` decides
-/// which ids are which.
+/// The units of all GPUs, and for each GPU the ids that are available and those that must be included; `turn` rotates
+/// these parts among the ids.
 fn stock(tables: &AllocationTables, shelves: &[Shelf], turn: usize) -> (Units, [Vec<Vec<DeviceId>>; 2]) {
     let mut units = Vec::new();
     let mut lists = [vec![Vec::new(); shelves.len()], vec![Vec::new(); shelves.len()]];
@@ -177,8 +177,8 @@ fn compare(tables: &AllocationTables, shelves: &[Shelf], turn: usize, size: usiz
         assert_eq!(answer.devices.len(), size, "{question}");
         assert_eq!(answer.devices.iter().cloned().collect::<BTreeSet<_>>(), chosen, "{question}: {counts:?}");
         let behind = gpus_with(&counts, 1);
-        let told = report.devices.iter().map(|gpu| tables.topology().position(&gpu.uuid).unwrap());
-        assert_eq!(told.fold(0, |set: Set, gpu| set | 1 << gpu), behind, "{question}");
+        let reported = report.devices.iter().map(|gpu| tables.topology().position(&gpu.uuid).unwrap());
+        assert_eq!(reported.fold(0, |set: Set, gpu| set | 1 << gpu), behind, "{question}");
         assert!(report.exact && report.fallback.is_none() && report.policy == policy, "{question}");
         let values = oracle.values(0, behind);
         let ours = report.values.unwrap();

@@ -1,5 +1,5 @@
 //! The death of either linkwise at steps of a takeover, an update that cannot serve, and a pod that has handed over.
-//! The model has every step (`crates/node/src/takeover/machine/tests.rs`); these tests have those the kubelet sees.
+//! The model has every step (`crates/node/src/takeover/machine/tests.rs`); these tests have the steps that the kubelet sees.
 
 use linkwise_kubelet_box::{Connections, Fault};
 
@@ -20,18 +20,18 @@ async fn death_at_any_step(connections: Connections) {
             let owner = world.owner().await.process;
             let standby = world.spawn("second");
             stage(if of_owner { &owner } else { &standby }, step).await;
-            let (mut victim, left) = if owner_dies { (owner, standby) } else { (standby, owner) };
+            let (mut victim, survivor) = if owner_dies { (owner, standby) } else { (standby, owner) };
             victim.signal("KILL");
             // The last step takes some milliseconds: under load, the kill may come when the takeover is over.
             let ends = |line: &serde_json::Value| line["stage"] == "Owning" || line["stage"] == "Retired";
-            if left.logged(ends).await["stage"] == "Retired" {
+            if survivor.logged(ends).await["stage"] == "Retired" {
                 continue;
             }
             victim.ended().await;
             // Nothing shows when the kubelet has noticed the death: pods are tried until the survivor admits one.
             until(async || world.admit("pod").await).await;
             wait_sockets_of_one(&world).await;
-            // The next one takes over from the survivor.
+            // The next linkwise takes over from the survivor.
             let next = world.spawn("third");
             next.said("took over this node").await;
             world.admit("after").await.unwrap();

@@ -61,7 +61,7 @@ async fn owner_with_its_driver_keeps_its_node() {
     let mut new = world.start("pod-2").await;
     new.process.said("has the driver, and keeps its place").await;
     let (status, last) = new.process.ended().await;
-    assert!(!status.success(), "it must fail, so that the kubelet recreates its container: {last:?}");
+    assert!(!status.success(), "the new process must fail, so that the kubelet recreates its container: {last:?}");
     assert!(old.is_ready().await);
     assert_eq!((world.kubelet.gaps(GPU), world.kubelet.violations()), (vec![], vec![]));
 }

@@ -1,5 +1,5 @@
-//! A node under load, and the pods of a DaemonSet on it: a new one is started beside the old one, and the old one is
-//! ended when the new one is ready.
+//! A node under load, and the pods of a DaemonSet on it: a new pod is started beside the old pod, which is ended when
+//! the new pod is ready.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;

@@ -55,7 +55,7 @@ async fn run(node: &Node, registrations: u64) -> Child {
 }
 
 /// Checks that neither an instance nor a checkpoint is left.
-fn nothing_is_left(node: &Node) {
+fn assert_nothing_left(node: &Node) {
     assert_eq!((instances(node), node.checkpoints().len()), (0, 0));
 }
 
@@ -87,7 +87,7 @@ async fn mig_device_is_made_for_a_claim_and_destroyed() {
     assert_eq!(node.start_pod("p", &claim).await, cdi);
     assert_eq!((slices(&node), instances(&node)), (before.clone(), 1));
     within(node.dra.stop_pod("p")).await.unwrap();
-    nothing_is_left(&node);
+    assert_nothing_left(&node);
     assert!(!node.specs().iter().any(|name| name.contains("-claim-")), "{:?}", node.specs());
     assert_eq!(slices(&node), before);
     assert!(process.try_wait().unwrap().is_none());
@@ -110,7 +110,7 @@ async fn hung_mig_order_restarts_agent_and_leaves_nothing() {
     assert_eq!(node.start_pod("p", &claim).await.len(), 3);
     assert_eq!(instances(&node), 1);
     within(node.dra.stop_pod("p")).await.unwrap();
-    nothing_is_left(&node);
+    assert_nothing_left(&node);
 }
 
 /// An order that comes while no agent runs waits for the next agent.

@@ -208,7 +208,7 @@ fn recover(driver: &Shared) {
 }
 
 /// Checks that neither a MIG device nor a checkpoint is left.
-fn nothing_is_left(node: &Node, driver: &Shared) {
+fn assert_nothing_left(node: &Node, driver: &Shared) {
     assert_eq!((instances(driver).len(), node.checkpoints().len()), (0, 0));
 }
 
@@ -257,7 +257,7 @@ async fn mig_device_is_made_and_destroyed() {
     let text = node.checkpoint_text("a");
     assert!(text.contains("\"Completed\"") && text.contains("\"profileId\": 14"), "{text}");
     end(&kubelet, &claim).await;
-    nothing_is_left(&node, &driver);
+    assert_nothing_left(&node, &driver);
     let uuid = |number| Some(format!("MIG-made-{number}").parse().unwrap());
     let expected =
         [MigTask::Make(SLOT), MigTask::Make(APART), MigTask::Destroy(SLOT, uuid(1)), MigTask::Destroy(APART, uuid(2))];
@@ -306,7 +306,7 @@ async fn device_in_use_stays_until_unprepare_succeeds() {
     assert_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a"]).await;
     set_behaviour(&driver, Behaviour::Obeys);
     end(&kubelet, &claim).await;
-    nothing_is_left(&node, &driver);
+    assert_nothing_left(&node, &driver);
 }
 
 #[tokio::test]
@@ -321,7 +321,7 @@ async fn plugin_killed_while_making_makes_one_device() {
         assert_eq!(devices, [format!("{KIND}={}", made[0])], "{behaviour:?}");
         assert_eq!(made.len(), 1, "{behaviour:?}");
         end(&kubelet, &claim).await;
-        nothing_is_left(&node, &driver);
+        assert_nothing_left(&node, &driver);
     }
 }
 
@@ -348,7 +348,7 @@ async fn begun_claim_is_prepared_after_dra_is_off() {
     let devices = start(&kubelet, &name("a")).await.unwrap();
     assert_eq!(devices, instances(&driver).iter().map(|uuid| format!("{KIND}={uuid}")).collect::<Vec<_>>());
     end(&kubelet, &name("a")).await;
-    nothing_is_left(&node, &driver);
+    assert_nothing_left(&node, &driver);
 }
 
 #[tokio::test]
@@ -369,7 +369,7 @@ async fn device_is_destroyed_after_a_kill_in_unprepare() {
         // The kubelet unprepares only claims that it tried to prepare; this attempt may fail.
         let _ = kubelet.start_pod(&pod(&claim)).await;
         end(&kubelet, &claim).await;
-        nothing_is_left(&node, &driver);
+        assert_nothing_left(&node, &driver);
     }
 }
 
@@ -397,7 +397,7 @@ async fn device_is_made_again_after_a_reboot() {
     let kubelet = node.serve().await;
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-made-2")]);
     end(&kubelet, &claim).await;
-    nothing_is_left(&node, &driver);
+    assert_nothing_left(&node, &driver);
 }
 
 #[tokio::test]
@@ -532,7 +532,7 @@ async fn unreadable_checkpoint_keeps_device_until_unprepare() {
     until(|| node.reads("a") > reads + 2).await;
     assert_eq!((instances(&driver).len(), node.checkpoints()), (1, vec!["a.json".to_owned()]));
     end(&kubelet, &claim).await;
-    nothing_is_left(&node, &driver);
+    assert_nothing_left(&node, &driver);
 }
 
 #[tokio::test]
@@ -555,7 +555,7 @@ async fn disabled_setting_still_destroys_made_devices() {
     let kubelet = node.serve().await;
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-made-1")]);
     end(&kubelet, &claim).await;
-    nothing_is_left(&node, &driver);
+    assert_nothing_left(&node, &driver);
 }
 
 #[tokio::test]
