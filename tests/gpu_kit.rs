@@ -15,7 +15,7 @@ use tempfile::TempDir;
 /// Packs the kit from the programs of the test build; returns its folder.
 fn packed(folder: &TempDir) -> PathBuf {
     let built = Path::new(env!("CARGO_BIN_EXE_linkwise")).parent().unwrap();
-    assert!(built.join("linkwise-lab").exists(), "cargo build -p linkwise-lab first; make test does");
+    assert!(built.join("linkwise-lab").exists(), "run cargo build -p linkwise-lab, as make test does");
     let kit = folder.path().join("kit");
     let pack = Path::new(env!("CARGO_MANIFEST_DIR")).join("lab/gpu-kit/pack.sh");
     // The limit is raised because these programs are not optimised.

@@ -39,7 +39,7 @@ async fn leak_ends_agents_but_neither_container_nor_pods() {
         let admitted = node.kubelet.admit(&Workload::single(&name, GPU, 2), None).await;
         admitted.unwrap_or_else(|error| panic!("{error}\n{}", pod.logs()));
         assert!(node.kubelet.remove_pod(&name));
-        pod.all_run();
+        pod.assert_running();
         number += 1;
         ends = node.metric(OVER_MEMORY).await;
     }

@@ -20,7 +20,7 @@ use tokio::net::TcpStream;
 
 use crate::helm::{Helm, object, repository};
 use crate::pod::Pod;
-use crate::rights::left_out;
+use crate::rights::report_skipped;
 use crate::rootfs::{below, run};
 use crate::runc::Printed;
 
@@ -301,7 +301,7 @@ fn share(host: &Path) -> bool {
     let mount = |args: &[&str]| Command::new("mount").args(args).arg(host).output().is_ok_and(|it| it.status.success());
     let shared = mount(&["--bind", host.to_str().unwrap()]) && mount(&["--make-rshared"]);
     if !shared {
-        left_out("propagation of mounts: this machine allows no mounts");
+        report_skipped("propagation of mounts: this machine allows no mounts");
     }
     shared
 }
@@ -310,7 +310,7 @@ fn share(host: &Path) -> bool {
 pub async fn until(pod: &mut Pod, what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = tokio::time::Instant::now() + LIMIT;
     while !holds() {
-        pod.all_run();
+        pod.assert_running();
         assert!(tokio::time::Instant::now() < deadline, "no {what}\n{}", pod.logs());
         tokio::time::sleep(Duration::from_millis(20)).await;
     }

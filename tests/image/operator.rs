@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::helm::{POD, list, object, repository};
 use crate::node::{GPU, Node, succeeds};
 use crate::pod::Pod;
-use crate::rights::left_out;
+use crate::rights::report_skipped;
 use crate::rootfs::below;
 
 /// A rewrite of the operator's entrypoint script: it waits for the driver, takes the variables of the validator's file,
@@ -238,7 +238,7 @@ async fn objects_of_the_operator_itself_serve() {
     #[allow(clippy::disallowed_methods, reason = "the environment names the operator's objects")]
     let folder = std::env::var_os("LINKWISE_OPERATOR_OBJECTS");
     let Some(folder) = folder else {
-        return left_out("the operator's own objects: LINKWISE_OPERATOR_OBJECTS names no folder");
+        return report_skipped("the operator's own objects: LINKWISE_OPERATOR_OBJECTS names no folder");
     };
     for file in fs::read_dir(folder).unwrap() {
         let file = file.unwrap().path();

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::helm::{POD, list};
 use crate::node::Node;
-use crate::rights::{Asked, capabilities, left_out};
+use crate::rights::{Asked, capabilities, report_skipped};
 use crate::rootfs::{below, unpacked};
 use crate::runc::{Container, is_folder, tail};
 
@@ -56,10 +56,10 @@ impl Pod {
                 ended.unwrap_or_else(|_| panic!("{} does not end\n{}", container.name, tail(&container.log())));
             assert!(status.success(), "{} ended with {status}\n{}", container.name, tail(&container.log()));
         }
-        let of = list(spec, "/containers");
-        let probed = of.iter().filter_map(|container| probe(container)).collect();
+        let templates = list(spec, "/containers");
+        let probed = templates.iter().filter_map(|container| probe(container)).collect();
         let grace = Duration::from_secs(spec["terminationGracePeriodSeconds"].as_u64().unwrap_or(30));
-        Self { containers: of.into_iter().map(start).collect(), probed, grace, _sandbox: sandbox }
+        Self { containers: templates.into_iter().map(start).collect(), probed, grace, _sandbox: sandbox }
     }
 
     /// Waits until every readiness probe succeeds; every container has to run meanwhile.
@@ -67,16 +67,16 @@ impl Pod {
         let deadline = tokio::time::Instant::now() + READY_TIMEOUT;
         for port in self.probed.clone() {
             while probe_answer(port).await != Some(200) {
-                self.all_run();
+                self.assert_running();
                 assert!(tokio::time::Instant::now() < deadline, "not ready on port {port}\n{}", self.logs());
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         }
-        self.all_run();
+        self.assert_running();
     }
 
     /// Fails if a container has ended.
-    pub fn all_run(&mut self) {
+    pub fn assert_running(&mut self) {
         for container in &mut self.containers {
             if let Some(status) = container.ended() {
                 panic!("{} ended with {status}\n{}", container.name, tail(&container.log()));
@@ -330,7 +330,7 @@ impl Maker<'_> {
                 Some("HostToContainer") => "rslave",
                 Some("Bidirectional") if self.node.shares_mounts() => "rshared",
                 Some("Bidirectional") => {
-                    left_out("Bidirectional mounts: this machine does not share a mount");
+                    report_skipped("Bidirectional mounts: this machine does not share a mount");
                     "rprivate"
                 }
                 _ => "rprivate",

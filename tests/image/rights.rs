@@ -31,7 +31,7 @@ pub fn capabilities(asked: &Asked<'_>) -> Vec<String> {
     let (given, missing): (Vec<&str>, Vec<&str>) =
         CAPABILITIES.split_whitespace().filter(wanted).partition(|it| available.contains(it));
     for name in missing {
-        left_out(&format!("the capability {name}, which this machine does not give to its root"));
+        report_skipped(&format!("the capability {name}, which this machine does not give to its root"));
     }
     given.into_iter().map(|name| format!("CAP_{name}")).collect()
 }
@@ -50,7 +50,7 @@ fn available() -> &'static BTreeSet<&'static str> {
 }
 
 /// Reports a skipped check once. eprintln would not do, because the test harness captures it.
-pub fn left_out(what: &str) {
+pub fn report_skipped(what: &str) {
     static REPORTED: std::sync::Mutex<BTreeSet<String>> = std::sync::Mutex::new(BTreeSet::new());
     if REPORTED.lock().unwrap().insert(what.to_owned()) {
         let _ = writeln!(std::io::stderr(), "left out: {what}");

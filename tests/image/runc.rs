@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use tokio::process::{Child, Command};
 
 use crate::helm::repository;
-use crate::rights::left_out;
+use crate::rights::report_skipped;
 use crate::rootfs::{run, unpacked};
 
 /// A container that runs or has ended. Dropping it kills its processes.
@@ -47,7 +47,7 @@ impl Container {
         if has_cgroups() {
             configuration["linux"]["cgroupsPath"] = json!(format!("/{id}"));
         } else if let Some(resources) = configuration["linux"].as_object_mut() {
-            left_out("limits of memory: runc cannot make a cgroup with one here");
+            report_skipped("limits of memory: runc cannot make a cgroup with one here");
             resources.remove("resources");
         }
         fs::write(folder.join("config.json"), configuration.to_string()).unwrap();

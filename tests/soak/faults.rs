@@ -216,7 +216,7 @@ impl Fault {
                 soak.wait_metric(&series, |value| value == Some(before + 5000)).await;
             }
             XidUntilRecovery | XidUntilCleared => {
-                // A driver reports both at once. If the XID came first, a hold time without recovery action could end it.
+                // A driver reports both at once. After an XID alone, a hold time without recovery action could end it.
                 world.tell(&format!("recovery {gpu} 1")).await;
                 world.tell(&format!("xid {gpu} 79")).await;
                 if alone {

@@ -1,5 +1,5 @@
 //! The death of either linkwise at steps of a takeover, an update that cannot serve, and a pod that has handed over.
-//! The model has every step (`crates/node/src/takeover/machine/tests.rs`); these tests have the steps that the kubelet sees.
+//! The model has every step (`crates/node/src/takeover/machine/tests.rs`), these tests the steps that the kubelet sees.
 
 use linkwise_kubelet_box::{Connections, Fault};
 
