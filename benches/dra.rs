@@ -1,6 +1,6 @@
 //! `linkwise run` with DRA as on a node: the time from start to stored slices, the time to prepare claims over the
-//! socket, the resident memory of both processes, and the writes to the API server on an idle node and in a storm of
-//! health changes.
+//! socket, the resident memory of linkwise and its agent, and the writes to the API server on an idle node and in a
+//! storm of health changes.
 //!
 //! The release program runs with the fake NVML library (8 GPUs), the API server in the box and the kubelet in the box.
 //! Run it with `cargo bench --bench dra`; it takes two minutes. LINKWISE_BENCH_PROGRAM names another program, such as
@@ -34,7 +34,7 @@ const DRIVER: &str = "gpu.nvidia.com";
 const STARTS: usize = 5;
 /// Claims after the first.
 const CLAIMS: usize = 100;
-/// The MIG devices of each GPU of the node with many devices, and the claims that it holds at once.
+/// The MIG devices of each GPU of the node with many devices, which holds [`CONCURRENT_CLAIMS`] at once.
 const MIG_DEVICES: u32 = 7;
 const CONCURRENT_CLAIMS: usize = 32;
 const CHANGES: u32 = 1000;
@@ -50,14 +50,14 @@ async fn main() {
     let mut stored = Vec::new();
     for _ in 0..STARTS {
         let node = Node::start().await;
-        node.publishes(8).await;
+        node.wait_for_devices(8).await;
         stored.push(node.begin.elapsed());
     }
     println!("first start to slices stored: {}", spread(&mut stored));
 
     let node = Node::start().await;
-    node.publishes(8).await;
-    node.is_registered().await;
+    node.wait_for_devices(8).await;
+    node.wait_for_registration().await;
     let (mut prepared, mut unprepared) = (Vec::new(), Vec::new());
     for number in 0..=CLAIMS {
         let pod = PodClaims::single("pod", node.claim(&format!("c{number}")), DRIVER);
@@ -131,8 +131,8 @@ async fn many_devices() {
     fs::write(&path, machine.to_yaml().unwrap()).unwrap();
     let node = Node::on(&path, &minors).await;
     let count = machine.observed.gpus.len() * usize::try_from(MIG_DEVICES).unwrap();
-    node.publishes(count).await;
-    node.is_registered().await;
+    node.wait_for_devices(count).await;
+    node.wait_for_registration().await;
     let names = node.devices();
     for (number, device) in names.iter().take(CONCURRENT_CLAIMS).enumerate() {
         let name = format!("c{number}");
@@ -205,7 +205,7 @@ impl Node {
         Self { process, server, dra, control, begin, _kubelet: kubelet, _folder: folder }
     }
 
-    async fn publishes(&self, count: usize) {
+    async fn wait_for_devices(&self, count: usize) {
         while self.devices().len() < count {
             assert!(
                 self.begin.elapsed() < PUBLISH_TIMEOUT,
@@ -222,7 +222,7 @@ impl Node {
         devices.map(|device| device["name"].as_str().unwrap().to_owned()).collect()
     }
 
-    async fn is_registered(&self) {
+    async fn wait_for_registration(&self) {
         self.dra.wait(|state| state.drivers.get(DRIVER).is_some_and(|driver| driver.connected == 1)).await.unwrap();
     }
 

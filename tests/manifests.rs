@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::commands::kustomize::rendered;
 use crate::dra::published::golden::{linkwise, run};
-use node_settings::{SETTINGS, given};
+use node_settings::{SETTINGS, rights};
 
 use crate::node_settings;
 
@@ -280,7 +280,7 @@ fn overlays_give_the_settings_that_tests_assume() {
         let mut tokens = parts.iter().filter_map(|part| part.pointer(&format!("{POD}/automountServiceAccountToken")));
         let token = tokens.next_back();
         let volumes: Vec<&Value> = volumes.iter().collect();
-        assert_eq!(given(&container, &volumes, token == Some(&Value::Bool(true))), setting.given(), "{folder}");
+        assert_eq!(rights(&container, &volumes, token == Some(&Value::Bool(true))), setting.rights(), "{folder}");
         for (name, value) in setting.env {
             let env = container["env"].as_array().unwrap();
             assert!(env.iter().any(|env| env["name"] == *name && env["value"] == *value), "{folder}: {name}");

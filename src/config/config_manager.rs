@@ -1,6 +1,6 @@
 //! The options of `linkwise config-manager`: those of NVIDIA's program of that name, read as that program does.
 //!
-//! The chart sets each variable, some to an empty text; so every option is read as text first, and checked here.
+//! The chart sets the variables of NVIDIA's options, some to an empty text. So these are read as text.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

@@ -56,7 +56,7 @@ fn settings_become_variables() {
         &["cdi.nvidiaHookPath=/usr/local/nvidia-cdi-hook", "cdi.featureFlags=disable-nvsandboxutils"],
         &["mps.root=/var/mps"],
     ];
-    // All programs are on, so that the file shows which of them gets which variable.
+    // GPU Feature Discovery is on, so that the file shows which program gets which variable.
     assert_snapshot!(changes(&["gfd.enabled=true"], &entries));
 }
 
@@ -194,10 +194,10 @@ fn examples_of_nvidias_readme_are_taken() {
         let flags = format!("migStrategy: {strategy}\\, failOnInitError: true\\, nvidiaDriverRoot: \"/\"\\, {plugin}");
         format!("config.map.{name}=version: v1\nflags: {{{flags}}}")
     };
-    let (one, zero, both) = (file("config", "none"), file("config0", "none"), file("config1", "mixed"));
+    let (only, first, second) = (file("config", "none"), file("config0", "none"), file("config1", "mixed"));
     let with_file = [
         &["config.name=nvidia-plugin-configs"][..],
-        &["config.default=config0", &zero, &both],
+        &["config.default=config0", &first, &second],
         &["config.default=config0", "config.name=nvidia-plugin-configs"],
     ];
     let without = [
@@ -207,10 +207,10 @@ fn examples_of_nvidias_readme_are_taken() {
         &["allowDefaultNamespace=true", "nfd.enabled=false", "migStrategy=mixed", "devicePlugin.enabled=false"],
     ];
     // The files are compared with that of the first example, which sets the defaults.
-    let file = lines(&helm.objects(&[&one]));
+    let file = lines(&helm.objects(&[&only]));
     let mut text = changes(&[], &without);
     text.extend(with_file.map(|values| section(values, &file, &lines(&helm.objects(values)))));
     assert_snapshot!(text);
-    let same = changes(&["config.map.config=version: v1"], &[&[&one]]);
+    let same = changes(&["config.map.config=version: v1"], &[&[&only]]);
     assert!(!same.contains("SYS_ADMIN"), "{same}");
 }

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use crate::chart::helm::{Helm, POD, containers, list, object, set};
-use crate::node_settings::{GIVEN, SETTINGS, given};
+use crate::node_settings::{SETTINGS, VARIABLES, rights};
 
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
@@ -14,10 +14,10 @@ fn chart_gives_the_plugin_what_the_tests_give_it() {
         let pods = object(&objects, "DaemonSet", "nvdp-nvidia-device-plugin");
         let all = containers(pods);
         let plugin = all.into_iter().find(|container| container["name"] == "nvidia-device-plugin-ctr").unwrap();
-        assert_eq!(given(plugin, &list(pods, &format!("{POD}/volumes")), false), setting.given(), "{}", setting.name);
+        assert_eq!(rights(plugin, &list(pods, &format!("{POD}/volumes")), false), setting.rights(), "{}", setting.name);
         let env = list(plugin, "/env");
         let value = |name: &str| env.iter().find(|env| env["name"] == name).map(|env| env["value"].clone());
-        for name in GIVEN {
+        for name in VARIABLES {
             let expected = setting.env.iter().find(|(own, _)| *own == name).map(|(_, value)| Value::from(*value));
             assert_eq!(value(name), expected, "{}: {name}", setting.name);
         }

@@ -261,7 +261,7 @@ fn nearest_nic_is_the_fastest_of_the_nearest() {
              - {{pci: \"0000:05:00.0\", kind: gpu}}\n"
         )
     };
-    // A NIC whose link is down keeps its place.
+    // A NIC whose link is down has no rate, and is named too.
     for (other, nearest) in [(", mbps: 25000", "mlx5_1"), ("", "mlx5_0, mlx5_1")] {
         let file = files.put("nics.yaml", &nics(other));
         let (_, text) = output(&["allocate", "--size", "1", "--explain", "--node", &file]);
@@ -388,7 +388,7 @@ fn configuration_with_no_known_key_is_refused() {
 }
 
 #[test]
-fn replicas_are_limited_by_list_and_mps() {
+fn too_many_or_unlike_replicas_are_refused() {
     let files = Files::new();
     let check = |kind: &str, replicas: u32| {
         let text = format!(

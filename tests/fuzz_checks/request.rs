@@ -51,7 +51,7 @@ pub fn request(bytes: &[u8]) {
     assert_eq!(again, (answer, report), "the order of the request's lists changes the answer");
 }
 
-/// Checks an answer by rules of its own.
+/// Checks an answer without the code that made it.
 pub fn check_answer(
     tables: &AllocationTables,
     request: &AllocationRequest,

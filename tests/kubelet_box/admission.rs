@@ -108,7 +108,7 @@ async fn failed_preferred_allocation_rejects_pod() {
 }
 
 #[tokio::test]
-async fn failed_hung_or_empty_allocate_rejects_pod() {
+async fn hung_or_empty_allocate_rejects_pod() {
     let (_dir, kubelet, plugin) = node("a", |options| options.call_timeout = SHORT_TIMEOUT, |_| {}).await;
     let pod = Pod::single("pod", GPU, 1);
     plugin.script(|script| script.allocate_hangs_from = Some(1));
@@ -172,7 +172,7 @@ async fn running_pod_survives_kubelet_restart() {
 }
 
 #[tokio::test]
-async fn pod_fails_node_restart_without_plugin() {
+async fn pod_is_rejected_after_reboot_without_plugin() {
     let (_dir, kubelet, _plugin) = node("a b", unchanged, |_| {}).await;
     let pod = Pod::single("pod", GPU, 1);
     kubelet.admit(&pod, None).await.unwrap();

@@ -79,7 +79,7 @@ fn named(template: &str) -> impl Iterator<Item = &str> {
     after.map(|rest| rest.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_').next().unwrap())
 }
 
-/// Templates show a label that the alert lacks as nothing.
+/// A template renders a missing label as an empty text.
 #[test]
 fn annotations_name_only_labels_of_their_alert() {
     let (rules_file, cases) = (read(RULES), read(CASES));

@@ -110,19 +110,19 @@ pub const SETTINGS: [Setting; 7] = [
 ];
 
 /// The names of the variables in [`Setting::env`].
-pub const GIVEN: [&str; 4] = ["LINKWISE_DRA_GPUS", "DEVICE_LIST_STRATEGY", "LINKWISE_EVENTS", "MIG_STRATEGY"];
+pub const VARIABLES: [&str; 4] = ["LINKWISE_DRA_GPUS", "DEVICE_LIST_STRATEGY", "LINKWISE_EVENTS", "MIG_STRATEGY"];
 
 /// The four rights of a [`Setting`], in its order: `cdi`, `token`, `node_name`, `sockets`.
-pub type Given = [bool; 4];
+pub type Rights = [bool; 4];
 impl Setting {
     /// The rights of the container by this table.
-    pub fn given(&self) -> Given {
+    pub fn rights(&self) -> Rights {
         [self.cdi, self.token, self.node_name, self.sockets]
     }
 }
 
 /// The rights of a rendered container. With `automounts` the pod gets its ServiceAccount's token without a volume.
-pub fn given(container: &serde_json::Value, volumes: &[&serde_json::Value], automounts: bool) -> Given {
+pub fn rights(container: &serde_json::Value, volumes: &[&serde_json::Value], automounts: bool) -> Rights {
     let all = |key: &str| container[key].as_array().cloned().unwrap_or_default();
     let writes = |path: &str| {
         all("volumeMounts").iter().any(|mount| {

@@ -39,7 +39,7 @@ async fn serves(setup: Setup) {
 }
 
 /// Sets the variables of daemonset-device-plugin.yml in the charts 0.17 to 0.20, with every value set and no argument.
-/// The last ones are for the container runtime.
+/// The last three are for the container runtime.
 #[tokio::test]
 async fn chart_variables_are_accepted() {
     let mut setup = installed(cdi_setup(mixed())).variables(

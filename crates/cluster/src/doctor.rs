@@ -68,7 +68,7 @@ pub struct DraFound {
     pub extended_resource: Result<Option<ExtendedResourceFound>, String>,
 }
 
-/// The extended resource of a DeviceClass, with a device plugin's devices of its name on this node.
+/// The extended resource of a DeviceClass, with the numbers of a device plugin's devices under its name on this node.
 #[derive(Clone, Debug)]
 pub struct ExtendedResourceFound {
     /// The resource.
@@ -112,7 +112,7 @@ pub async fn facts(access: Access, questions: ClusterQuestions) -> ClusterFacts 
     ClusterFacts { features: node_features(server, node).await, dra, kubelet, events }
 }
 
-/// The rights for events that this account lacks in all namespaces. Every authenticated account may ask for its rights.
+/// The rights for events that this account lacks cluster-wide. Every authenticated account may ask for its rights.
 async fn missing_rights(server: &mut ApiServer) -> MissingRights {
     let (reviews, mut missing) = ("selfsubjectaccessreviews", Vec::new());
     for (verb, group, of) in EventWriter::RIGHTS {

@@ -1,4 +1,4 @@
-//! Measures, in the parent, the memory of an agent that the kernel cannot reclaim.
+//! Measures, in the parent, how much memory of an agent the kernel cannot reclaim.
 //!
 //! Called by `child`, which kills an agent that has more than its limit. A limit of the kernel (RLIMIT_DATA, RLIMIT_AS)
 //! would make allocations inside the library fail, and would count mapped memory, of which a runtime such as Go's uses
@@ -20,7 +20,7 @@ const GROWING_INTERVAL: Duration = Duration::from_millis(100);
 const MIN_GROWTH_KIB: u64 = 1 << 10;
 
 /// The lines of /proc/PID/status that count (proc_pid_status(5)): anonymous pages, tmpfs and shared anonymous pages,
-/// and swapped pages of these. Pages of files do not count, since the kernel drops them before it kills a process. A
+/// and swapped private pages. Pages of files do not count, since the kernel drops them before it kills a process. A
 /// driver's mappings of device memory are not memory of the process at all. The counters need no lock of the process,
 /// unlike smaps: this file answers while a driver hangs in the kernel.
 const LINES: [&str; 3] = ["RssAnon:", "RssShmem:", "VmSwap:"];
@@ -28,7 +28,7 @@ const LINES: [&str; 3] = ["RssAnon:", "RssShmem:", "VmSwap:"];
 /// The memory of one agent over time.
 #[derive(Debug)]
 pub struct MemoryWatch {
-    /// The path of /proc with this process's children.
+    /// The /proc that shows this process's children.
     procfs: PathBuf,
     pub(crate) limit_mib: u64,
     last_kib: u64,

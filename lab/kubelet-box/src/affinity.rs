@@ -1,6 +1,6 @@
-//! Reads the hints for a container or a pod from the books of devices, and lets the pure `topology_manager` decide.
+//! Reads a container's or a pod's devices from the book, and lets the pure `topology_manager` make hints and decide.
 //!
-//! Called by `admission` if the policy is not none. Reads the books, changes nothing.
+//! Called by `admission` if the policy is not none. Changes nothing.
 
 use std::collections::BTreeMap;
 
@@ -33,10 +33,10 @@ impl Affinity<'_> {
     }
 
     fn resources(&self) -> Vec<ResourceHints> {
-        let whole = |count: u32| usize::try_from(count).unwrap_or(usize::MAX);
+        let as_usize = |count: u32| usize::try_from(count).unwrap_or(usize::MAX);
         let mut requested: BTreeMap<&str, usize> = BTreeMap::new();
         for (resource, count) in self.containers.iter().flat_map(|container| &container.requests) {
-            *requested.entry(resource).or_default() += whole(*count);
+            *requested.entry(resource).or_default() += as_usize(*count);
         }
         requested.retain(|resource, _| self.book.is_known(resource));
         requested.into_iter().map(|(resource, count)| self.hints(resource, count)).collect()

@@ -181,8 +181,8 @@ fn drafts<'a>(entries: &'a [Entry], models: &[Model<'_>], gpus: u8, strict: bool
     for entry in entries {
         let before = served.entry(entry.model).or_insert_with(|| vec![false; entry.serves.len()]);
         let adds = before.iter().zip(&entry.serves).any(|(before, serves)| *serves && !before);
-        let is_loose = entry.attribute == any && !models.get(entry.model).is_some_and(Model::is_alike);
-        if !adds || (strict && is_loose) {
+        let is_without_group = entry.attribute == any && !models.get(entry.model).is_some_and(Model::is_alike);
+        if !adds || (strict && is_without_group) {
             continue;
         }
         before.iter_mut().zip(&entry.serves).for_each(|(before, serves)| *before |= serves);
@@ -202,8 +202,8 @@ fn drafts<'a>(entries: &'a [Entry], models: &[Model<'_>], gpus: u8, strict: bool
     drafts
 }
 
-/// Leaves out alternatives: those for which there is no room, and those that add little. While there is room, the first
-/// alternative of a model stays unless it adds nothing.
+/// Leaves out alternatives: those for which there is no room and, unless `strict`, those that add little. While there
+/// is room, the first alternative of a model stays unless it adds nothing.
 fn trim(drafts: &mut Vec<Draft<'_>>, entries: &[Entry], models: &[Model<'_>], strict: bool) {
     // The worth of a state in which no listed alternative has a set: 0 if strict, else that of the worst GPUs.
     let floor = entries.iter().map(|entry| entry.worth).min().filter(|_| !strict).unwrap_or(0);

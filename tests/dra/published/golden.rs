@@ -12,7 +12,7 @@ use linkwise_host::machines;
 use super::checker::check;
 use super::limits::{mig_device, published};
 
-/// Runs the binary. Returns its standard output and error, or only the error if it fails, which prints nothing.
+/// Runs the binary. Returns its standard output and error; if it fails, asserts an empty output and returns the error.
 pub fn run(args: &[&str]) -> Result<(String, String), String> {
     let output = Command::new(env!("CARGO_BIN_EXE_linkwise")).env_clear().args(args).output().unwrap();
     let [printed, stderr] = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());

@@ -50,8 +50,8 @@ pub(super) fn at_allocate(
     best_bandwidths(hardware, given, healthy_whole_gpus(hardware, free.map(|(_, device)| device)))
 }
 
-/// The best bandwidth that was free when our DRA plugin began to prepare claims, by UID; `None` for claims that a pod
-/// has already, because our last process prepared them.
+/// The best bandwidth that was free when our DRA plugin began to prepare claims, by UID; `None` for a claim that a pod
+/// has already, because an earlier process prepared it.
 pub(super) fn at_prepare(
     (hardware, ledger, offers): (&Hardware, &Ledger, &Offers),
     claims: &[PreparedClaim],

@@ -1,5 +1,5 @@
-//! Checks the layers of the core: a file imports only its own layer, those before it, and the modules outside of all
-//! layers. So no circle of imports crosses a layer. Cargo ensures the same between crates.
+//! Checks the layers of the core: a file imports only its own layer, those before it, and modules of no layer. So no
+//! circle of imports crosses a layer. Cargo ensures the same between crates.
 
 use std::collections::BTreeSet;
 use std::fs;

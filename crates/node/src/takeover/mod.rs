@@ -3,8 +3,8 @@
 //!
 //! The process that holds the lock is the owner: it registers, writes the node's files and prepares claims. A process
 //! that dies gives up the lock. A takeover passes the lock over the takeover socket, and both processes hold it until
-//! the new one serves. `machine` decides, `executor` carries its actions out, and `condition` waits for what a stage
-//! needs. docs/life-cycle.md has the protocol.
+//! the owner's plugins have ended. `machine` decides, `executor` carries its actions out, and `condition` waits for
+//! what a stage needs. docs/life-cycle.md has the protocol.
 
 mod condition;
 mod executor;

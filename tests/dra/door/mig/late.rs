@@ -13,7 +13,7 @@ use super::{Behaviour, DEVICE, Prepared, SLOT, instance, prepared, set_behaviour
 async fn scan_older_than_an_order_does_not_end_the_wait() {
     let Prepared { mut node, driver, kubelet, claim } = prepared().await;
     node.stop().await;
-    // The next process scanned the GPU before the device was made.
+    // The next process finds a scan from before the device was made.
     {
         let mut driver = driver.lock().unwrap();
         driver.done = 0;
@@ -57,7 +57,7 @@ async fn claim_waits_for_another_being_unprepared() {
         set_behaviour(&driver, Behaviour::Obeys);
         let destroyed = async {
             until(|| node.reads("b") > 0).await;
-            // These yields would let Prepare refuse, if it did not wait.
+            // A Prepare that does not wait would refuse during these yields.
             yield_times(100).await;
             let mut driver = driver.lock().unwrap();
             let request = driver.held.pop().unwrap();
