@@ -461,7 +461,7 @@ fn second_gpu_with_same_uuid_is_dropped() {
     let (topology, found) = assembled(&node);
     assert_eq!(topology.gpus().len(), 7);
     let uuid = "GPU-00000002-0000-4000-8000-000000000002";
-    let warning = format!("GPU 0000:df:00.0: its UUID {uuid} is also that of GPU 0000:52:00.0; it is left out");
+    let warning = format!("GPU 0000:df:00.0: left out, because its UUID {uuid} is also that of GPU 0000:52:00.0");
     assert_eq!(found, [warning]);
 }
 

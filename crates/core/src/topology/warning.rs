@@ -18,14 +18,15 @@ use super::observation::{GpuObservation, ProbeFailure};
 use crate::quote::one_line;
 use crate::words::list;
 
-/// An oddity in the observations. The node keeps working. Each warning names the hardware and both values.
+/// An oddity in the observations. The node keeps working. Each warning names the hardware, and both values if
+/// two sources differ.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum TopologyWarning {
     /// A call that failed.
     #[error("{}: {}: {}", one_line(&.0.subject), one_line(&.0.call), one_line(&.0.error))]
     Probe(ProbeFailure),
     /// Two GPUs have one UUID, which is one device id: the second one cannot be offered.
-    #[error("GPU {pci}: its UUID {uuid} is also that of GPU {other}; it is left out")]
+    #[error("GPU {pci}: left out, because its UUID {uuid} is also that of GPU {other}")]
     DuplicateUuid {
         /// The GPU left out.
         pci: PciAddress,
@@ -35,7 +36,7 @@ pub enum TopologyWarning {
         uuid: GpuUuid,
     },
     /// Two MIG devices have one UUID, which is one device id: the second one cannot be offered.
-    #[error("GPU {0}: one of its MIG devices has a UUID that another has too, {1}; it is left out")]
+    #[error("GPU {0}: one of its MIG devices is left out, because another has its UUID too, {1}")]
     DuplicateMigUuid(PciAddress, MigUuid),
     /// Two GPUs have one address. Both are kept; links to that address count for neither.
     #[error("GPUs {a} and {b} both claim PCI address {pci}; both are kept, links to it count for neither")]
@@ -147,8 +148,8 @@ pub enum TopologyWarning {
     DuplicateFunction(PciAddress),
 }
 
-/// The difference between one GPU and all others of its model. Sets with the GPU are slower, so a request for one GPU
-/// takes it first.
+/// The difference between one GPU and all others of its model. If the estimated bandwidths show it, a request for one
+/// GPU takes that GPU first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum Oddity {
     /// Fewer NVLinks are up.
@@ -164,7 +165,7 @@ pub enum Oddity {
     /// The driver refuses P2P between it and every other GPU.
     #[error("the driver refuses P2P between it and every other GPU; sets without it have P2P")]
     NoP2p,
-    /// No RDMA NIC is as near as its host bridge, and each other GPU has one.
+    /// Its host bridge has no RDMA NIC, and that of each other GPU has one.
     #[error("no RDMA NIC is at its host bridge; its traffic to other hosts goes through the processor")]
     NoNic,
 }

@@ -33,7 +33,7 @@ const MAX_LINE: usize = 1 << 16;
 const MAX_WORDS: usize = MAX_NAMES + 16;
 
 /// The fault of a text of several machines.
-const SECOND_MATRIX: &str = "a second matrix: give one machine's alone";
+const SECOND_MATRIX: &str = "a second matrix: give the matrix of one machine";
 
 /// The fault of a matrix, and the number of its line, from 1.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -142,7 +142,7 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Machine, TopoError> {
             row.extend(more);
         }
         if !seen.insert(place) {
-            return Err(TopoError(number, format!("a second row of {}: give one machine's alone", names[place])));
+            return Err(TopoError(number, format!("a second row of {}: give the matrix of one machine", names[place])));
         }
         devices[place].read(number, names, &row[1..])?;
     }
@@ -409,8 +409,8 @@ mod tests {
                    mlx5_0  PHB     PHB     SOC      X\n";
         assert_eq!(matrix(old), ("X PIX SYS\nPIX X SYS\nSYS SYS X".to_owned(), "PHB\nPHB\nSYS".to_owned()));
         let wrapped = "GPU0 GPU1 GPU2\nCPU Affinity NUMA\nAffinity\nGPU0 X NV4\nNV4 0-3 0\nGPU1 NV4 X NV4\n0-3 0\n\
-                       GPU2\nNV4 NV4 X\n0-3 0";
-        assert_eq!(matrix(&wrapped.replace("GPU2\nNV4 NV4", "GPU2 NV4\nNV4")).0, "X NV4 NV4\nNV4 X NV4\nNV4 NV4 X");
+                       GPU2 NV4\nNV4 X\n0-3 0";
+        assert_eq!(matrix(wrapped).0, "X NV4 NV4\nNV4 X NV4\nNV4 NV4 X");
         // The row of GPU0 is missing, and the column has its cell.
         let partial = "GPU0 GPU1 CPU Affinity\nGPU1 PXB X 0-3\n";
         assert_eq!(matrix(partial).0, "X PXB\nPXB X");
