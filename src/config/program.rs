@@ -138,7 +138,7 @@ fn double_dashes(words: &mut [OsString]) {
     fn flag(word: &OsString) -> Option<&str> {
         word.to_str()?.strip_prefix('-').filter(|flag| flag.len() > 1 && !flag.starts_with('-'))
     }
-    // The subcommand builds the flags at its start in any case. They are built here only if a word needs them.
+    // The flags are built only if a word needs them, because that takes time. `labels` has the flags of all settings.
     if !words.iter().any(|word| flag(word).is_some()) {
         return;
     }

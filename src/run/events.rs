@@ -20,7 +20,7 @@ use linkwise_core::state::NodeState;
 use linkwise_node::node::Node;
 use linkwise_system::right::Right;
 
-/// The shortest time between two lists of events. The GPUs of pods change no faster.
+/// The shortest time between two lists of events. Admissions meanwhile are in the next list.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Starts the tasks that write events about the pods of a node, if the settings ask for it.
@@ -45,15 +45,15 @@ pub(super) fn spawn_in(node: &mut Node, settings: &Settings, name: Option<&str>,
 }
 
 /// Publishes the due events until the node's state ends. Publishes none before this process has the right to write for
-/// the node (`files`), because another linkwise does so until then.
+/// the node, because another linkwise does so until then.
 async fn follow(
     mut snapshot: watch::Receiver<Arc<NodeState>>,
-    mut files: watch::Receiver<Option<Right>>,
+    mut right: watch::Receiver<Option<Right>>,
     below: u8,
     due: watch::Sender<Arc<Vec<PodEvent>>>,
 ) -> Result<()> {
     loop {
-        files.wait_for(Option::is_some).await.context("the node's state is gone")?;
+        right.wait_for(Option::is_some).await.context("the node's state is gone")?;
         let state = Arc::clone(&snapshot.borrow_and_update());
         // On a machine of 64 GPUs this takes milliseconds.
         let made =

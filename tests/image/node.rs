@@ -252,7 +252,7 @@ impl Node {
     }
 
     /// Starts a pod with a claim, with the kubelet's retries; returns its CDI devices.
-    pub async fn start_claim(&self, own: &Pod, pod: &str, claim: &ClaimRef) -> Vec<String> {
+    pub async fn start_claim(&self, plugin: &Pod, pod: &str, claim: &ClaimRef) -> Vec<String> {
         let claims = PodClaims::single(pod, claim.clone(), DRIVER);
         let deadline = tokio::time::Instant::now() + LIMIT;
         loop {
@@ -262,7 +262,7 @@ impl Node {
                     let names: BTreeSet<String> = containers["main"].iter().cloned().collect();
                     return names.into_iter().collect();
                 }
-                Err(error) => assert!(tokio::time::Instant::now() < deadline, "{error}\n{}", own.logs()),
+                Err(error) => assert!(tokio::time::Instant::now() < deadline, "{error}\n{}", plugin.logs()),
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }

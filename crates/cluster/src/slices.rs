@@ -1,10 +1,10 @@
 //! [`SliceWriter`]: the ResourceSlices by which the scheduler finds this node's GPUs.
 //!
 //! The only writer of slices. It follows a channel with the wanted pool and the stored slices, and makes the slices
-//! equal to the pool. It writes at once after a change, but on average one request a second: `k` slices are `k`
-//! requests, and `k` seconds of rest after them. A kubelet that starts deletes all slices of its node; the writer
-//! creates them again. The writer leaves the slices when it ends: the kubelet deletes those of a driver that has been
-//! away for 30 s.
+//! equal to the pool. It writes at once after a change, but at most one request a second on average: `k` slices
+//! are `k` requests, and `k` seconds of rest after them. A kubelet that starts deletes all slices of its node; the
+//! writer creates them again. The writer leaves the slices when it ends: the kubelet deletes those of a driver that has
+//! been away for 30 s.
 //!
 //! Nothing is written while the kubelet has not registered the DRA plugin: slices that the kubelet deleted because the
 //! plugin is away stay deleted, so that a node which cannot prepare claims attracts no pods. Slices that exist stay as

@@ -89,8 +89,8 @@ impl CallError {
         }
     }
 
-    /// Returns true if only a new process can get answers: the driver is gone, or its release differs from the
-    /// library's.
+    /// Returns true if only a new process can get answers: NVML is not initialised here, the driver is gone, or its
+    /// release differs from the library's.
     pub fn needs_new_process(&self) -> bool {
         [Fault::Uninitialized, Fault::DriverNotLoaded, Fault::VersionMismatch].contains(&self.fault())
     }

@@ -1,4 +1,4 @@
-//! `linkwise-lab simulate`: a trace gives figures, and a bad trace is refused by name.
+//! `linkwise-lab simulate`: a trace gives figures, and a bad trace is refused in one line.
 
 use serde_json::Value;
 

@@ -26,7 +26,7 @@ async fn node() -> (Node, Control) {
     (node, control)
 }
 
-/// Puts a driver with such a GPU on a node.
+/// Lists the capabilities of MIG devices as the kernel does; returns the control of the node's driver.
 pub fn prepare(node: &Node) -> Control {
     let mut list = String::new();
     for instance in 1..15 {
@@ -78,13 +78,13 @@ async fn mig_device_is_made_for_a_claim_and_destroyed() {
     let mut process = run(&node, 1).await;
     let before = slices(&node);
     let claim = node.claim("one", &[DEVICE]);
-    let cdi = node.start_pod("p", &claim).await;
-    assert!(cdi.len() == 3 && cdi[0] == "/dev/nvidia0", "the GPU, and two capabilities: {cdi:?}");
+    let hardware = node.start_pod("p", &claim).await;
+    assert!(hardware.len() == 3 && hardware[0] == "/dev/nvidia0", "the GPU, and two capabilities: {hardware:?}");
     assert_eq!(instances(&node), 1);
     // A kill changes neither the claim nor the slices.
     process.kill().await.unwrap();
     let mut process = run(&node, 2).await;
-    assert_eq!(node.start_pod("p", &claim).await, cdi);
+    assert_eq!(node.start_pod("p", &claim).await, hardware);
     assert_eq!((slices(&node), instances(&node)), (before.clone(), 1));
     within(node.dra.stop_pod("p")).await.unwrap();
     assert_nothing_left(&node);
@@ -153,7 +153,7 @@ async fn order_cut_by_a_kill_is_undone_by_the_next_process() {
     let (started, ()) = tokio::join!(node.dra.start_pod(&pod), killed);
     started.unwrap_err();
     assert_eq!((instances(&node), node.checkpoints()), (1, vec![format!("{}.json", claim.uid)]));
-    // The devices' spec is written before, because an older release would give the checkpoint's names to the kubelet.
+    // This spec is written before the checkpoint, whose names an older release would give to the kubelet.
     let device_spec = format!("linkwise.dev-device-{}.json", claim.uid);
     assert!(node.specs().contains(&device_spec), "{:?}", node.specs());
     control.send("unhang 0 nvmlGpuInstanceCreateComputeInstance").unwrap();
@@ -163,7 +163,7 @@ async fn order_cut_by_a_kill_is_undone_by_the_next_process() {
     assert!(!node.specs().contains(&device_spec), "{:?}", node.specs());
 }
 
-/// The first process made a MIG device. The second has the MIG strategy `mixed`, and no right to destroy devices.
+/// The second process has the strategy `mixed`, no right to destroy devices, and a file in the way of DRA's folders.
 #[tokio::test]
 async fn mig_device_goes_to_device_plugin_once_dra_is_off() {
     let (node, control) = node().await;

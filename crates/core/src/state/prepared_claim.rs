@@ -61,7 +61,7 @@ pub struct PreparedClaim {
 }
 
 impl PreparedClaim {
-    /// The devices that no other claim may have. Those with admin access are left out.
+    /// Its devices, without those that it has with admin access.
     fn taken(&self) -> impl Iterator<Item = &PreparedDevice> {
         self.prepared.devices.iter().filter(|device| !device.admin)
     }
@@ -113,7 +113,7 @@ pub struct PreparedDevice {
     pub alternative: Option<String>,
     /// The pool.
     pub pool: String,
-    /// Its name in the pool. Several have one name if it is a set of GPUs ([`crate::topology::is_set`]).
+    /// Its name in the pool. All GPUs of a set have the set's name ([`crate::topology::is_set`]).
     pub device: String,
     /// The ID of its share, if several claims have the device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -129,7 +129,7 @@ pub struct PreparedDevice {
     /// The MIG device; `None` for the whole GPU, or before it is made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mig: Option<MigUuid>,
-    /// The GPU instance, if the MIG device is made for the claim and destroyed after it.
+    /// The GPU instance of a MIG device that is made for the claim, also before it is made; destroyed after the claim.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub made: Option<MigSlot>,
     /// The full names of its CDI devices, `vendor/class=name`: its own ([`claim_member`]), and that of its request

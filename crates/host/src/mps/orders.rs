@@ -128,7 +128,7 @@ impl Layout {
     }
 }
 
-/// The GPUs with a record that their mode is EXCLUSIVE_PROCESS for a control daemon.
+/// The GPUs that the daemon process set to EXCLUSIVE_PROCESS, by its records.
 pub fn exclusive_gpus(layout: &Layout) -> io::Result<BTreeSet<GpuUuid>> {
     let entries = match Path::read_dir(&layout.exclusive()) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeSet::new()),

@@ -69,7 +69,7 @@ pub enum Order {
     Accept,
 }
 
-/// The reason why the admin socket does not exist.
+/// The reason why the admin socket could not be bound.
 #[derive(Debug, Error)]
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum LocalError {

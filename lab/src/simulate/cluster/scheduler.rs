@@ -36,7 +36,7 @@ pub(super) struct Placed {
 /// The nodes of a cluster with one door.
 pub(super) struct Scheduler<'a> {
     states: States<'a>,
-    /// The state of each node.
+    /// The state of each node, by its number in `states`.
     nodes: Vec<usize>,
     cpu: CpuRequests,
     /// The node at which the next search begins.
@@ -118,7 +118,7 @@ impl<'a> Scheduler<'a> {
         Ok(())
     }
 
-    /// The score of LeastAllocated, NodeResourcesFit's default: the share of CPU and memory that the pod leaves free.
+    /// The score of LeastAllocated (NodeResourcesFit): the free share of CPU and memory, taken as GPUs are.
     fn least_allocated(&self, state: &State, answer: Answer) -> i64 {
         let whole = self.states.machines.get(state.machine).map_or(0, |machine| machine.whole.len());
         let free = state.free.len().saturating_sub(answer.set.map_or(0, GpuSet::len));

@@ -134,7 +134,7 @@ fn families(observed: &NodeObservation, sizes: &[usize]) -> Vec<(String, Vec<u64
 fn tiers_are_split_into_families_of_disjoint_groups() {
     let pairs = [("pair1a", Vec::from([0b0011, 0b1100])), ("pair1b", Vec::from([0b0110]))];
     let expected: Vec<_> = pairs.into_iter().map(|(name, groups)| (name.to_owned(), groups)).collect();
-    assert_eq!(families(&chain(), &[2]), expected, "all other pairs are equally good");
+    assert_eq!(families(&chain(), &[2]), expected, "the other pairs are the last tier, which has no family");
 }
 
 #[test]

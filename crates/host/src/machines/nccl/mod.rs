@@ -36,7 +36,7 @@ struct Found<'d> {
     has_unnamed_nics: bool,
 }
 
-/// Reads a dump by its root element; `title` becomes the machine's title.
+/// Reads a dump by its root element; `title` becomes the machine's name, and begins its title.
 pub(super) fn parse(title: &str, system: Element<'_>) -> Result<Machine, XmlError> {
     xml::check(system, &LIMITS)?;
     // RCCL's dumps have NCCL's elements, and these (rccl/src/graph/xml.cc).

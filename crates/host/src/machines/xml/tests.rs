@@ -88,8 +88,8 @@ fn documents_beyond_limits_are_refused() {
 fn large_nonsense_is_refused() {
     for junk in ["<", "<<a>", "<a ", "&", "<!", "<!--", "<![CDATA[", "\u{0}", "</a>", "<a/>", "<!DOCTYPE ["] {
         refusal(&format!("<system>{}", junk.repeat((8 << 20) / junk.len())));
-        let text = junk.repeat((1 << 20) / junk.len());
-        let _ = tree(&text);
+        // Without an element around it, the junk only has to end.
+        let _ = tree(&junk.repeat((1 << 20) / junk.len()));
     }
 }
 
