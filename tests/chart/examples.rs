@@ -330,7 +330,7 @@ fn schemas_and_rules_refuse_invalid_examples() {
         ("kueue.yaml", "topology: linkwise.dev/nvlink-fabric", "topology: rack", "no level rack"),
         ("kueue.yaml", "nominalQuota: 8Ti", "nominalQuota: 8 TiB", "no quantity"),
         ("kai.yaml", "kai.scheduler/topology: nvlink", "kai.scheduler/topology: rack", "no Topology rack"),
-        ("kai.yaml", "parallelism: 4", "parallelism: four", "is no integer"),
+        ("kai.yaml", "parallelism: 4", "parallelism: four", "is not of type integer"),
         ("volcano.yaml", "            nvlink:", "            nvlink-fabric-of-racks:", "longer than 20"),
         ("volcano.yaml", "mode: hard", "mode: strict", "in=hard|soft"),
         ("volcano.yaml", "minAvailable: 4", "minAvailable: 5", "minAvailable"),
