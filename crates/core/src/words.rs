@@ -134,7 +134,7 @@ mod tests {
     use super::*;
     use serde::Serialize;
 
-    fn serialised_as_words<T: Words + Serialize>() {
+    fn assert_serialised_as_words<T: Words + Serialize>() {
         for (word, value) in T::WORDS {
             assert_eq!(serde_json::to_value(value).unwrap(), *word);
         }
@@ -149,9 +149,9 @@ mod tests {
 
     #[test]
     fn values_are_serialised_as_their_words() {
-        serialised_as_words::<MigStrategy>();
-        serialised_as_words::<NumaHints>();
-        serialised_as_words::<AllocationPolicy>();
-        serialised_as_words::<XidClass>();
+        assert_serialised_as_words::<MigStrategy>();
+        assert_serialised_as_words::<NumaHints>();
+        assert_serialised_as_words::<AllocationPolicy>();
+        assert_serialised_as_words::<XidClass>();
     }
 }

@@ -81,7 +81,8 @@ pub enum AllocationPolicy {
     Packed,
 }
 
-/// The answer: ids of the request, in the order of their PCI addresses.
+/// The answer: ids of the request, by the PCI addresses of their GPUs. After a fallback `must_include` comes first, and
+/// each list is sorted by id.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PreferredAllocation {
     /// The devices to take.

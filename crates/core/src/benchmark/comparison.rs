@@ -196,7 +196,7 @@ pub(super) fn places(report: &NcclReport, topology: &NodeTopology) -> Result<Vec
 }
 
 impl Comparison {
-    /// Compares a report with a machine's GPUs: those at `places`, or those that the report names.
+    /// Compares a report with a machine's GPUs: those at `named`, or else those that the report names.
     pub fn of(report: &NcclReport, machine: &NodeObservation, named: Option<&[usize]>) -> Result<Self, MatchError> {
         let (topology, warnings) = NodeTopology::assemble(machine);
         let places = match named {
@@ -213,7 +213,7 @@ impl Comparison {
             return Err(MatchError::OneGpu);
         }
         let set = topology.restricted(&places);
-        same_model(report, set.gpus())?;
+        refuse_other_model(report, set.gpus())?;
         let best = report.best().filter(|_| report.is_of(ranks)).ok_or(MatchError::OtherFactor(ranks))?.clone();
         let expectation = Expectation::of(&topology, &places);
         let up = with_links_up(machine);
@@ -322,7 +322,7 @@ fn links_down(machine: &NodeObservation, up: &NodeObservation, gpus: &[Gpu]) -> 
 }
 
 /// Refuses a run on GPUs of another model than the machine's. An unknown model is never refused.
-fn same_model(report: &NcclReport, gpus: &[Gpu]) -> Result<(), MatchError> {
+fn refuse_other_model(report: &NcclReport, gpus: &[Gpu]) -> Result<(), MatchError> {
     let machine = gpus.iter().find_map(|gpu| gpu.model.as_deref());
     let run = report.devices.values().find_map(|device| device.model.as_deref());
     match (run, machine) {

@@ -379,7 +379,7 @@ pub fn gb_per_s(mb_per_s: u64) -> String {
 mod tests {
     use super::*;
 
-    /// A run of our own making: 4 GPUs, 3 GiB/s of algorithm bandwidth and more.
+    /// A made-up run of 4 GPUs, two of them listed, at 10 to 21 GB/s of algorithm bandwidth.
     const NEW: &str = "\
 # Collective test starting: all_reduce_perf
 # nThread 1 nGpus 4 minBytes 1048576 maxBytes 4194304 step: 2(factor) warmup iters: 5 iters: 20
@@ -456,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_over_different_gpus_are_refused() {
+    fn runs_over_different_numbers_of_gpus_are_refused() {
         let one = NEW.replace("#  Rank  1", "#  rank");
         assert_eq!(NcclReport::read(&format!("{NEW}{one}")), Err(ReportError::SeveralRuns(2, 1)));
         assert_eq!(NcclReport::read(&format!("{NEW}{NEW}")).unwrap().rows.len(), 4);

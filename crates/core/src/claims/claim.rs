@@ -151,7 +151,7 @@ pub struct OpaqueConfig {
     pub parameters: String,
 }
 
-/// Reads a list or a map; null is an empty one.
+/// Reads a value; null is the default.
 fn or_default<'de, D: Deserializer<'de>, T: Default + Deserialize<'de>>(deserializer: D) -> Result<T, D::Error> {
     Option::deserialize(deserializer).map(Option::unwrap_or_default)
 }
@@ -176,7 +176,7 @@ impl Claim {
     pub fn from_json(text: &[u8]) -> Result<Self, NoClaim> {
         let claim: Self = serde_json::from_slice(text).map_err(|error| NoClaim(error.to_string()))?;
         if claim.metadata.uid.is_empty() {
-            return Err(NoClaim("it has no UID".to_owned()));
+            return Err(NoClaim("no UID".to_owned()));
         }
         Ok(claim)
     }

@@ -65,7 +65,7 @@ pub enum ConfigError {
     /// A field or value is unknown, or has another type.
     #[error("{0}: {why}", why = one_line(.1))]
     Field(&'static str, String),
-    /// The configuration asks for time slices of another length.
+    /// The configuration asks for time slices of another length than the default.
     #[error(
         "{0}: sharing.timeSlicingConfig.interval {1} is not supported: linkwise leaves time slices to the \
          driver; use Default"
@@ -124,13 +124,13 @@ impl Configs {
         Ok(Self(read))
     }
 
-    /// The MPS settings for a device, with the configuration's number, if its configuration requests MPS. `request` may
-    /// have an alternative, `gpus/quad`; a configuration for `gpus` applies to it too. A configuration that names no
+    /// The MPS settings for a device, with the configuration's number, if the device's configuration requests MPS. `request`
+    /// may have an alternative, `gpus/quad`; a configuration for `gpus` applies to it too. A configuration that names no
     /// request is for all devices of its kind.
     ///
     /// # Errors
     ///
-    /// The device's configuration cannot be enforced.
+    /// The device's configuration cannot be enforced, or is for the other kind of device.
     pub fn mps(&self, request: &str, device: &str, kind: Kind) -> Result<Option<(usize, &MpsConfig)>, ConfigError> {
         for (number, config) in self.0.iter().enumerate().rev() {
             let is_named = config.requests.iter().any(|named| named == request || named == base(request));

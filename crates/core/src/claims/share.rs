@@ -34,7 +34,7 @@ pub enum ShareError {
         whole: u64,
         /// The amount that other claims, and other devices of this claim, have.
         held: u64,
-        /// The other claims; empty if it is the claim itself.
+        /// The other claims; empty if only the claim itself holds shares.
         holders: Vec<ClaimName>,
     },
     /// The amount is above what the GPU has, or what a claim may take.

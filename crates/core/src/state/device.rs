@@ -112,10 +112,10 @@ impl Health {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum NumaHints {
-    /// The GPU's own node, if it has CPUs.
+    /// The GPU's node with CPUs ([`Gpu::cpu_node`]).
     #[default]
     Node,
-    /// Every node with CPUs of the GPU's package; if the package is unknown, the GPU's own node.
+    /// Every node with CPUs of the GPU's package; if the package is unknown, as [`Self::Node`].
     Package,
     /// No node: the Topology Manager ignores our devices.
     Off,

@@ -113,7 +113,7 @@ pub enum Effect {
         reason: UnhealthyReason,
     },
     /// Report that pods hold devices of a resource that are not offered, or are no longer offered. The devices are on
-    /// its list now.
+    /// the resource's list now.
     HeldUnoffered(ResourceName, Vec<DeviceId>),
     /// Report that DRA has a GPU from now on (true), or no longer (false).
     DoorChanged(GpuUuid, bool),

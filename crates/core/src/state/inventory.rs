@@ -274,7 +274,7 @@ impl Inventory {
         self.follow_replacements(&found);
         let is_here = |(uuid, _): (&GpuUuid, _)| found.contains_key(uuid) || is_skipped(uuid);
         if !found.is_empty() && !self.gpus.iter().any(is_here) {
-            // The node has no GPU of the record, and no GPU at its addresses: the record is of another machine.
+            // The node has no GPU of the record, and none at the record's addresses: the record is of another machine.
             *self = Self::default();
         }
         let mut now_lacks: Vec<(Option<(GpuUuid, PciAddress)>, Lack)> = Vec::new();

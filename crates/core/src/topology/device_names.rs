@@ -38,7 +38,7 @@ pub fn is_mig(name: &str) -> bool {
     name.contains("-mig-")
 }
 
-/// Returns true if a claim's device is a set of GPUs, such as `gpus-2-0-3`. Only snapshots before 0.1.0 published sets;
+/// Returns true if a claim's device is a set of GPUs, such as `gpus-2-0-3`. Only builds before 0.1.0 published sets;
 /// claims that have one keep it until their pods end.
 pub fn is_set(name: &str) -> bool {
     name.starts_with("gpus-")

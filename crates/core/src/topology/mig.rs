@@ -283,7 +283,7 @@ impl MigProfile {
 ///
 /// It is not the device's memory but its share of the GPU's memory, in eighths (go-nvlib,
 /// pkg/nvlib/device/mig_profile.go): e × G / 8, rounded, where e is 8 × `memory_mib` / `gpu_memory_mib`, rounded up,
-/// and G is the GPU's memory in GiB, rounded up. If the GPU's memory is unknown, it is the device's in GiB, rounded up.
+/// and G is the GPU's memory in GiB, rounded up. If G is unknown, it is the device's memory in GiB, rounded up.
 fn name_gb(memory_mib: u64, gpu_memory_mib: Option<u64>) -> u64 {
     match gpu_memory_mib {
         Some(total @ 1..) => {
@@ -330,10 +330,10 @@ impl FromStr for MigProfile {
 /// The most memory slices of a GPU.
 const MAX_SLICES: u32 = 8;
 
-/// The most slots that are taken of one GPU. An H200 has some 40; NVML could report any number.
+/// The most slots of one GPU that linkwise considers. An H200 has some 40; NVML could report any number.
 const MAX_SLOTS: usize = 128;
 
-/// The longest name, a DNS label.
+/// The longest name, in bytes: a DNS label.
 const MAX_NAME: usize = 63;
 
 /// A MIG device that exists or could exist.
@@ -398,10 +398,10 @@ pub fn possible_mig(topology: &NodeTopology) -> Vec<PossibleMig<'_>> {
 mod tests {
     use super::*;
 
-    /// A device by its slices and memory on a GPU by its memory, and the name that nvidia-smi has for it.
     #[test]
     fn mig_profiles_have_nvidia_names() {
-        // Memory as NVML gives it for A100 40 GB, A100 80 GB, H100 80 GB, H200 141 GB.
+        // The GPU's memory as NVML gives it (A100 40 GB, A100 80 GB, H100 80 GB, H200 141 GB), the device, and
+        // nvidia-smi's name for the device.
         let cases = [
             (40_536, 1, 1, 4_864, MigExtension::None, "1g.5gb"),
             (40_536, 1, 1, 4_864, MigExtension::Media, "1g.5gb+me"),

@@ -213,7 +213,7 @@ impl NodeTopology {
 
     /// The bus bandwidth of an all-reduce with NVLink SHARP over some GPUs, MB/s, by NCCL's model. `None` where NCCL
     /// has no NVLink SHARP: for fewer than two GPUs, GPUs that are not all behind one NVSwitch plane, a GPU older than
-    /// Hopper, or one in MIG mode.
+    /// Hopper or of unknown capability, or one in MIG mode.
     pub fn nvls(&self, gpus: impl Iterator<Item = usize>) -> Option<u64> {
         let gpus: Vec<&Gpu> = gpus.map(|place| self.gpus.get(place)).collect::<Option<_>>()?;
         let plane = gpus.first()?.nvswitch_plane?;
@@ -312,7 +312,7 @@ pub(super) fn nearest<'a, D: Ord>(
     near.filter(|(_, nic)| nic.mbps.is_none() || nic.mbps == fastest).map(|(number, _)| number).collect()
 }
 
-/// The GPUs with distinct UUIDs, by PCI address.
+/// At most 64 GPUs with distinct UUIDs, by PCI address.
 fn accept<'a>(observed: &'a [GpuObservation], warnings: &mut Vec<TopologyWarning>) -> Vec<&'a GpuObservation> {
     let mut gpus: Vec<&GpuObservation> = observed.iter().collect();
     gpus.sort_by(|a, b| (a.pci, &a.uuid, a.index).cmp(&(b.pci, &b.uuid, b.index)));

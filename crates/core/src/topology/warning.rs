@@ -137,7 +137,7 @@ pub enum TopologyWarning {
         pci: PciAddress,
         /// Its UUID.
         uuid: GpuUuid,
-        /// The GPUs of its model, itself included.
+        /// The number of GPUs of its model, itself included.
         of: usize,
         /// The difference.
         oddity: Oddity,

@@ -41,8 +41,8 @@ fn state_with(door: Door, first: &serde_json::Value) -> NodeState {
 
 fn options() -> InjectionOptions {
     let cdi = CdiOptions { kind: "v/gpu".to_owned(), annotation_prefix: None, cri: true };
-    // Strategies of the device plugin, which claims ignore.
     let mps_root = "/run/nvidia/mps".to_owned();
+    // Claims ignore `envvar` and `device_nodes`, strategies of the device plugin.
     InjectionOptions { envvar: true, device_nodes: true, cdi: Some(cdi), mps_root, ..InjectionOptions::default() }
 }
 
@@ -379,7 +379,7 @@ fn opaque_settings_are_enforced_or_refused_by_name() {
     let config = &mut claim.status.allocation.as_mut().unwrap().devices.config[0];
     config.opaque.as_mut().unwrap().driver = "dra.net".to_owned();
     assert!(planned(&claim).is_ok());
-    // MPS works on whole GPUs only.
+    // The kind of device is checked before the sharing.
     let mps = mig(r#","sharing":{"strategy":"MPS"}"#);
     let error = with(&[("FromClaim", &["a"], &mps)]).unwrap_err();
     assert!(error.contains("is given for the request 'a/b'"), "{error}");
