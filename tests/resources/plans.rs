@@ -63,11 +63,15 @@ fn impossible_plan_is_withheld_and_named() {
             "nvidia.com/gpu: 2 of its devices are to be shared, the node has 1; these are shared",
             15,
         ),
-        (slicing(vec![devices(list("1"))]), "nvidia.com/gpu has no device 1 that could be shared; the others are", 14),
+        (
+            slicing(vec![devices(list("1"))]),
+            "nvidia.com/gpu has no device 1 that could be shared; the others are shared",
+            14,
+        ),
         (
             slicing(vec![devices(list(GONE))]),
             "nvidia.com/gpu has no device GPU-99999999-0000-4000-8000-000000000000 that could be shared; the others \
-             are",
+             are shared",
             14,
         ),
         (
@@ -371,7 +375,7 @@ fn mig_devices_are_ordered_and_unique() {
         (0..7).map(|index| (1, index)).chain([(2, 0), (2, 1), (2, 2), (3, 0), (3, 1)]).collect();
     assert_eq!(order, whole_order);
     let texts: Vec<String> = warnings.iter().map(ToString::to_string).collect();
-    let expected = "GPU 0000:4e:00.0: one of its MIG devices is left out, because another has its UUID too, \
+    let expected = "GPU 0000:4e:00.0: one of its MIG devices is left out, because another MIG device has the same UUID, \
                  MIG-00000010-0000-0000-0000-000000000000";
     assert_eq!(texts, [expected]);
     // A topology that is restricted to some GPUs has their MIG devices.

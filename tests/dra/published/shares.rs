@@ -107,7 +107,7 @@ fn rows_for_sharing_choose_the_gpus_of_dra() {
     assert_eq!((shared(&rows), stderr.as_str()), (vec!["gpu-0 in 2".to_owned(), "gpu-1 in 3".to_owned()], ""));
     let some = ", filter: {exclude: [0, 1, 4, 6, 7]}";
     let fewer = "linkwise: nvidia.com/gpu: 4 of its devices are to be shared, the node has 3; these are shared\n";
-    let absent = "linkwise: nvidia.com/gpu has no device 9 that could be shared; the others are\n";
+    let absent = "linkwise: nvidia.com/gpu has no device 9 that could be shared; the others are shared\n";
     for (devices, names, warning) in [
         ("2", &["gpu-2 in 2", "gpu-3 in 2"][..], ""),
         ("4", &["gpu-2 in 2", "gpu-3 in 2", "gpu-5 in 2"], fewer),

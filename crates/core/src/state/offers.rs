@@ -169,7 +169,7 @@ impl Offers {
         self.resources.values().flat_map(|resource| resource.devices.values())
     }
 
-    /// The devices of all resources, each with true if it is an orphan.
+    /// The devices of all resources, each with true if it is an orphan, and those of DRA, each with true if it is gone.
     pub(super) fn listed(&self) -> impl Iterator<Item = (&Device, bool)> + Clone {
         let through_plugin = self.resources.values().flat_map(|resource| {
             resource.devices.iter().map(|(id, device)| (device, resource.orphans.contains_key(id)))
@@ -232,7 +232,7 @@ impl Offers {
         }
     }
 
-    /// Sets the NUMA nodes of all devices again, orphans included.
+    /// Sets the NUMA nodes of the resources' devices again, orphans included.
     pub(super) fn set_numa_hints(&mut self, hints: NumaHints, hardware: &Hardware) {
         self.numa_hints = hints;
         for device in self.resources.values_mut().flat_map(|resource| resource.devices.values_mut()) {

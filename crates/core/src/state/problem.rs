@@ -37,7 +37,7 @@ pub enum PlanProblem {
     #[error("{0}: {1} of its devices are to be shared, the node has {2}; these are shared")]
     TooFewDevices(ResourceName, u32, usize),
     /// The plan shares a device that the resource does not have.
-    #[error("{0} has no device {1} that could be shared; the others are")]
+    #[error("{0} has no device {1} that could be shared; the others are shared")]
     NoSuchDevice(ResourceName, DeviceSelector),
     /// MPS does not work on GPUs in MIG mode.
     #[error("{0} is to be shared by MPS, but GPUs {gpus} are in MIG mode; it is not offered", gpus = list(.1))]

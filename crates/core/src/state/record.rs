@@ -123,7 +123,7 @@ pub struct Accepted {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct LastSeen {
-    /// The recovery action; `None` if the driver reports none.
+    /// The recovery action; `None` if the driver does not report recovery actions.
     pub action: Option<RecoveryAction>,
     /// True if the GPU can remap rows.
     pub remaps: bool,

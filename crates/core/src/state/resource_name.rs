@@ -29,7 +29,7 @@ impl ResourceNameError {
     }
 }
 
-/// The prefix under which a quota names a resource. Kubernetes holds the name to its limits with this prefix.
+/// The prefix under which a quota names a resource. Kubernetes limits the length of the name with this prefix.
 const QUOTA_PREFIX: &str = "requests.";
 
 /// The longest DNS subdomain, in characters.

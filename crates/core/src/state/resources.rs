@@ -34,7 +34,7 @@ struct Shared<'a> {
     name: ResourceName,
     /// The resource to which they belong.
     of: &'a ResourceName,
-    /// The slots of each device.
+    /// The number of slots of each device.
     replicas: u32,
     /// The devices, without slots.
     devices: Vec<Device>,
@@ -177,7 +177,7 @@ impl Resources {
     }
 }
 
-/// The slots of some devices.
+/// The number of slots of some devices.
 fn slots(replicas: u32, devices: &[Device]) -> u64 {
     u64::from(replicas).saturating_mul(u64::try_from(devices.len()).unwrap_or(u64::MAX))
 }

@@ -35,7 +35,7 @@ pub enum TopologyWarning {
         uuid: GpuUuid,
     },
     /// Two MIG devices have one UUID, which is one device id: the second one cannot be offered.
-    #[error("GPU {0}: one of its MIG devices is left out, because another has its UUID too, {1}")]
+    #[error("GPU {0}: one of its MIG devices is left out, because another MIG device has the same UUID, {1}")]
     DuplicateMigUuid(PciAddress, MigUuid),
     /// Two GPUs have one address. Both are kept; links to that address count for neither.
     #[error("GPUs {a} and {b} both claim PCI address {pci}; both are kept, links to it count for neither")]

@@ -79,14 +79,14 @@ pub(super) struct Found {
 pub(super) struct LibraryFinder {
     root: PathBuf,
     settled_after: Duration,
-    /// The state that the result depends on: the loaded version, and the state of each existing folder and of the
-    /// linker's cache.
+    /// The state that the result depends on: the loaded version, and the state of each usual folder and of the
+    /// linker's cache; `None` for one that is missing.
     key: (Option<String>, Vec<Option<Stamp>>),
     found: Option<Found>,
     reads: u64,
 }
 
-/// The state of a file or folder. The state of a folder is equal as long as no name in it comes or goes.
+/// The state of a file or folder. It changes if a name in the folder comes or goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stamp {
     device_and_inode: (u64, u64),
@@ -231,7 +231,7 @@ const MAGIC: &[u8] = b"glibc-ld.so.cache1.1";
 /// The mask of the architecture in an entry's flags; for 32-bit x86 these bits are 0.
 const ARCHITECTURE: usize = 0xff00;
 
-/// The longest file that is read. A host with 10,000 libraries has 1 MiB.
+/// The longest cache that is read, in bytes. That of a host with 10,000 libraries has 1 MiB.
 const MAX_FILE: u64 = 16 << 20;
 
 /// The folders from `root` that have the 64-bit library of this soname; empty if there is no cache of this format.

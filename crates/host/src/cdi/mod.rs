@@ -81,7 +81,7 @@ pub struct DeviceEntry {
     pub nodes: Vec<String>,
     /// Files and folders below the driver root that come with it.
     pub files: Vec<String>,
-    /// Set if it is part of the device `all`. A GPU that has left the node is not, but keeps its entry for the
+    /// True if it is part of the device `all`. A GPU that has left the node is not, but keeps its entry for the
     /// containers that hold it.
     pub is_present: bool,
 }

@@ -145,9 +145,9 @@ impl Scanner {
         if in_driver_root { &self.roots.driver_here } else { Path::new("/") }
     }
 
-    /// All GPUs that were ever offered, and the MIG devices that are offered and exist.
+    /// The GPUs that are offered or held, and the MIG devices that are offered and exist.
     ///
-    /// A GPU that has left stays, because its containers may be started again. A MIG device that has left does not: the
+    /// A GPU that has left stays while it is held, because its containers may be started again. A MIG device that has left does not: the
     /// numbers of its instances, and with them its nodes, go to the next device that is made. A container that is
     /// started again under the old name would get another container's device.
     fn devices(&self, snapshot: &NodeState, warnings: &mut Vec<Warning>) -> Vec<DeviceEntry> {

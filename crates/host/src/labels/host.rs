@@ -10,7 +10,7 @@ use std::path::Path;
 use linkwise_core::publish::labels::{HostFacts, Vgpu};
 use linkwise_system::files;
 
-/// The most bytes of the machine type file that are read; a label's value has 63 characters.
+/// The largest machine type file that is read, in bytes; a label's value has 63 characters.
 const MAX_MACHINE_TYPE: u64 = 4096;
 
 const NVIDIA: &str = "0x10de";

@@ -27,7 +27,7 @@ pub(super) struct Limits {
     /// The most elements inside of each other.
     pub depth: usize,
     pub elements: usize,
-    /// Set if words between elements are skipped; otherwise they are an error.
+    /// True if words between elements are skipped; otherwise they are an error.
     pub can_have_text: bool,
 }
 

@@ -172,8 +172,8 @@ impl Draft<'_> {
         self.text("addressingMode", Some(&gpu.facts.addressing_mode.map_or(String::new(), |mode| mode.to_string())));
         self.text(&format!("{STANDARD}/pcieRoot"), gpu.pcie_root.as_ref());
         self.text(&format!("{STANDARD}/pciBusID"), Some(gpu.pci).filter(|pci| pci.domain() <= MAX_DOMAIN));
-        // NICs and CPUs have to be on this node too. If the GPU's memory is a NUMA node without CPUs, the nearest node
-        // with CPUs is used.
+        // Claims want NICs and CPUs on this NUMA node too. If the GPU's memory is a NUMA node without CPUs, the nearest
+        // node with CPUs is used.
         let numa = gpu.cpu_node.or(gpu.numa).map(|numa| numa.0);
         self.number(&format!("{STANDARD}/numaNode"), numa);
         self.number("dra.net/numaNode", numa);

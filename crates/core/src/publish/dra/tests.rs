@@ -107,7 +107,7 @@ fn cordon_is_a_taint_beside_those_of_health() {
 }
 
 #[test]
-fn groups_are_of_the_published_gpus_alone() {
+fn nvlink_domains_are_of_published_gpus_alone() {
     let observed = chain();
     let domains = |gpus: &[u32]| -> Vec<Option<String>> {
         let exclude = (0..4).filter(|index| !gpus.contains(index)).map(GpuSelector::Index).collect();

@@ -216,7 +216,7 @@ fn most_frequent_of_several_models_gives_the_labels() {
 }
 
 #[test]
-fn missing_fact_costs_one_label() {
+fn missing_fact_costs_its_own_labels() {
     let whole = labels_of(&[full()], ResourcePlan::default());
     for (fact, missing) in [
         ("memory_mib", &["gpu.memory"][..]),
