@@ -375,8 +375,8 @@ fn mig_devices_are_ordered_and_unique() {
         (0..7).map(|index| (1, index)).chain([(2, 0), (2, 1), (2, 2), (3, 0), (3, 1)]).collect();
     assert_eq!(order, whole_order);
     let texts: Vec<String> = warnings.iter().map(ToString::to_string).collect();
-    let expected = "GPU 0000:4e:00.0: one of its MIG devices is left out, because another MIG device has the same UUID, \
-                 MIG-00000010-0000-0000-0000-000000000000";
+    let expected = "GPU 0000:4e:00.0: one of its MIG devices is left out, because another MIG device has the same \
+                    UUID, MIG-00000010-0000-0000-0000-000000000000";
     assert_eq!(texts, [expected]);
     // A topology that is restricted to some GPUs has their MIG devices.
     let some = topology.restricted(&[3, 0]);

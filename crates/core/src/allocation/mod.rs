@@ -81,8 +81,7 @@ pub enum AllocationPolicy {
     Packed,
 }
 
-/// The answer: ids of the request, by the PCI addresses of their GPUs. After a fallback `must_include` comes first, and
-/// each list is sorted by id.
+/// The answer: ids of the request, by PCI address; after a fallback by id, those of `must_include` first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PreferredAllocation {
     /// The devices to take.

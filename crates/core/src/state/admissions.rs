@@ -3,8 +3,7 @@
 //!
 //! The ledger keeps admissions. An admission is noted when the device plugin answers Allocate and when our DRA plugin
 //! prepares a claim. It is kept, over our restarts too, until the kubelet no longer lists the devices or the claim is
-//! unprepared. Admissions decide nothing about devices, except that devices count as held until the kubelet lists their
-//! container.
+//! unprepared. Admissions decide only that devices count as held until the kubelet lists their container.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};

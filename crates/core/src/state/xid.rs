@@ -134,8 +134,8 @@ impl XidPolicy {
     }
 
     /// Returns true if a reason makes a GPU unhealthy. If every health check is disabled, only these do: XIDs that are
-    /// enabled or have a class by number (48 also for double-bit ECC errors), a GPU that is gone or not on the bus, NVML
-    /// unavailable where the operator wants that to count, and reasons that are not about health.
+    /// enabled or have a class by number (48 also for double-bit ECC errors), a GPU that is gone or not on the bus,
+    /// NVML unavailable where the operator wants that to count, and reasons that are not about health.
     pub(super) fn counts(&self, reason: &UnhealthyReason) -> bool {
         match reason {
             _ if self.disabled != XidSet::All => true,

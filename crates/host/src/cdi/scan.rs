@@ -147,9 +147,9 @@ impl Scanner {
 
     /// The GPUs that are offered or held, and the MIG devices that are offered and exist.
     ///
-    /// A GPU that has left stays while it is held, because its containers may be started again. A MIG device that has left does not: the
-    /// numbers of its instances, and with them its nodes, go to the next device that is made. A container that is
-    /// started again under the old name would get another container's device.
+    /// A GPU that has left stays while it is held, because its containers may be started again. A MIG device that has
+    /// left does not: the numbers of its instances, and with them its nodes, go to the next device that is made. A
+    /// container that is started again under the old name would get another container's device.
     fn devices(&self, snapshot: &NodeState, warnings: &mut Vec<Warning>) -> Vec<DeviceEntry> {
         let topology = snapshot.topology();
         let offers = snapshot.offers();

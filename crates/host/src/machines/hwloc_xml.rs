@@ -104,7 +104,7 @@ fn host_bridge(
 /// A GPU or NIC, or a bridge with such devices below. Upstream and downstream ports alternate on the way down; `port`
 /// is the kind of port that a bridge at this depth is.
 fn device(object: Element<'_>, port: PciKind, depth: usize, version: u32, notes: &mut Notes) -> Option<PciObservation> {
-    let (port, nics, devices) = match kind(object) {
+    let (kind, nics, devices) = match kind(object) {
         "Bridge" if depth > MAX_BRIDGES => {
             return notes.none(object, format!("bridges nest deeper than {MAX_BRIDGES}; left out"));
         }
@@ -123,15 +123,15 @@ fn device(object: Element<'_>, port: PciKind, depth: usize, version: u32, notes:
         }
         _ => return None,
     };
-    if port != PciKind::Gpu && nics.is_empty() && devices.is_empty() {
+    if kind != PciKind::Gpu && nics.is_empty() && devices.is_empty() {
         return None;
     }
     let pci = address(object);
     if pci.is_none() {
         notes.add(object, "without a PCI address");
     }
-    let class = class_number(object).filter(|_| port == PciKind::Gpu).and_then(DisplayClass::new);
-    Some(PciObservation { class, nics, devices, ..PciObservation::new(pci, port) })
+    let class = class_number(object).filter(|_| kind == PciKind::Gpu).and_then(DisplayClass::new);
+    Some(PciObservation { class, nics, devices, ..PciObservation::new(pci, kind) })
 }
 
 fn nic(device: Element<'_>, version: u32) -> Option<NicObservation> {

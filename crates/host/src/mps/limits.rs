@@ -17,13 +17,13 @@ pub struct Limits {
     pub thread_percentage: u32,
     /// The memory of each GPU, in the order in which the daemon numbers them.
     pub memory: Vec<MemoryLimit>,
-    /// Set if the daemon sees only these GPUs.
+    /// True if the daemon sees only these GPUs.
     pub shown_only: bool,
-    /// Set if the GPUs refuse processes that are not clients: always, except if several claims share a GPU and some of
+    /// True if the GPUs refuse processes that are not clients: always, except if several claims share a GPU and some of
     /// them do not use MPS.
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub exclusive: bool,
-    /// Set if the daemon and its clients have shared memory of their own, as those of claims have. Earlier releases
+    /// True if the daemon and its clients have shared memory of their own, as those of claims have. Earlier releases
     /// gave claims none, and do not write this key.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub own_shm: bool,

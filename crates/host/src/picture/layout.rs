@@ -78,7 +78,7 @@ pub(super) struct Shape {
     pub lines: Vec<String>,
     /// The text that a viewer shows when the pointer is on the shape; may be empty.
     pub tooltip: String,
-    /// Set in a row that is upside down, where the text of a frame is at its bottom.
+    /// True in a row that is upside down, where the text of a frame is at its bottom.
     pub is_flipped: bool,
     /// The index of a GPU in `NodeTopology::gpus`.
     pub gpu: Option<usize>,

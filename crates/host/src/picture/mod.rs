@@ -51,7 +51,7 @@ pub enum Holder {
 pub struct Mark {
     /// The holder.
     pub holder: Holder,
-    /// Set if the GPU may not be given out.
+    /// True if the GPU may not be given out.
     pub is_sick: bool,
     /// The lines below its address; long ones are cut.
     pub lines: Vec<String>,
@@ -92,7 +92,7 @@ struct Link {
     b: usize,
     count: u32,
     kind: LineKind,
-    /// Set if the GPUs are in different packages.
+    /// True if the GPUs are in different packages.
     crosses: bool,
 }
 

@@ -32,7 +32,7 @@ const LIMITS: Limits = Limits { depth: 28, elements: 1 << 14, can_have_text: fal
 struct Found<'d> {
     notes: Notes,
     gpus: Vec<Candidate<'d>>,
-    /// Set if a NIC had to be named after its address.
+    /// True if a NIC had to be named after its address.
     has_unnamed_nics: bool,
 }
 
@@ -101,7 +101,7 @@ fn this_host<'d>(system: Element<'d>, notes: &mut Notes) -> Vec<Element<'d>> {
     cpus
 }
 
-/// Records a NUMA node; returns its number, `None` if the kernel has none (-1).
+/// Records a NUMA node; returns its number, `None` if it is unknown.
 fn observe_numa(cpu: Element<'_>, host: &mut HostObservation, notes: &mut Notes) -> Option<NumaNodeId> {
     let model = model(cpu, notes);
     match (&host.cpu, &model) {
