@@ -124,8 +124,8 @@ impl Configs {
         Ok(Self(read))
     }
 
-    /// The MPS settings for a device, with the configuration's number, if the device's configuration requests MPS. `request`
-    /// may have an alternative, `gpus/quad`; a configuration for `gpus` applies to it too. A configuration that names no
+    /// The MPS settings for a device and its configuration's number, if that configuration requests MPS. `request` may
+    /// have an alternative, `gpus/quad`; a configuration for `gpus` applies to it too. A configuration that names no
     /// request is for all devices of its kind.
     ///
     /// # Errors
