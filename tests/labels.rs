@@ -14,7 +14,7 @@ use linkwise_host::labels::own_fabric;
 use linkwise_host::machines;
 use proptest::prelude::*;
 
-use crate::dra::published::golden::holds;
+use crate::dra::published::golden::assert_golden;
 use crate::dra::published::limits::mig_device;
 use crate::random_node;
 
@@ -99,7 +99,7 @@ fn built_in_machines_keep_their_labels() {
         ] {
             write!(golden, "\n{case}\n{}", difference(&plain, &of(observed, plan))).unwrap();
         }
-        holds(&format!("labels-{}", machine.name), &golden);
+        assert_golden(&format!("labels-{}", machine.name), &golden);
     }
 }
 

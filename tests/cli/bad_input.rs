@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use tempfile::TempDir;
 
 use crate::cli::linkwise;
-use crate::dra::published::golden::holds;
+use crate::dra::published::golden::assert_golden;
 
 /// Runs a command that prints nothing on standard output; returns its exit code and standard error.
 fn refusal(args: &[&str]) -> (Option<i32>, String) {
@@ -20,7 +20,7 @@ fn refusal(args: &[&str]) -> (Option<i32>, String) {
 }
 
 /// Asserts that the command fails with one line that contains all texts in `named`.
-fn refused(args: &[&str], named: &[&str]) {
+fn assert_refused(args: &[&str], named: &[&str]) {
     let (code, error) = refusal(args);
     assert_eq!(code, Some(1), "{args:?}: {error}");
     let one_line = error.starts_with("linkwise: ") && error.lines().count() == 1 && error.ends_with('\n');
@@ -49,13 +49,13 @@ fn unknown_machine_is_named() {
     let folder = folder.path().to_str().unwrap();
     let missing = format!("{folder}/missing.yaml");
     for args in with_machine(&missing) {
-        refused(&args, &[&missing, "No such file"]);
+        assert_refused(&args, &[&missing, "No such file"]);
     }
     for args in with_machine(folder) {
-        refused(&args, &[folder, "directory"]);
+        assert_refused(&args, &[folder, "directory"]);
     }
     for args in with_machine("dgx-h200") {
-        refused(&args, &["'dgx-h200'", "dgx1-v100, dgx2-v100, dgx-a100, dgx-h100, hgx-h200"]);
+        assert_refused(&args, &["'dgx-h200'", "dgx1-v100, dgx2-v100, dgx-a100, dgx-h100, hgx-h200"]);
     }
 }
 
@@ -77,19 +77,19 @@ fn broken_node_file_is_named_with_line() {
     for (text, named) in cases {
         let (_folder, path) = file(text);
         for args in with_machine(path.to_str().unwrap()) {
-            refused(&args, &[&["node.yaml"], named].concat());
+            assert_refused(&args, &[&["node.yaml"], named].concat());
         }
     }
     let (_folder, path) = file(deep.as_bytes());
     let slices = format!("--cluster={}", path.to_str().unwrap());
-    refused(&["claim", "--gpus", "2", &slices], &["node.yaml: ", "nested too deeply", "line 2"]);
-    refused(&["config", "show", "--config-file", path.to_str().unwrap()], &["line 2", "nested too deeply"]);
+    assert_refused(&["claim", "--gpus", "2", &slices], &["node.yaml: ", "nested too deeply", "line 2"]);
+    assert_refused(&["config", "show", "--config-file", path.to_str().unwrap()], &["line 2", "nested too deeply"]);
 }
 
 #[test]
 fn impossible_choice_reports_cause() {
     let allocate =
-        |more: &[&str], named: &[&str]| refused(&[&["allocate", "--node", "dgx-h100"], more].concat(), named);
+        |more: &[&str], named: &[&str]| assert_refused(&[&["allocate", "--node", "dgx-h100"], more].concat(), named);
     allocate(&["--size", "9"], &["cannot choose 9 GPUs", "8 are available"]);
     allocate(&["--size", "0"], &["cannot choose 0 GPUs"]);
     allocate(&["--size", "18446744073709551615"], &["cannot choose 18446744073709551615 GPUs"]);
@@ -100,17 +100,17 @@ fn impossible_choice_reports_cause() {
     allocate(&["--size", "1", "--must-include", "GPU-nobody"], &["no GPU GPU-nobody"]);
     let (_folder, path) = file(b"version: 1\nname: bare\nobserved: {gpus: []}\n");
     let path = path.to_str().unwrap();
-    refused(&["allocate", "--size", "1", "--node", path], &["cannot choose 1 GPUs", "0 are available"]);
+    assert_refused(&["allocate", "--size", "1", "--node", path], &["cannot choose 1 GPUs", "0 are available"]);
     for exact in [&[][..], &["--exact"]] {
         let claim = ["claim", "--gpus", "1", "--node", path];
-        refused(&[&claim, exact].concat(), &["--gpus 1 with --node", "the largest has 0"]);
+        assert_refused(&[&claim, exact].concat(), &["--gpus 1 with --node", "the largest has 0"]);
     }
 }
 
 #[test]
 fn missing_nvml_reports_cause_and_remedy() {
     for args in [vec!["topology"], vec!["allocate", "--size", "1"]] {
-        refused(&args, &["/no/such/libnvidia-ml.so.1", "--node"]);
+        assert_refused(&args, &["/no/such/libnvidia-ml.so.1", "--node"]);
     }
 }
 
@@ -152,7 +152,7 @@ fn removed_names_are_refused_with_the_remedy() {
         assert_eq!((code, error.lines().count()), (Some(2), 1), "{error}");
         text += &error;
     }
-    holds("removed-names", &text);
+    assert_golden("removed-names", &text);
     let mut run = linkwise(&["config", "show"]);
     let output = run.env("LINKWISE_DRA_GROUPS", "2").env("LINKWISE_TRACES_ENDPOINT", "").output().unwrap();
     let error = String::from_utf8(output.stderr).unwrap();

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 
 use crate::cli::{linkwise, text};
-use crate::dra::published::golden::holds;
+use crate::dra::published::golden::assert_golden;
 
 fn configs() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/configs")
@@ -47,7 +47,7 @@ fn nvidias_examples_have_their_effect() {
         let checked = self::text(linkwise(&["config", "check", &path]).current_dir(configs()));
         assert_eq!(checked, format!("{path}: valid\n"));
     }
-    holds("config-nvidia", &text);
+    assert_golden("config-nvidia", &text);
 }
 
 #[test]
@@ -55,14 +55,14 @@ fn show_prints_values_and_origins() {
     for file in files("linkwise") {
         let path = format!("linkwise/{file}");
         let mut command = linkwise(&["config", "show", "--config-file", &path]);
-        holds(&format!("config-show-{file}"), &text(command.current_dir(configs())));
+        assert_golden(&format!("config-show-{file}"), &text(command.current_dir(configs())));
     }
     let args =
         ["config", "show", "--config-file=nvidia/mixed.yaml", "--device-id-strategy=index", "--imex-channel-ids=0"];
     let mut command = linkwise(&args);
     command.env("MIG_STRATEGY", "single").env("PASS_DEVICE_SPECS", "true").current_dir(configs());
-    holds("config-show-who", &text(&mut command));
-    holds("config-show-defaults", &text(&mut linkwise(&["config", "show"])));
+    assert_golden("config-show-who", &text(&mut command));
+    assert_golden("config-show-defaults", &text(&mut linkwise(&["config", "show"])));
 }
 
 #[test]
@@ -87,7 +87,7 @@ fn check_reports_all_problems() {
             more => assert_eq!(error, format!("linkwise: {file}: {more} problems\n")),
         }
         assert_eq!(output.status.code(), Some(if file == "ignored.yaml" { 0 } else { 1 }), "{file}");
-        holds(&format!("config-check-{file}"), &report);
+        assert_golden(&format!("config-check-{file}"), &report);
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use crate::cli::text;
-use crate::dra::published::golden::are_refused;
+use crate::dra::published::golden::assert_all_refused;
 
 /// Runs the program; returns its output.
 fn linkwise(args: &[&str]) -> String {
@@ -66,7 +66,7 @@ fn every_command_has_page_and_completions() {
 
 #[test]
 fn folder_that_cannot_be_made_is_named() {
-    are_refused(&["man"], &[(&["/dev/null/man"], "cannot make /dev/null/man")]);
+    assert_all_refused(&["man"], &[(&["/dev/null/man"], "cannot make /dev/null/man")]);
 }
 
 /// Bash's completions of the last word.

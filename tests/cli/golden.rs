@@ -2,7 +2,7 @@
 //! `INSTA_UPDATE=always cargo test --test all cli::` and read the difference.
 
 use crate::cli::{MACHINES, linkwise, text};
-use crate::dra::published::golden::holds;
+use crate::dra::published::golden::assert_golden;
 
 /// Replaces the duration of the choice, which differs at each run.
 fn timeless(text: &str) -> String {
@@ -20,9 +20,9 @@ fn timeless(text: &str) -> String {
 #[test]
 fn topologies() {
     for machine in MACHINES {
-        holds(&format!("topology-{machine}"), &text(&mut linkwise(&["topology", "--node", machine])));
+        assert_golden(&format!("topology-{machine}"), &text(&mut linkwise(&["topology", "--node", machine])));
     }
-    holds("topology-list", &text(&mut linkwise(&["topology", "--list"])));
+    assert_golden("topology-list", &text(&mut linkwise(&["topology", "--list"])));
 }
 
 #[test]
@@ -34,12 +34,12 @@ fn choices() {
         let shown = text(&mut linkwise(&args));
         let timeless = timeless(&shown);
         assert_eq!(timeless.matches("TIME").count(), 1, "{shown}");
-        holds(&format!("allocate-{machine}"), &timeless);
+        assert_golden(&format!("allocate-{machine}"), &timeless);
         let explained = text(&mut linkwise(&[args.as_slice(), &["--explain"]].concat()));
-        holds(&format!("explain-{machine}"), &explained);
+        assert_golden(&format!("explain-{machine}"), &explained);
     }
     let few = ["allocate", "--node", "dgx1-v100", "--size", "2", "--available", "0,1,4", "--explain"];
-    holds("explain-0-and-4", &text(&mut linkwise(&few)));
+    assert_golden("explain-0-and-4", &text(&mut linkwise(&few)));
     let all = text(&mut linkwise(&["allocate", "--node", "dgx-h100", "--size", "8"]));
-    holds("allocate-all", &timeless(&all));
+    assert_golden("allocate-all", &timeless(&all));
 }

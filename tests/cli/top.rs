@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use serde_json::{Value, json};
 
 use crate::cli::{OnTerminal, linkwise, text};
-use crate::dra::published::golden::holds;
+use crate::dra::published::golden::assert_golden;
 
 /// A stand-in for `linkwise run` that answers `GET /state` on an admin socket.
 pub(super) struct Neighbour {
@@ -117,7 +117,7 @@ fn piped_text_is_printed_once_and_plain() {
     let neighbour = Neighbour::started(state());
     let shown = text(&mut neighbour.ask(&["top"]));
     assert!(!shown.contains('\x1b'), "{shown:?}");
-    holds("top", &ageless(&shown));
+    assert_golden("top", &ageless(&shown));
     let once = text(&mut neighbour.ask(&["admin", "state", "--format", "text"]));
     assert_eq!(ageless(&once), ageless(&shown));
 }

@@ -90,7 +90,7 @@ fn holds(setup: &Setup, name: &str, text: &str) {
     let uid = std::os::unix::fs::MetadataExt::uid(&fs::metadata(setup.at("")).unwrap());
     let root = setup.at("").display().to_string();
     let text = text.replace(root.trim_end_matches('/'), "ROOT").replace(&format!("as uid {uid}"), "as uid N");
-    golden::holds(name, &text);
+    golden::assert_golden(name, &text);
 }
 
 #[tokio::test]

@@ -6,7 +6,7 @@ use linkwise_scheduler_box::{Cluster, Failure};
 use serde_json::{Value, json};
 
 use crate::dra::model::published::{Node, allocation, claim, classes, gpus, node, nodes};
-use crate::dra::published::golden::holds;
+use crate::dra::published::golden::assert_golden;
 use crate::oracle::{Oracle, Set, subsets};
 
 /// A node of a cluster: its machine under another name.
@@ -201,5 +201,5 @@ fn unlike_nodes_are_compared_by_class() {
             }
         }
     }
-    holds("dra-unlike-nodes", &report);
+    assert_golden("dra-unlike-nodes", &report);
 }

@@ -6,7 +6,7 @@ use linkwise_host::machines;
 use serde_json::Value;
 
 use super::fleet;
-use super::golden::{are_refused, holds, linkwise};
+use super::golden::{assert_all_refused, assert_golden, linkwise};
 use super::limits::published;
 
 /// A claim that the API server accepts, printed with nothing on standard error.
@@ -122,7 +122,7 @@ fn claims_are_printed_as_documented() {
         ("rails", &["--gpus", "4", "--rails", "0,2", "--kind", "template"]),
         ("mig-pod", &["--mig", "1g.10gb", "--kind", "pod", "--name", "small"]),
     ] {
-        holds(&format!("claim-{name}"), &linkwise(&[&["claim"], args].concat()));
+        assert_golden(&format!("claim-{name}"), &linkwise(&[&["claim"], args].concat()));
     }
     let yaml = linkwise(&["claim", "--gpus", "4", "--kind", "pod"]);
     let json = linkwise(&["claim", "--gpus", "4", "--kind", "pod", "--format", "json"]);
@@ -181,5 +181,5 @@ fn impossible_claims_are_refused_by_name() {
         (&["--name", "A_B"], "'A_B' for '--name"),
         (&["--gpus", "2", "--node", "no-such-machine"], "no machine is called 'no-such-machine'"),
     ];
-    are_refused(&["claim"], cases);
+    assert_all_refused(&["claim"], cases);
 }

@@ -5,7 +5,7 @@ use std::io::Write as _;
 use serde_json::{Value, json};
 
 use super::fleet::nodes;
-use super::golden::{are_refused, holds, linkwise, run};
+use super::golden::{assert_all_refused, assert_golden, linkwise, run};
 
 /// The attribute of the claim's last constraint, and the command's standard error.
 fn named(args: &[&str]) -> (Option<String>, String) {
@@ -39,11 +39,11 @@ fn exact_claims_are_printed_as_documented() {
     for (name, args) in
         [("exact", &["--gpus", "4"][..]), ("exact-nics", &["--gpus", "2", "--near", "nic", "--kind", "template"])]
     {
-        holds(&format!("claim-{name}"), &linkwise(&[&["claim", "--exact"], args].concat()));
+        assert_golden(&format!("claim-{name}"), &linkwise(&[&["claim", "--exact"], args].concat()));
     }
     let reports =
         |machine: &str| ["1", "2", "3", "4", "8"].map(|size| named(&["--gpus", size, "--node", machine]).1).concat();
-    holds("claim-exact-says", &["dgx1-v100", "aws-p5", "pcie-8x-pix-pairs"].map(reports).join("\n"));
+    assert_golden("claim-exact-says", &["dgx1-v100", "aws-p5", "pcie-8x-pix-pairs"].map(reports).join("\n"));
 }
 
 #[test]
@@ -101,7 +101,7 @@ fn sick_old_and_incomplete_devices_do_not_count() {
     let (_, stderr) = named(&["--gpus", "8", "--near", "nic", &cluster(&file(&whole, false))]);
     assert!(stderr.contains("room for 1 claim of 8"), "{stderr}");
     let refused = |slices: &[Value], error: &str| {
-        are_refused(&["claim", "--exact", "--gpus", "8"], &[(&[&cluster(&file(slices, false))], error)]);
+        assert_all_refused(&["claim", "--exact", "--gpus", "8"], &[(&[&cluster(&file(slices, false))], error)]);
     };
     refused(&sick, "no group has 8 GPUs (1 node of 7");
     // The newer generation of the pool is still being written.
@@ -128,5 +128,5 @@ fn impossible_exact_claims_are_refused_by_name() {
         (&["--exact", "--gpus", "2", missing], "cannot open /none/slices.json"),
         (&["--exact", "--gpus", "2", &other], "is not a list of ResourceSlices"),
     ];
-    are_refused(&["claim"], cases);
+    assert_all_refused(&["claim"], cases);
 }

@@ -6,7 +6,7 @@ use linkwise_api_server_box::{Gates, ResourceType, stored};
 use serde_json::{Value, json};
 
 use super::exact::{cluster, file, slices};
-use super::golden::{are_refused, holds, run};
+use super::golden::{assert_all_refused, assert_golden, run};
 
 /// The claim that the command prints, which the API server accepts, and the command's standard error.
 pub fn claim(args: &[&str]) -> Result<(Value, String), String> {
@@ -50,7 +50,7 @@ fn fleet_of_unlike_machines_has_one_order() {
             text += &(selector.map(selected).unwrap_or_default() + "\n");
         }
     }
-    holds("claim-fleet", &text);
+    assert_golden("claim-fleet", &text);
 }
 
 #[test]
@@ -197,5 +197,5 @@ fn impossible_claims_for_a_fleet_are_refused_by_name() {
         (&["--node", "dgx-a100", "--cluster", "--rails", "0"], "--cluster with --rails"),
         (&["--gpus", "9", "--node", "dgx1-v100", "--node", "dgx-a100", "--strict"], "the largest has 8"),
     ];
-    are_refused(&["claim"], cases);
+    assert_all_refused(&["claim"], cases);
 }

@@ -31,7 +31,7 @@ pub fn linkwise(args: &[&str]) -> String {
 }
 
 /// Checks that the command with each of these arguments fails, and that its error contains the text.
-pub fn are_refused(command: &[&str], cases: &[(&[&str], &str)]) {
+pub fn assert_all_refused(command: &[&str], cases: &[(&[&str], &str)]) {
     for (args, text) in cases {
         let error = run(&[command, args].concat()).unwrap_err();
         assert!(error.contains(text), "{args:?}: {error}");
@@ -46,7 +46,7 @@ pub fn config(text: &str) -> tempfile::TempPath {
 }
 
 /// Compares with tests/snapshots/NAME.snap.
-pub fn holds(name: &str, text: &str) {
+pub fn assert_golden(name: &str, text: &str) {
     let mut settings = insta::Settings::clone_current();
     settings.set_snapshot_path("../../snapshots");
     settings.set_prepend_module_to_snapshot(false);
@@ -109,13 +109,16 @@ fn built_in_machines_keep_their_slices() {
             let names: String = devices.iter().map(|device| device.name.clone() + "\n").collect();
             write!(golden, "\n{names}").unwrap();
         }
-        holds(&format!("dra-{}", machine.name), &golden);
+        assert_golden(&format!("dra-{}", machine.name), &golden);
     }
 }
 
 #[test]
 fn command_prints_what_the_machine_publishes() {
-    holds("dra-command-workstation-a6000", &linkwise(&["dra", "--node", "workstation-a6000", "--format", "yaml"]));
+    assert_golden(
+        "dra-command-workstation-a6000",
+        &linkwise(&["dra", "--node", "workstation-a6000", "--format", "yaml"]),
+    );
     for machine in machines::built_in() {
         let args = ["dra", "--node", machine.name, "--node-name", "gpu-1.example.org"];
         let list: serde_json::Value = serde_json::from_str(&linkwise(&args)).unwrap();

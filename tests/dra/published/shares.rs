@@ -7,7 +7,7 @@ use linkwise_core::state::{
 use linkwise_core::topology::NodeObservation;
 use linkwise_host::machines;
 
-use super::golden::{config, holds, linkwise, run};
+use super::golden::{assert_golden, config, linkwise, run};
 use super::limits::{idle, slices, with_all_facts};
 
 /// The devices that a machine publishes if its GPUs with these indices are shared.
@@ -91,7 +91,7 @@ fn command_prints_shared_gpus() {
     let sharing = format!("sharing: {{timeSlicing: {{resources: [{row}]}}}}");
     let config = config(&format!("version: v1\nlinkwise: {{naming: true}}\n{sharing}\n"));
     let args = ["--config-file", config.to_str().unwrap(), "--format", "yaml"];
-    holds("dra-command-shared", &linkwise(&[&["dra", "--node", "workstation-a6000"][..], &args].concat()));
+    assert_golden("dra-command-shared", &linkwise(&[&["dra", "--node", "workstation-a6000"][..], &args].concat()));
 }
 
 #[test]
