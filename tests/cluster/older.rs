@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use crate::cluster::support::like;
 use crate::dra::cluster::mig;
 use crate::dra::cluster::node::Node;
-use crate::dra::cluster::takeover::{World, ready};
+use crate::dra::cluster::takeover::{World, wait_ready};
 use crate::run::node::{Process, until};
 
 /// The number of upgrades, each of which a downgrade follows.
@@ -56,7 +56,7 @@ async fn change(world: &World, mut running: Process, change: Change, uid: &str) 
         running.ended().await;
     }
     let (next, address) = world.start(uid).await;
-    ready(address).await;
+    wait_ready(address).await;
     if let Change::Surged = change {
         running.signal("TERM");
         let (status, last) = running.ended().await;
@@ -78,7 +78,7 @@ async fn upgrade_and_downgrade(mut world: World, programs: [fn(&Node) -> Command
         let given = node.start_pod(&pod, &claim).await;
         world.command = programs[time % 2];
         running = change(&world, running, how, &format!("pod-{time}")).await;
-        world.goes_on(&format!("{how:?} {time}")).await;
+        world.wait_more_claims(&format!("{how:?} {time}")).await;
         assert!(load.try_join_next().is_none(), "{how:?} {time}");
         // The kubelet prepares the claim again, as after its own restart; the pod keeps its devices.
         assert_eq!(node.start_pod(&pod, &claim).await, given, "{how:?} {time}");

@@ -231,7 +231,7 @@ async fn every_documented_series_and_panel_has_data() {
         fleet.iter().chain(&of_node).map(|(_, expr)| expr.clone()).partition(|expr| is_of_dra(expr));
 
     let (mut before, prometheus) = scraped(&node, &program).await;
-    node.serves(8).await;
+    node.wait_serving(8).await;
     // The claim leaves GPUs of which no pair has two NVLinks, as other pairs have.
     let claim = node.claim("trained", &["gpu-2", "gpu-3", "gpu-4", "gpu-5"]);
     node.start_pod("trained", &claim).await;

@@ -284,7 +284,7 @@ impl Soak {
     pub async fn rollout(&mut self) {
         self.pods += 1;
         let next = spawn(&self.world.node, self.pods);
-        takeover::ready(up(&next).await).await;
+        takeover::wait_ready(up(&next).await).await;
         self.process.signal("TERM");
         let (status, last) = self.process.ended().await;
         if !status.success() {

@@ -57,12 +57,12 @@ fn methods(cluster: &Cluster) -> Vec<String> {
 #[tokio::test]
 async fn counters_are_written_before_devices() {
     let (cluster, mut writing) = writing(Pace { write: Duration::from_millis(50), ..PACE }).await;
-    let found = writing.reports(|stored| stored.is_read).await;
+    let found = writing.wait_report(|stored| stored.is_read).await;
     assert_eq!(found.version, ServerVersion::parse("1.36.2"));
     let wanted = pool(70, true);
     for round in 0..3 {
         writing.want(Arc::clone(&wanted));
-        let report = writing.reports(|stored| stored.is_current).await;
+        let report = writing.wait_report(|stored| stored.is_current).await;
         assert_eq!(report.slices, 3, "{round}");
         let written = cluster.slices();
         let created = |slice: &Value| slice["metadata"]["resourceVersion"].as_str().unwrap().parse::<u64>().unwrap();
@@ -81,7 +81,7 @@ async fn dropped_counters_stop_the_pool() {
     cluster.server.set_gates(NO_COUNTERS);
     let mut writing = write(&cluster, PACE);
     writing.want(pool(70, true));
-    let report = writing.reports(|stored| stored.drops_counters).await;
+    let report = writing.wait_report(|stored| stored.drops_counters).await;
     assert!(!report.is_current);
     assert_eq!((cluster.slices().len(), offered(&cluster.slices())), (1, 0), "only the slice without its counters");
     // The writer does not try again after another list.
@@ -90,7 +90,7 @@ async fn dropped_counters_stop_the_pool() {
     until(|| cluster.count("GET", "resourceslices") > lists).await;
     assert_eq!(methods(&cluster), ["POST"]);
     writing.want(pool(70, false));
-    writing.reports(|stored| stored.is_current).await;
+    writing.wait_report(|stored| stored.is_current).await;
     assert_eq!(offered(&cluster.slices()), 70);
 }
 
@@ -100,19 +100,19 @@ async fn counters_dropped_later_offer_nothing_twice() {
     for lost in [0, 3] {
         let (cluster, mut writing) = writing(PACE).await;
         writing.want(pool(130, true));
-        writing.reports(|stored| stored.is_current).await;
+        writing.wait_report(|stored| stored.is_current).await;
         assert_eq!(offered(&cluster.slices()), 130);
         // An upgrade disables the gate: stored slices keep their counters, and a new one loses them.
         cluster.server.set_gates(NO_COUNTERS);
         let name = cluster.slices()[lost]["metadata"]["name"].as_str().unwrap().to_owned();
         cluster.server.remove(&ResourceType::RESOURCE_SLICES.key(None, &name));
-        let report = writing.reports(|stored| stored.drops_counters).await;
+        let report = writing.wait_report(|stored| stored.drops_counters).await;
         assert!(!report.is_current);
         assert!(!is_complete(&cluster.slices()), "the pool is complete without counters: {lost}");
         let writes = methods(&cluster);
         assert_eq!(writes[4], if lost == 0 { "POST" } else { "PUT" }, "the slice with counters is not written first");
         writing.want(pool(130, false));
-        writing.reports(|stored| stored.is_current).await;
+        writing.wait_report(|stored| stored.is_current).await;
         assert_eq!((offered(&cluster.slices()), cluster.slices().len()), (130, 3));
         writing.running.end().await;
     }
@@ -123,11 +123,11 @@ async fn release_is_read_again_with_the_slices() {
     let cluster = Cluster::of_node().await;
     cluster.server.set_version("v1.35.6");
     let mut writing = write(&cluster, PACE);
-    writing.reports(|stored| stored.version == ServerVersion::parse("1.35.6")).await;
+    writing.wait_report(|stored| stored.version == ServerVersion::parse("1.35.6")).await;
     for text in ["v1.37.0-rc.1", "", "v1.36.3+vendor", "odd"] {
         cluster.server.set_version(text);
         cluster.server.expire_watches();
-        writing.reports(|stored| stored.version == ServerVersion::parse(text) && stored.is_read).await;
+        writing.wait_report(|stored| stored.version == ServerVersion::parse(text) && stored.is_read).await;
     }
 }
 
@@ -136,6 +136,6 @@ async fn unreadable_release_delays_the_report() {
     let cluster = Cluster::of_node().await;
     cluster.server.fail(Fault::of("GET", "/version", 2, Answer::Refusal(503, "starting", None)));
     let mut writing = write(&cluster, PACE);
-    let report = writing.reports(|stored| stored.is_read).await;
+    let report = writing.wait_report(|stored| stored.is_read).await;
     assert_eq!(report.version, ServerVersion::parse("1.36.2"));
 }

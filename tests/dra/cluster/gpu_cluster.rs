@@ -55,7 +55,7 @@ async fn gpu_cluster_runs_linkwise_as_its_dra_driver() {
     let node = Node::start().await;
     let mut driver = start(&node);
     node.wait_registered(1).await;
-    node.publishes(8).await;
+    node.wait_published(8).await;
     assert_eq!(within(health(&driver, "liveness")).await, Ok(1));
     assert_eq!(within(health(&driver, "readiness")).await, Err(tonic::Code::NotFound));
     let claim = node.claim("c", &["gpu-0", "gpu-3"]);

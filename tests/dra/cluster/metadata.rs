@@ -43,7 +43,7 @@ fn device(node: &Node, name: &str) -> Value {
 async fn container_reads_its_devices_until_its_claim_ends() {
     let node = Node::start().await;
     let mut first = node.run();
-    node.serves(8).await;
+    node.wait_serving(8).await;
     let claim = node.claim("two", &["gpu-0", "gpu-5"]);
     let edits = started(&node, &claim).await;
     let first_read = read(&edits, "resourceclaims/two/gpus");

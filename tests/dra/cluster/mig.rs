@@ -49,7 +49,7 @@ pub fn program(node: &Node) -> Command {
 /// Starts a process, and waits until it publishes all devices and the kubelet has registered this many processes.
 async fn run(node: &Node, registrations: u64) -> Child {
     let process = program(node).spawn().unwrap();
-    node.publishes(DEVICES).await;
+    node.wait_published(DEVICES).await;
     node.wait_registered(registrations).await;
     process
 }
@@ -99,7 +99,7 @@ async fn hung_mig_order_restarts_agent_and_leaves_nothing() {
     let mut command = program(&node);
     command.args(["--nvml-call-ms=1000", "--nvml-pause-ms=10"]);
     let _process = command.spawn().unwrap();
-    node.serves(DEVICES).await;
+    node.wait_serving(DEVICES).await;
     // The GPU instance is made, but not the compute instance.
     control.send("hang 0 nvmlGpuInstanceCreateComputeInstance").unwrap();
     let claim = node.claim("one", &[DEVICE]);
@@ -126,7 +126,7 @@ async fn order_waits_for_the_agent_that_replaces_another() {
     };
     driver("580.95.05");
     let process = Process::of(command);
-    node.serves(DEVICES).await;
+    node.wait_serving(DEVICES).await;
     control.send("hang nvmlInit_v2").unwrap();
     driver("590.44.01");
     process.said("the driver was 580.95.05").await;
@@ -197,6 +197,6 @@ async fn dropped_counters_keep_mig_gpu_unpublished() {
     let (node, _control) = node().await;
     node.cluster.server.set_gates(linkwise_api_server_box::Gates::OFF);
     let _process = program(&node).spawn().unwrap();
-    node.publishes(1).await;
+    node.wait_published(1).await;
     assert_eq!(node.devices(), ["gpu-1"]);
 }

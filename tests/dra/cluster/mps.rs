@@ -113,7 +113,7 @@ fn edits(node: &Node, claim: &ClaimRef) -> Value {
 async fn claim_has_its_own_control_daemon_until_its_end() {
     let node = node().await;
     let (mut plugin, mut privileged) = (run(&node), daemons(&node));
-    node.serves(8).await;
+    node.wait_serving(8).await;
     let limits = json!({"defaultActiveThreadPercentage": 30, "defaultPinnedDeviceMemoryLimit": "4Gi"});
     let two = claim(&node, "two", &[whole("gpu-0"), whole("gpu-3")], Some(limits));
     let cdi = node.start_pod("p", &two).await;
@@ -164,7 +164,7 @@ async fn claim_has_its_own_control_daemon_until_its_end() {
 async fn next_claim_of_a_gpu_finds_shared_memory_empty() {
     let node = node().await;
     let _processes = (run(&node), daemons(&node));
-    node.serves(8).await;
+    node.wait_serving(8).await;
     let mut left = None;
     for pod in ["one", "two", "three"] {
         let claim = claim(&node, pod, &[whole("gpu-2")], Some(json!({})));
@@ -185,7 +185,7 @@ async fn claims_share_a_gpu_through_one_control_daemon() {
     let sharing = "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}";
     fs::write(node.at("config.yaml"), format!("version: v1\n{sharing}\nlinkwise: {{dra: {{gpus: all}}}}\n")).unwrap();
     let _processes = (run(&node), daemons(&node));
-    node.serves(8).await;
+    node.wait_serving(8).await;
     let half = claim(&node, "half", &[share("gpu-1", "a", "2", "8Gi")], Some(json!({})));
     let less = json!({"defaultActiveThreadPercentage": 10, "defaultPinnedDeviceMemoryLimit": "1500M"});
     let quarter = claim(&node, "quarter", &[share("gpu-1", "b", "1", "4Gi")], Some(less));
@@ -222,7 +222,7 @@ async fn mps_of_claims_without_an_mps_root_is_refused() {
     let node = node().await;
     let mut command = node.program();
     let _plugin = command.arg("--mps-container-root").arg(node.at("nowhere")).spawn().unwrap();
-    node.serves(8).await;
+    node.wait_serving(8).await;
     let asks = claim(&node, "asks", &[whole("gpu-0")], Some(json!({})));
     let why = node.refusal("p", &asks).await;
     for part in ["this node does not have for claims", "the MPS root is not mounted", "overlay dra-mps", "docs/mps.md"]

@@ -75,8 +75,8 @@ impl Node {
     }
 
     /// Waits until a process has published this many devices, and the kubelet has registered its plugin.
-    pub async fn serves(&self, devices: usize) {
-        self.publishes(devices).await;
+    pub async fn wait_serving(&self, devices: usize) {
+        self.wait_published(devices).await;
         self.wait_registered(1).await;
     }
 
@@ -84,7 +84,7 @@ impl Node {
     async fn serving() -> (Self, Child) {
         let node = Self::start().await;
         let process = node.run();
-        node.serves(8).await;
+        node.wait_serving(8).await;
         (node, process)
     }
 
@@ -116,7 +116,7 @@ impl Node {
         names
     }
 
-    pub async fn publishes(&self, count: usize) {
+    pub async fn wait_published(&self, count: usize) {
         until(|| self.devices().len() == count).await;
     }
 
@@ -209,7 +209,7 @@ async fn node_that_the_kubelet_refuses_publishes_nothing() {
     within(node.dra.wait(|state| state.refused.len() >= 3)).await.unwrap();
     assert_eq!(node.cluster.count("POST", "resourceslices"), 0);
     node.dra.refuse(None);
-    node.publishes(8).await;
+    node.wait_published(8).await;
 }
 
 #[tokio::test]
@@ -226,7 +226,7 @@ async fn prepared_claim_survives_restarts_and_server_outage() {
     node.cluster.server.come_back().await;
     // A kubelet that starts deletes the slices.
     node.cluster.server.wipe_slices("n", None);
-    node.publishes(8).await;
+    node.wait_published(8).await;
     within(node.dra.stop_pod("p")).await.unwrap();
 }
 
@@ -241,7 +241,7 @@ async fn held_gpus_change_doors_when_their_holders_end() {
     node.kubelet.admit(&pod("q"), None).await.unwrap();
     // The process stays when the file changes, and the GPUs go through the other door.
     node.configure("all");
-    node.publishes(7).await;
+    node.wait_published(7).await;
     node.wait_registered(1).await;
     let held = || node.kubelet.state().resources["nvidia.com/gpu"].unhealthy.clone();
     assert_eq!((plugins(), held().len()), (0, 1), "the kubelet must still find the held GPU");
@@ -250,7 +250,7 @@ async fn held_gpus_change_doors_when_their_holders_end() {
     let refusal = node.refusal("p", &claim).await;
     assert!(refusal.contains("is held by a pod, as nvidia.com/gpu"), "{refusal}");
     assert!(node.kubelet.remove_pod("q"));
-    node.publishes(8).await;
+    node.wait_published(8).await;
     let free = if gpu == '0' { 1 } else { 0 };
     let claim = node.claim("free", &[&format!("gpu-{free}")]);
     assert_eq!(node.start_pod("r", &claim).await.len(), 1);
@@ -273,7 +273,7 @@ async fn held_gpus_change_doors_when_their_holders_end() {
 async fn cordon_taints_a_claims_gpu_until_uncordon() {
     let node = Node::start().await;
     let mut before = node.run_as("before", "all");
-    node.serves(8).await;
+    node.wait_serving(8).await;
     let claim = node.claim("one", &["gpu-3"]);
     let cdi = node.start_pod("p", &claim).await;
     let admin = async |pod: &str, args: &[&str]| {
@@ -325,7 +325,7 @@ async fn ended_pods_keep_no_gpu_from_dra_in_a_takeover() {
     assert_eq!(file.matches("PodUID").count(), 2, "{file}");
     let _after = node.run_as("after", "all");
     // The previous process still runs, as a pod does until the next one is ready.
-    node.publishes(8).await;
+    node.wait_published(8).await;
     until(|| node.untainted().len() == 8).await;
     node.wait_registered(1).await;
     let claim = node.claim("one", &["gpu-0"]);

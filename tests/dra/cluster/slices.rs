@@ -75,7 +75,7 @@ impl Writing {
     }
 
     /// Waits until the writer's report meets the condition.
-    pub async fn reports(&mut self, condition: impl Fn(&StoredPool) -> bool) -> StoredPool {
+    pub async fn wait_report(&mut self, condition: impl Fn(&StoredPool) -> bool) -> StoredPool {
         let report = tokio::time::timeout(Duration::from_secs(60), self.stored.wait_for(condition)).await;
         report.unwrap_or_else(|_| panic!("the writer does not report it in time")).unwrap().clone()
     }
@@ -92,7 +92,7 @@ impl Writing {
                 && devices.next().is_none_or(|device| Some(&device["attributes"]["round"]) == round.as_ref())
         })
         .await;
-        self.reports(|stored| stored.is_current).await;
+        self.wait_report(|stored| stored.is_current).await;
     }
 }
 
@@ -101,15 +101,15 @@ fn writes(cluster: &Cluster) -> usize {
 }
 
 /// Waits until the writer has listed the slices more than `times` times from now on.
-async fn lists(cluster: &Cluster, times: usize) {
+async fn wait_lists(cluster: &Cluster, times: usize) {
     let before = cluster.count("GET", "resourceslices");
     until(|| cluster.count("GET", "resourceslices") > before + times).await;
 }
 
 /// Checks that the writer lists the slices again and writes nothing.
-async fn writes_nothing(cluster: &Cluster) {
+async fn assert_writes_nothing(cluster: &Cluster) {
     let before = writes(cluster);
-    lists(cluster, 3).await;
+    wait_lists(cluster, 3).await;
     assert_eq!(writes(cluster), before);
 }
 
@@ -143,10 +143,10 @@ async fn nothing_is_written_without_a_pool_or_a_change() {
     for start in 0..3 {
         // Watches end at once, so the writer lists the slices again and again.
         let mut writing = write(&cluster, Pace { watch: Duration::ZERO, ..PACE });
-        lists(&cluster, 2).await;
+        wait_lists(&cluster, 2).await;
         assert_eq!(writes(&cluster), usize::from(start > 0), "a writer without a pool wrote");
         writing.store(&cluster, tainted(2, 1)).await;
-        lists(&cluster, 4).await;
+        wait_lists(&cluster, 4).await;
         writing.running.end().await;
     }
     assert_eq!(writes(&cluster), 1, "a stored pool was written again");
@@ -159,7 +159,7 @@ async fn wiped_slices_are_written_again() {
     // A kubelet does this when no driver with the name was connected for 30 s.
     cluster.server.wipe_slices("n", Some(DRIVER));
     until(|| cluster.slices().len() == 3).await;
-    writing.reports(|stored| stored.is_current).await;
+    writing.wait_report(|stored| stored.is_current).await;
     // The Node is deleted with its slices and created again. The new slices belong to the new Node.
     cluster.server.remove(&ResourceType::NODES.key(None, "n"));
     cluster.label_node("n", json!({}));
@@ -183,7 +183,7 @@ async fn slices_of_other_nodes_are_left_alone() {
     let mut writing = write(&cluster, PACE);
     // The writer sees the slices of others in its list.
     writing.want(pool(devices(2)));
-    assert_eq!(writing.reports(|stored| stored.is_current).await.slices, 1);
+    assert_eq!(writing.wait_report(|stored| stored.is_current).await.slices, 1);
     let stored = cluster.slices();
     let mut names = stored.iter().filter_map(|slice| slice["metadata"]["name"].as_str());
     let ours = ResourceType::RESOURCE_SLICES.key(None, names.find(|name| name.starts_with("00000-")).unwrap());
@@ -198,7 +198,7 @@ async fn slices_of_other_nodes_are_left_alone() {
     cluster.server.fail(Fault::of("PUT", "resourceslices", 1, Answer::Refusal(409, "conflict", None)));
     writing.want(pool(devices(3)));
     until(|| has(3)).await;
-    let report = writing.reports(|stored| stored.is_current).await;
+    let report = writing.wait_report(|stored| stored.is_current).await;
     assert_eq!((report.slices, report.generation), (1, 1));
     assert_eq!((cluster.slices().len(), cluster.count("DELETE", "")), (3, 0));
 }
@@ -211,7 +211,7 @@ async fn kubelet_restarts_do_not_pause_repairs() {
         for _ in 0..12 {
             cluster.server.wipe_slices("n", None);
             until(|| cluster.slices().len() == stored).await;
-            writing.reports(|stored| stored.is_current).await;
+            writing.wait_report(|stored| stored.is_current).await;
         }
     }
 }
@@ -226,12 +226,12 @@ async fn fight_pauses_repairs_until_the_pool_changes() {
     for _ in 0..3 {
         edit();
         until(|| cluster.slices()[0]["spec"]["devices"] == good).await;
-        writing.reports(|stored| stored.is_current).await;
+        writing.wait_report(|stored| stored.is_current).await;
     }
     let before = writes(&cluster);
     edit();
-    writing.reports(|stored| !stored.is_current).await;
-    lists(&cluster, 1).await;
+    writing.wait_report(|stored| !stored.is_current).await;
+    wait_lists(&cluster, 1).await;
     assert_eq!(writes(&cluster), before, "the fourth repair in a row waits");
     writing.store(&cluster, tainted(2, 1)).await;
     assert_eq!(cluster.slices()[0]["spec"]["devices"][1]["taints"][0]["value"], "79");
@@ -245,8 +245,8 @@ async fn write_whose_answer_is_lost_leaves_no_trouble() {
     writing.store(&cluster, round(2, 1)).await;
     cluster.server.fail(Fault::of("PUT", "resourceslices", 1, Answer::Lost));
     writing.want(round(2, 2));
-    writing.reports(|stored| stored.trouble.is_some()).await;
-    writing.reports(|stored| stored.is_current && stored.trouble.is_none()).await;
+    writing.wait_report(|stored| stored.trouble.is_some()).await;
+    writing.wait_report(|stored| stored.is_current && stored.trouble.is_none()).await;
     assert_eq!(cluster.count("PUT", "resourceslices"), 1, "the slice was written again");
 }
 
@@ -304,7 +304,7 @@ async fn server_that_was_away_gets_the_last_pool() {
     cluster.server.go_away().await;
     for turn in [2, 3] {
         writing.want(round(2, turn));
-        let report = writing.reports(|stored| stored.trouble.is_some()).await;
+        let report = writing.wait_report(|stored| stored.trouble.is_some()).await;
         assert!(!report.is_current && report.slices == 1, "{report:?}");
     }
     cluster.server.come_back().await;
@@ -321,15 +321,15 @@ async fn dropped_taints_are_reported_and_not_written_again() {
     writing.store(&cluster, pool(devices(2))).await;
     assert!(!writing.stored.borrow().drops_taints);
     writing.want(tainted(2, 1));
-    let report = writing.reports(|stored| stored.drops_taints).await;
+    let report = writing.wait_report(|stored| stored.drops_taints).await;
     assert!(report.is_current, "{report:?}");
-    writes_nothing(&cluster).await;
+    assert_writes_nothing(&cluster).await;
     // The next process tries to write the taint once.
     writing.running.end().await;
     let (before, mut writing) = (writes(&cluster), write(&cluster, Pace { watch: Duration::ZERO, ..PACE }));
     writing.want(tainted(2, 1));
-    writing.reports(|stored| stored.drops_taints && stored.is_current).await;
-    writes_nothing(&cluster).await;
+    writing.wait_report(|stored| stored.drops_taints && stored.is_current).await;
+    assert_writes_nothing(&cluster).await;
     assert_eq!(writes(&cluster), before + 1);
 }
 
@@ -342,10 +342,10 @@ async fn dropped_sharing_is_reported_and_not_written_again() {
     assert!(!writing.stored.borrow().drops_sharing);
     cluster.server.set_gates(Gates::OFF);
     cluster.server.wipe_slices("n", None);
-    let report = writing.reports(|stored| stored.drops_sharing && stored.is_current).await;
+    let report = writing.wait_report(|stored| stored.drops_sharing && stored.is_current).await;
     assert!(!report.drops_taints, "{report:?}");
     assert!(!cluster.slices()[0].to_string().contains("allowMultipleAllocations"));
-    writes_nothing(&cluster).await;
+    assert_writes_nothing(&cluster).await;
 }
 
 #[tokio::test]
@@ -358,7 +358,7 @@ async fn taint_that_one_slice_drops_is_reported() {
     wanted.devices[0].taints = wanted.devices[129].taints.clone();
     wanted.devices[129].attributes.insert("round".into(), Attribute::Int(1));
     writing.want(Arc::new(wanted));
-    let report = writing.reports(|stored| stored.drops_taints).await;
+    let report = writing.wait_report(|stored| stored.drops_taints).await;
     assert!(report.is_current, "{report:?}");
     let taints: Vec<usize> = cluster.slices().iter().map(|slice| slice.to_string().matches("xid").count()).collect();
     assert_eq!(taints, [0, 0, 1]);
@@ -394,23 +394,23 @@ async fn unregistered_plugin_writes_no_slices() {
     let (cluster, mut writing) = writing(PACE).await;
     writing.registered.send_replace(false);
     writing.want(pool(devices(2)));
-    writing.reports(|stored| stored.is_read && stored.awaits_kubelet).await;
+    writing.wait_report(|stored| stored.is_read && stored.awaits_kubelet).await;
     assert_eq!(writes(&cluster), 0);
     writing.registered.send_replace(true);
-    writing.reports(|stored| stored.is_current).await;
+    writing.wait_report(|stored| stored.is_current).await;
     // While the kubelet is away, stored slices stay although the wanted pool differs.
     writing.registered.send_replace(false);
     let before = writes(&cluster);
     writing.want(pool(devices(1)));
-    writing.reports(|stored| !stored.is_current && stored.slices == 1).await;
+    writing.wait_report(|stored| !stored.is_current && stored.slices == 1).await;
     // The kubelet deletes slices when the plugin was away for 30 s.
     cluster.server.wipe_slices("n", Some(DRIVER));
-    writing.reports(|stored| stored.slices == 0).await;
+    writing.wait_report(|stored| stored.slices == 0).await;
     writing.registered.send_replace(false);
-    writing.reports(|stored| stored.awaits_kubelet).await;
+    writing.wait_report(|stored| stored.awaits_kubelet).await;
     assert_eq!(writes(&cluster), before);
     writing.registered.send_replace(true);
-    writing.reports(|stored| stored.is_current && stored.slices == 1).await;
+    writing.wait_report(|stored| stored.is_current && stored.slices == 1).await;
     writing.running.end().await;
 }
 
@@ -420,7 +420,7 @@ async fn release_that_drops_taints_is_known_before_writes() {
         let cluster = Cluster::of_node().await;
         cluster.server.set_version(release);
         let mut writing = write(&cluster, PACE);
-        let report = writing.reports(|stored| stored.is_read).await;
+        let report = writing.wait_report(|stored| stored.is_read).await;
         assert_eq!((report.drops_taints, writes(&cluster)), (drops, 0), "{release}");
         writing.store(&cluster, pool(devices(1))).await;
     }
@@ -470,6 +470,6 @@ async fn policy_lets_linkwise_write_its_own_pool_only() {
     let mut wanted = Pool::clone(&pool(devices(1)));
     wanted.name = "victim/gpu".to_owned();
     writing.want(Arc::new(wanted));
-    let report = writing.reports(|stored| stored.trouble.is_some()).await;
+    let report = writing.wait_report(|stored| stored.trouble.is_some()).await;
     assert!(report.trouble.unwrap().contains("may not write slices of the pool"));
 }

@@ -83,13 +83,13 @@ impl World {
     /// Starts the first process, and waits until it serves.
     pub async fn first(&self) -> Process {
         let (process, address) = self.start("pod-0").await;
-        ready(address).await;
+        wait_ready(address).await;
         self.node.wait_registered(1).await;
         process
     }
 
     /// Waits until more claims came and went, twice as many as there are sets.
-    pub async fn goes_on(&self, when: &str) {
+    pub async fn wait_more_claims(&self, when: &str) {
         let before = self.done();
         until(async || match self.done() {
             claims if claims >= before + 2 * self.sets.len() => Ok(()),
@@ -134,7 +134,7 @@ impl World {
 }
 
 /// Waits until the process that serves probes at this address is ready.
-pub async fn ready(address: SocketAddr) {
+pub async fn wait_ready(address: SocketAddr) {
     until(async || match get(address, "/readyz").await {
         answer if answer.status == 200 => Ok(()),
         answer => Err(answer.body),
@@ -179,7 +179,7 @@ async fn rollouts(world: World, times: usize, left: fn(&Node) -> usize) {
     for time in 1..=times {
         let (next, address) = world.start(&format!("pod-{time}")).await;
         tokio::select! {
-            () = ready(address) => {}
+            () = wait_ready(address) => {}
             Some(ended) = load.join_next() => panic!("takeover {time}: {ended:?}"),
         }
         running.signal("TERM");
@@ -231,13 +231,13 @@ async fn takeover_without_a_driver_fails_no_claim() {
     old.said("NVML unavailable for longer than the grace period").await;
     let (new, address) = world.start("pod-1").await;
     tokio::select! {
-        () = ready(address) => {}
+        () = wait_ready(address) => {}
         Some(ended) = load.join_next() => panic!("{ended:?}"),
     }
     new.said("took over this node").await;
     old.signal("TERM");
     old.ended().await;
-    world.goes_on("after the takeover").await;
+    world.wait_more_claims("after the takeover").await;
     end.cancel();
     load.join_all().await;
     assert_eq!(world.node.checkpoints(), Vec::<String>::new());
@@ -270,7 +270,7 @@ async fn kill_at_any_step_leaves_one_that_prepares_claims() {
         } else {
             running = survivor;
         }
-        world.goes_on(step).await;
+        world.wait_more_claims(step).await;
         assert!(load.try_join_next().is_none(), "{step} {owner_dies}");
     }
     assert!(late <= 7, "{late} of 14 kills came too late");
