@@ -7,8 +7,8 @@ use std::fs;
 use std::time::Duration;
 
 use super::node::{
-    Answer, DRIVER, Node, TEST_TIMEOUT, assert_refused, connected, end, kill_during_start, name, restart, start,
-    start_at_last, until,
+    Answer, DRIVER, Node, TEST_TIMEOUT, assert_refused, end, kill_during_start, name, restart, start, start_at_last,
+    until, wait_connected,
 };
 
 /// The files that a killed plugin leaves of the claim `a`.
@@ -206,7 +206,7 @@ async fn plugin_killed_while_reading_a_claim_leaves_nothing() {
     assert_eq!(node.checkpoints(), [""; 0]);
     node.claim("a", &[("gpus", "gpu-0")]);
     node.kill_and_start().await;
-    connected(&kubelet).await;
+    wait_connected(&kubelet).await;
     assert_eq!(start_at_last(&kubelet, &claim).await, [node.gpu(0)]);
 }
 

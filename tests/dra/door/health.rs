@@ -6,7 +6,7 @@ use std::time::Duration;
 use linkwise_core::state::{Event, Filter, GpuSelector, ResourcePlan};
 use linkwise_kubelet_box::dra::{DraKubelet, DraState};
 
-use super::node::{DRIVER, Node, POOL, connected, observed_state};
+use super::node::{DRIVER, Node, POOL, observed_state, wait_connected};
 
 const HEALTHY: i32 = 1;
 const UNHEALTHY: i32 = 2;
@@ -22,7 +22,7 @@ async fn health_of_every_device_follows_its_gpu() {
     let (node, kubelet) = Node::serving().await;
     kubelet.wait(|state| health_of(state, "gpu-7") == Some((HEALTHY, ""))).await.unwrap();
     assert_eq!(kubelet.state().drivers[DRIVER].health.len(), 8);
-    node.metric_becomes("dra_health_streams", 1).await;
+    node.wait_metric("dra_health_streams", 1).await;
     let current = node.state.borrow().clone();
     node.apply(Event::Xid { gpu: node.uuid(3), code: 79, instance: None });
     kubelet.wait(|state| health_of(state, "gpu-3") == Some((UNHEALTHY, "XID 79"))).await.unwrap();
@@ -30,7 +30,7 @@ async fn health_of_every_device_follows_its_gpu() {
     node.state.send_replace(current);
     kubelet.wait(|state| health_of(state, "gpu-3") == Some((HEALTHY, ""))).await.unwrap();
     kubelet.stop().await;
-    node.metric_becomes("dra_health_streams", 0).await;
+    node.wait_metric("dra_health_streams", 0).await;
 }
 
 /// The kubelet tells a claim's devices apart by their first CDI names, so these must differ.
@@ -56,7 +56,7 @@ async fn kubelet_that_reads_v1_gets_the_same_health() {
     let mut options = node.kubelet_options();
     options.advertised_health = true;
     let kubelet = DraKubelet::start(options).unwrap();
-    connected(&kubelet).await;
+    wait_connected(&kubelet).await;
     kubelet.wait(|state| health_of(state, "gpu-0") == Some((HEALTHY, ""))).await.unwrap();
 }
 

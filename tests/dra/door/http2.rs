@@ -73,7 +73,7 @@ async fn get_info(socket: &Path, authority: &str) -> (u8, u32) {
 async fn authority_of_grpc_go_needs_an_at_sign() {
     let mut node = Node::new();
     node.start();
-    node.reaches(Phase::Offered).await;
+    node.wait_phase(Phase::Offered).await;
     let [name] = file_names(&node.settings.registry).try_into().unwrap();
     let socket = node.settings.registry.join(&name);
     let encoded = authority(socket.to_str().unwrap());

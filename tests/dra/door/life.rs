@@ -11,7 +11,7 @@ use linkwise_kubelet_box::dra::{DraKubelet, DraState};
 use linkwise_system::uds::Callers;
 use tokio::time::timeout;
 
-use super::node::{DRIVER, Node, TEST_TIMEOUT, connected, end, file_names, start, yield_times};
+use super::node::{DRIVER, Node, TEST_TIMEOUT, end, file_names, start, wait_connected, yield_times};
 
 fn registrations(state: &DraState) -> u64 {
     state.drivers.get(DRIVER).map_or(0, |driver| driver.registrations)
@@ -24,15 +24,15 @@ async fn plugin_registers_after_gpus_and_a_scan() {
     node.cdi.send_replace(None);
     node.start();
     let kubelet = DraKubelet::start(node.kubelet_options()).unwrap();
-    node.reaches(Phase::WaitingForGpus).await;
+    node.wait_phase(Phase::WaitingForGpus).await;
     assert_eq!(file_names(&node.settings.registry), [""; 0]);
     node.state.send_replace(state);
     // Without a scan the plugin does not bind, even after its task has run.
     yield_times(1000).await;
     assert_eq!(file_names(&node.settings.registry), [""; 0]);
     node.scan();
-    connected(&kubelet).await;
-    node.reaches(Phase::Registered).await;
+    wait_connected(&kubelet).await;
+    node.wait_phase(Phase::Registered).await;
     node.stop().await;
     let left = [&node.settings.registry, &node.settings.plugins.join(DRIVER)].map(|folder| file_names(folder)).concat();
     assert_eq!(left, [""; 0], "a socket is left");
@@ -46,10 +46,10 @@ async fn kubelet_that_restarts_registers_the_plugin_again() {
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let devices = start(&kubelet, &claim).await.unwrap();
     kubelet.stop().await;
-    node.reaches(Phase::Disconnected).await;
+    node.wait_phase(Phase::Disconnected).await;
     kubelet.start_again().unwrap();
     assert!(!kubelet.state().claims["a"].prepared);
-    connected(&kubelet).await;
+    wait_connected(&kubelet).await;
     assert_eq!((registrations(&kubelet.state()), file_names(&node.settings.registry)), (2, sockets));
     assert_eq!(start(&kubelet, &claim).await.unwrap(), devices);
     end(&kubelet, &claim).await;
@@ -100,8 +100,8 @@ async fn refused_registration_is_logged_and_retried() {
     node.start();
     node.log.wait(&["cannot register with the kubelet", "error=\"no plugins today\""]).await;
     kubelet.refuse(None);
-    connected(&kubelet).await;
-    node.reaches(Phase::Registered).await;
+    wait_connected(&kubelet).await;
+    node.wait_phase(Phase::Registered).await;
 }
 
 #[tokio::test]
@@ -115,7 +115,7 @@ async fn only_sockets_of_dead_predecessors_are_removed() {
     let _alive = UnixListener::bind(at("linkwise-00000002@gpu.nvidia.com-reg.sock")).unwrap();
     drop(UnixListener::bind(at("gpu.nvidia.com-reg.sock")).unwrap());
     node.start();
-    node.reaches(Phase::Offered).await;
+    node.wait_phase(Phase::Offered).await;
     assert!(dead.iter().all(|path| !path.exists()));
     let kept = file_names(&node.settings.registry);
     assert_eq!(kept.len(), 3, "{kept:?}");
@@ -143,13 +143,13 @@ async fn kubelet_deletes_slices_of_a_driver_that_stays_away() {
     options.wipe = Some(Arc::new(move |driver| drop(wiped.try_send(driver.map(str::to_owned)))));
     let kubelet = DraKubelet::start(options).unwrap();
     assert_eq!(wipes.recv().await, Some(None), "a kubelet that starts deletes the slices of all drivers");
-    connected(&kubelet).await;
+    wait_connected(&kubelet).await;
     let before = kubelet.state().drivers[DRIVER].wiped;
     node.stop().await;
     kubelet.wait(|state| state.drivers[DRIVER].wiped > before).await.unwrap();
     assert_eq!(wipes.recv().await, Some(Some(DRIVER.to_owned())));
     node.start();
-    connected(&kubelet).await;
+    wait_connected(&kubelet).await;
 }
 
 #[tokio::test]
@@ -159,7 +159,7 @@ async fn sockets_are_bound_again_if_no_kubelet_registers() {
     node.settings.offer_timeout = std::time::Duration::from_millis(500);
     node.start();
     node.log.wait(&["waiting for the kubelet", "has not registered the plugin"]).await;
-    node.reaches(Phase::Ending).await;
+    node.wait_phase(Phase::Ending).await;
     // After any number of new sockets, a kubelet that starts registers the plugin.
     node.kubelet().await;
 }

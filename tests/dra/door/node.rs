@@ -249,13 +249,13 @@ impl Node {
     pub async fn serve_again(&mut self, kubelet: &DraKubelet) {
         self.start();
         kubelet.start_again().unwrap();
-        connected(kubelet).await;
+        wait_connected(kubelet).await;
     }
 
     /// Starts a kubelet, and waits until it has registered the plugin.
     pub async fn kubelet(&self) -> DraKubelet {
         let kubelet = DraKubelet::start(self.kubelet_options()).unwrap();
-        connected(&kubelet).await;
+        wait_connected(&kubelet).await;
         kubelet
     }
 
@@ -264,7 +264,7 @@ impl Node {
     }
 
     /// Waits until the log says that the plugin reached this phase.
-    pub async fn reaches(&self, phase: Phase) {
+    pub async fn wait_phase(&self, phase: Phase) {
         self.log.wait(&[&format!("phase={:?}", phase.words())]).await;
     }
 
@@ -276,13 +276,13 @@ impl Node {
     }
 
     /// Waits until a metric of the plugin has this value.
-    pub async fn metric_becomes(&self, metric: &str, value: u64) {
+    pub async fn wait_metric(&self, metric: &str, value: u64) {
         until(|| self.has_metric(metric, value)).await;
     }
 
     /// Waits until this many claims are prepared or being prepared.
-    pub async fn prepared_claims_become(&self, claims: u64) {
-        self.metric_becomes("dra_prepared_claims", claims).await;
+    pub async fn wait_prepared_claims(&self, claims: u64) {
+        self.wait_metric("dra_prepared_claims", claims).await;
     }
 
     /// Creates a claim with these requests and the devices that are allocated to them.
@@ -403,14 +403,14 @@ impl Node {
 }
 
 /// Waits until the kubelet has registered the plugin and is connected to it.
-pub async fn connected(kubelet: &DraKubelet) {
+pub async fn wait_connected(kubelet: &DraKubelet) {
     kubelet.wait(|state| state.drivers.get(DRIVER).is_some_and(|driver| driver.connected > 0)).await.unwrap();
 }
 
 /// Restarts the kubelet, and waits until it has registered the plugin again.
 pub async fn restart(kubelet: &DraKubelet) {
     kubelet.restart().await.unwrap();
-    connected(kubelet).await;
+    wait_connected(kubelet).await;
 }
 
 /// Retries to start the pod of a claim, because the kubelet may still be connected to a plugin that was killed.

@@ -38,7 +38,7 @@ async fn unlisted_claim_stays_while_the_api_server_has_it() {
     let mut node = off_with(true).await;
     let reads = node.reads("a");
     node.start();
-    node.prepared_claims_become(1).await;
+    node.wait_prepared_claims(1).await;
     node.kubelet_lists_nothing();
     // The kubelet's list can lack a claim in use: it is empty when the kubelet starts, and never has init containers
     // that have ended. So linkwise keeps the claim while the API server has it.
@@ -51,7 +51,7 @@ async fn claim_ends_when_the_kubelet_stops_listing_it() {
     let mut node = off().await;
     let reads = node.reads("a");
     node.start();
-    node.prepared_claims_become(1).await;
+    node.wait_prepared_claims(1).await;
     // One list without the claim may be older than the claim.
     node.kubelet_lists(&[]);
     assert_eq!(node.checkpoints().len(), 1);
@@ -97,7 +97,7 @@ async fn kubelet_finds_no_plugin_without_claims() {
     // The listed claim is that of another driver with our name.
     node.kubelet_lists(&["a"]);
     node.start();
-    node.reaches(Phase::WaitingForGpus).await;
+    node.wait_phase(Phase::WaitingForGpus).await;
     // The plugin's task and its disk operations can run meanwhile.
     for _ in 0..200 {
         tokio::task::spawn_blocking(|| ()).await.unwrap();
@@ -118,7 +118,7 @@ async fn spec_that_cannot_be_removed_is_left_behind() {
     node.kubelet_lists_nothing();
     node.log.wait(&["cleanup of a finished claim is incomplete", "CDI spec"]).await;
     node.log.wait(&[SWEPT]).await;
-    node.prepared_claims_become(0).await;
+    node.wait_prepared_claims(0).await;
     assert!(node.checkpoints().is_empty(), "the claim still holds its GPU");
     // With DRA on again, the left spec does not block another claim.
     node.stop().await;

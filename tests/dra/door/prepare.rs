@@ -10,8 +10,8 @@ use linkwise_core::publish::injection::HostDevices;
 use linkwise_kubelet_box::dra::{ClaimUse, PodClaim, PodClaims};
 
 use super::node::{
-    Answer, DRIVER, Node, TEST_TIMEOUT, assert_refused, connected, end, file_names, hardware, name, pod, reference,
-    resolve, restart, start, start_container, until,
+    Answer, DRIVER, Node, TEST_TIMEOUT, assert_refused, end, file_names, hardware, name, pod, reference, resolve,
+    restart, start, start_container, until, wait_connected,
 };
 
 #[tokio::test]
@@ -33,8 +33,8 @@ async fn claim_gets_its_gpus_by_its_own_cdi_name() {
     end(&kubelet, &claim).await;
     assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
     assert_eq!(own_specs(), 0);
-    node.prepared_claims_become(0).await;
-    node.metric_becomes("dra_prepared_devices", 0).await;
+    node.wait_prepared_claims(0).await;
+    node.wait_metric("dra_prepared_devices", 0).await;
 }
 
 #[tokio::test]
@@ -103,7 +103,7 @@ async fn repeated_prepare_needs_no_api_server() {
     node.stop().await;
     kubelet.restart().await.unwrap();
     node.start();
-    connected(&kubelet).await;
+    wait_connected(&kubelet).await;
     assert_eq!(start(&kubelet, &claim).await.unwrap(), first);
     let repeated = |line: &&String| line.contains("claim prepared") && line.contains("repeated=true");
     assert_eq!(node.log.lines.borrow().iter().filter(repeated).count(), 2);
@@ -118,7 +118,7 @@ async fn claim_moved_to_another_gpu_is_prepared_again() {
     kubelet.lose_state();
     node.claim("a", &[("gpus", "gpu-5")]);
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(5)]);
-    node.prepared_claims_become(1).await;
+    node.wait_prepared_claims(1).await;
     // While the API server fails, the checkpoint is used.
     node.set_answer("a", Answer::Failed);
     kubelet.lose_state();

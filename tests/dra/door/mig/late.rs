@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use linkwise_core::claims::{MigOrder, MigTask};
 
-use super::super::node::{KIND, connected, end, start, until, yield_times};
+use super::super::node::{KIND, end, start, until, wait_connected, yield_times};
 use super::{Behaviour, DEVICE, Prepared, SLOT, instance, prepared, set_behaviour};
 
 #[tokio::test]
@@ -23,7 +23,7 @@ async fn scan_older_than_an_order_does_not_end_the_wait() {
     }
     set_behaviour(&driver, Behaviour::Late);
     node.start();
-    connected(&kubelet).await;
+    wait_connected(&kubelet).await;
     let is_seen = AtomicBool::new(false);
     let scans = async {
         let is_destroy = |order: &MigOrder| matches!(order.task, MigTask::Destroy(..));
