@@ -257,7 +257,7 @@ fn dgx1_slots_get_expected_choices() {
     let case = |held: &[_], must: &[_], size, policy| slots_of(&v100, 4, held, must, size, policy);
     // Eight idle GPUs give the same pair as for best-effort: the best linked pair that leaves the best rest.
     let best: Vec<usize> = case(&[], &[], 2, Distributed).iter().map(|(gpu, _)| *gpu).collect();
-    let whole = ids_of_best(&v100, 2);
+    let whole = places_of_best(&v100, 2);
     assert_eq!(best, whole);
     // Six GPUs have a held slot each: the unused ones are 0 and 4, linked by two NVLinks.
     let held = [(1, 0), (2, 0), (3, 1), (5, 0), (6, 3), (7, 0)];
@@ -282,7 +282,7 @@ fn dgx1_slots_get_expected_choices() {
     assert_eq!(slots_of(&v100, 12, &[(3, 0)], &[], 4, Packed), [(3, 1), (3, 2), (3, 3), (3, 4)]);
 }
 
-fn ids_of_best(tables: &AllocationTables, size: usize) -> Vec<usize> {
+fn places_of_best(tables: &AllocationTables, size: usize) -> Vec<usize> {
     let available = tables.topology().gpus().iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect();
     let request = AllocationRequest { available, must_include: Vec::new(), size };
     let report = preferred_allocation(tables, &request, AllocationPolicy::BestEffort).1;

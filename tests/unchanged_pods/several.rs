@@ -39,7 +39,7 @@ fn templates(pod: &Value) -> Vec<String> {
 }
 
 /// The claims of a pod after its admission to a namespace. Asserts that the rest of the pod is unchanged.
-pub fn becomes(server: &ApiServerBox, namespace: &str, asked: &[&str]) -> Vec<String> {
+pub fn admitted_claims(server: &ApiServerBox, namespace: &str, asked: &[&str]) -> Vec<String> {
     let after = created(server, namespace, &pod(asked)).unwrap();
     let names = templates(&after);
     let same: Vec<&str> = names.iter().map(String::as_str).collect();
@@ -88,11 +88,11 @@ async fn first_of_several_claims_keeps_its_alternatives() {
     ] {
         // The label does not matter to pods with claims.
         for namespace in [ON, OFF] {
-            assert_eq!(becomes(&server, namespace, asked), expected, "{namespace}");
+            assert_eq!(admitted_claims(&server, namespace, asked), expected, "{namespace}");
         }
         // Exact claims have no alternatives, and without templates the policy knows none.
         for namespace in [EXACT, EMPTY] {
-            assert_eq!(becomes(&server, namespace, asked), asked, "{namespace}");
+            assert_eq!(admitted_claims(&server, namespace, asked), asked, "{namespace}");
         }
     }
 }
@@ -169,10 +169,10 @@ async fn random_pods_keep_few_alternatives() {
     let mut changed = 0;
     for _ in 0..100 {
         let asked = pods.new_tree(&mut runner).unwrap().current();
-        let after = becomes(&server, OFF, &asked);
+        let after = admitted_claims(&server, OFF, &asked);
         // A second admission of the changed pod changes nothing.
         let again: Vec<&str> = after.iter().map(String::as_str).collect();
-        assert_eq!(becomes(&server, OFF, &again), after);
+        assert_eq!(admitted_claims(&server, OFF, &again), after);
         for (asked, after) in asked.iter().zip(&after) {
             assert!(after == asked || *after == format!("{asked}-any"), "{asked} became {after}");
         }

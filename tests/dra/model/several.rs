@@ -7,7 +7,7 @@ use linkwise_scheduler_box::{Cluster, Failure};
 use serde_json::{Value, json};
 
 use crate::dra::model::published::{accepted, node, printed};
-use crate::unchanged_pods::several::becomes;
+use crate::unchanged_pods::several::admitted_claims;
 use crate::unchanged_pods::{ON, put_template, read, server};
 
 /// The devices of each node that kube-scheduler 1.36.2 examines in half a second on 100 nodes: it took 8.2 s for
@@ -67,7 +67,7 @@ async fn worst(name: &'static str, server: &ApiServerBox, lists: &[Value], pods:
             steps(&cluster, name, &templates.iter().map(|name| claims[name].clone()).collect::<Vec<_>>())
         };
         let plain = cost(names.iter().map(|name| format!("{name}-any")).collect());
-        let bounded = cost(becomes(server, ON, &names));
+        let bounded = cost(admitted_claims(server, ON, &names));
         let most = (2 * plain).max(HALF_A_SECOND);
         assert!(bounded <= most, "{name} {sizes:?}: {bounded} devices, {plain} by plain claims");
         worst = worst.max(cost(templates) / plain);
