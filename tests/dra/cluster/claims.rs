@@ -32,7 +32,7 @@ impl Reading {
         self.cluster.count("GET", "resourceclaims")
     }
 
-    /// Answers the next GETs like this.
+    /// Answers this many GETs with `answer`.
     fn fail(&self, times: usize, answer: Answer) {
         self.cluster.server.fail(Fault::of("GET", "resourceclaims", times, answer));
     }

@@ -46,7 +46,7 @@ pub fn program(node: &Node) -> Command {
     command
 }
 
-/// Starts a process, and waits until it publishes all devices and the kubelet has registered this many processes.
+/// Starts a process, and waits until it publishes all devices and the kubelet has registered a process this often.
 async fn run(node: &Node, registrations: u64) -> Child {
     let process = program(node).spawn().unwrap();
     node.wait_published(DEVICES).await;
@@ -153,7 +153,7 @@ async fn order_cut_by_a_kill_is_undone_by_the_next_process() {
     let (started, ()) = tokio::join!(node.dra.start_pod(&pod), killed);
     started.unwrap_err();
     assert_eq!((instances(&node), node.checkpoints()), (1, vec![format!("{}.json", claim.uid)]));
-    // This spec is written before the checkpoint, whose names an older release would give to the kubelet.
+    // This spec comes with the checkpoint, because an older release would give the kubelet the checkpoint's CDI names.
     let device_spec = format!("linkwise.dev-device-{}.json", claim.uid);
     assert!(node.specs().contains(&device_spec), "{:?}", node.specs());
     control.send("unhang 0 nvmlGpuInstanceCreateComputeInstance").unwrap();

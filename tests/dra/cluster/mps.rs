@@ -1,5 +1,5 @@
 //! Claims that share GPUs by MPS: `linkwise run` and `linkwise mps-control-daemon` as two processes with one MPS root,
-//! and a nvidia-cuda-mps-control of our own.
+//! and our own nvidia-cuda-mps-control.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -116,8 +116,8 @@ async fn claim_has_its_own_control_daemon_until_its_end() {
     node.wait_serving(8).await;
     let limits = json!({"defaultActiveThreadPercentage": 30, "defaultPinnedDeviceMemoryLimit": "4Gi"});
     let two = claim(&node, "two", &[whole("gpu-0"), whole("gpu-3")], Some(limits));
-    let cdi = node.start_pod("p", &two).await;
-    assert_eq!(cdi, ["/dev/nvidia0", "/dev/nvidia3"]);
+    let hardware = node.start_pod("p", &two).await;
+    assert_eq!(hardware, ["/dev/nvidia0", "/dev/nvidia3"]);
     let [folder] = &folders(&node)[..] else { panic!("{:?}", folders(&node)) };
     let state = |file: &str| text(folder.join("pipe/state").join(file));
     assert_eq!((state("threads"), state("memory-0"), state("memory-1")), ("30.0".into(), "4096".into(), "4096".into()));
@@ -132,12 +132,12 @@ async fn claim_has_its_own_control_daemon_until_its_end() {
     let shm = format!("/host/mps/dra.linkwise.dev/{name}/shm");
     assert_eq!(mounts, [&json!(format!("/host/mps/{pipe}")), &json!(shm)]);
     let pid = text(folder.join("pipe/nvidia-cuda-mps-control.pid"));
-    // The plugin is killed, and its file is torn. The next plugin orders the same, and the daemon runs on.
+    // The plugin is killed, and orders.json is torn. The next plugin gives the same orders, and the daemon runs on.
     plugin.kill().await.unwrap();
     fs::write(node.at("mps/.dra/orders.json"), "{").unwrap();
     let _plugin = run(&node);
     node.wait_registered(2).await;
-    assert_eq!(node.start_pod("p", &two).await, cdi);
+    assert_eq!(node.start_pod("p", &two).await, hardware);
     assert_eq!(text(folder.join("pipe/nvidia-cuda-mps-control.pid")), pid);
     // The daemons' process is killed. A pod that starts then waits for the next process.
     privileged.process.kill().await.unwrap();
@@ -148,7 +148,7 @@ async fn claim_has_its_own_control_daemon_until_its_end() {
         until(|| text(node.at("mps/.dra/orders.json")).contains(name)).await;
         daemons(&node)
     });
-    assert_eq!(node.hardware(&started.unwrap()["main"]), cdi);
+    assert_eq!(node.hardware(&started.unwrap()["main"]), hardware);
     assert_ne!(text(folder.join("pipe/nvidia-cuda-mps-control.pid")), pid);
     // The daemon ends with the claim. The next claim gets the GPU once its compute mode is DEFAULT again.
     within(node.dra.stop_pod("p")).await.unwrap();

@@ -139,7 +139,7 @@ impl Node {
         ClaimRef { namespace: "default".into(), name: name.into(), uid }
     }
 
-    /// Retries to start a pod with a claim. Returns the device nodes of its GPUs and MIG devices.
+    /// Starts a pod with a claim, with retries until it starts. Returns the device nodes of its GPUs and MIG devices.
     pub async fn start_pod(&self, pod: &str, claim: &ClaimRef) -> Vec<String> {
         let pod = PodClaims::single(pod, claim.clone(), DRIVER);
         within(async {
@@ -216,13 +216,13 @@ async fn node_that_the_kubelet_refuses_publishes_nothing() {
 async fn prepared_claim_survives_restarts_and_server_outage() {
     let (node, mut first) = Node::serving().await;
     let claim = node.claim("one", &["gpu-5"]);
-    let cdi = node.start_pod("p", &claim).await;
+    let hardware = node.start_pod("p", &claim).await;
     node.cluster.server.go_away().await;
     first.kill().await.unwrap();
     let _second = node.run();
     node.dra.restart().await.unwrap();
     node.wait_registered(2).await;
-    assert_eq!(node.start_pod("p", &claim).await, cdi, "from the checkpoint");
+    assert_eq!(node.start_pod("p", &claim).await, hardware, "from the checkpoint");
     node.cluster.server.come_back().await;
     // A kubelet that starts deletes the slices.
     node.cluster.server.wipe_slices("n", None);
@@ -235,16 +235,16 @@ async fn held_gpus_change_doors_when_their_holders_end() {
     let node = Node::start().await;
     node.configure("none");
     let mut process = node.run();
-    let plugins = || node.healthy("nvidia.com/gpu").len();
-    until(|| plugins() == 8).await;
+    let offered = || node.healthy("nvidia.com/gpu").len();
+    until(|| offered() == 8).await;
     let pod = |name: &str| Pod::single(name, "nvidia.com/gpu", 1);
     node.kubelet.admit(&pod("q"), None).await.unwrap();
-    // The process stays when the file changes, and the GPUs go through the other door.
+    // The process stays when the file changes, and the free GPUs go through the other door.
     node.configure("all");
     node.wait_published(7).await;
     node.wait_registered(1).await;
     let held = || node.kubelet.state().resources["nvidia.com/gpu"].unhealthy.clone();
-    assert_eq!((plugins(), held().len()), (0, 1), "the kubelet must still find the held GPU");
+    assert_eq!((offered(), held().len()), (0, 1), "the kubelet must still find the held GPU");
     let gpu = held().first().unwrap().chars().last().unwrap();
     let claim = node.claim("held", &[&format!("gpu-{gpu}")]);
     let refusal = node.refusal("p", &claim).await;
@@ -255,7 +255,7 @@ async fn held_gpus_change_doors_when_their_holders_end() {
     let claim = node.claim("free", &[&format!("gpu-{free}")]);
     assert_eq!(node.start_pod("r", &claim).await.len(), 1);
     node.configure("none");
-    until(|| plugins() == 7).await;
+    until(|| offered() == 7).await;
     assert!(node.untainted().is_empty());
     assert!(!node.healthy("nvidia.com/gpu").iter().any(|id| id.ends_with(&free.to_string())));
     // A claim that is allocated before the change and prepared after it is refused with the reason.
@@ -263,7 +263,7 @@ async fn held_gpus_change_doors_when_their_holders_end() {
     let refusal = node.refusal("s", &claim).await;
     assert!(refusal.contains("this node's GPUs go through the device plugin"), "{refusal}");
     within(node.dra.stop_pod("r")).await.unwrap();
-    until(|| plugins() == 8).await;
+    until(|| offered() == 8).await;
     assert!(process.try_wait().unwrap().is_none());
     assert_eq!(node.kubelet.violations(), []);
 }
@@ -275,7 +275,7 @@ async fn cordon_taints_a_claims_gpu_until_uncordon() {
     let mut before = node.run_as("before", "all");
     node.wait_serving(8).await;
     let claim = node.claim("one", &["gpu-3"]);
-    let cdi = node.start_pod("p", &claim).await;
+    let hardware = node.start_pod("p", &claim).await;
     let admin = async |pod: &str, args: &[&str]| {
         let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_linkwise"));
         command.args(["admin", "--socket"]).arg(node.at(&format!("{pod}.sock"))).args(args);
@@ -296,7 +296,7 @@ async fn cordon_taints_a_claims_gpu_until_uncordon() {
     };
     until(|| evicted() == ["gpu-3"] && node.untainted().len() == 7).await;
     // The claim can still be prepared, because its pod may tolerate the taint.
-    assert_eq!(node.start_pod("p", &claim).await, cdi);
+    assert_eq!(node.start_pod("p", &claim).await, hardware);
 
     let _after = node.run_as("after", "all");
     node.wait_registered(2).await;

@@ -77,7 +77,7 @@ impl Writing {
     /// Waits until the writer's report meets the condition.
     pub async fn wait_report(&mut self, condition: impl Fn(&StoredPool) -> bool) -> StoredPool {
         let report = tokio::time::timeout(Duration::from_secs(60), self.stored.wait_for(condition)).await;
-        report.unwrap_or_else(|_| panic!("the writer does not report it in time")).unwrap().clone()
+        report.unwrap_or_else(|_| panic!("the condition is not met in time")).unwrap().clone()
     }
 
     /// Wants a pool, and waits until the server has it.
@@ -134,7 +134,11 @@ async fn slices_follow_the_pool() {
     let report = writing.stored.borrow().clone();
     assert_eq!((report.slices, report.generation, report.trouble), (1, 3, None));
     writing.running.end().await;
-    assert_eq!((cluster.slices().len(), cluster.count("GET", "nodes/n")), (1, 2), "the slice is gone");
+    assert_eq!(
+        (cluster.slices().len(), cluster.count("GET", "nodes/n")),
+        (1, 2),
+        "the slice stays when the writer ends"
+    );
 }
 
 #[tokio::test]
@@ -426,7 +430,7 @@ async fn release_that_drops_taints_is_known_before_writes() {
     }
 }
 
-/// A cluster with the overlay's admission policy, whose token is that of linkwise's pod on the node `n`.
+/// A cluster with the overlay's admission policy. Its token belongs to linkwise's pod on the node `n`.
 async fn with_policy() -> Cluster {
     let cluster = Cluster::of_node().await;
     for (resource, file) in [

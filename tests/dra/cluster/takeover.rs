@@ -1,5 +1,5 @@
 //! Takeovers while claims are prepared and unprepared, some with MIG devices that are made for them: the processes act
-//! as pods of a DaemonSet with a surge, and no call of the kubelet fails.
+//! as pods of a DaemonSet with a surge. No call of the kubelet fails, unless a test kills a process.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -243,7 +243,7 @@ async fn takeover_without_a_driver_fails_no_claim() {
     assert_eq!(world.node.checkpoints(), Vec::<String>::new());
 }
 
-/// Kills the owner or the standby at each step of a takeover, on one node. The other one prepares all claims.
+/// Kills the owner or the standby at each step of a takeover, on one node. The survivor prepares all claims.
 #[tokio::test]
 #[ignore = "a quarter of a minute: make test-long"]
 async fn kill_at_any_step_leaves_one_that_prepares_claims() {
@@ -263,8 +263,8 @@ async fn kill_at_any_step_leaves_one_that_prepares_claims() {
         victim.signal("KILL");
         victim.ended().await;
         // Under load the kill may come after the takeover.
-        let end = survivor.logged(|line| line["stage"] == "Owning" || line["stage"] == "Retired").await;
-        if end["stage"] == "Retired" || survivor.lines().iter().any(|line| line.contains("\"Retired\"")) {
+        let last = survivor.logged(|line| line["stage"] == "Owning" || line["stage"] == "Retired").await;
+        if last["stage"] == "Retired" || survivor.lines().iter().any(|line| line.contains("\"Retired\"")) {
             late += 1;
             running = world.start(&format!("pod-{number}-again")).await.0;
         } else {
