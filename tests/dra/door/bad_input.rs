@@ -44,10 +44,10 @@ async fn gpu_of_a_moved_claim_goes_to_the_next() {
     let mut moved = claim("a", &[("gpus", "gpu-0")]);
     moved.status.allocation.as_mut().unwrap().devices.results[0].pool = "other/gpu".to_owned();
     node.set_answer("a", Answer::Claim(moved));
-    let free = node.state.borrow().clone();
+    let before = node.state.borrow().clone();
     node.kubelet_lists(&["a"]);
     assert_refused(&kubelet, &second, &["is prepared for the claim ml/claim-a"]).await;
-    node.state.send_replace(free);
+    node.state.send_replace(before);
     assert_eq!(start(&kubelet, &second).await.unwrap(), [node.gpu(0)]);
     assert_eq!(node.checkpoints(), ["b.json"]);
 }

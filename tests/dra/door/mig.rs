@@ -559,7 +559,7 @@ async fn disabled_setting_still_destroys_made_devices() {
 }
 
 #[tokio::test]
-async fn nothing_is_made_without_setting_or_boot_name() {
+async fn nothing_is_made_without_setting_or_boot_id() {
     for (makes_mig, boot, words) in
         [(false, Some("this boot"), "there is no device"), (true, None, "the boot ID is unknown")]
     {

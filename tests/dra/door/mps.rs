@@ -222,7 +222,7 @@ async fn orders_of_a_new_process_follow_its_checkpoints() {
     for left in STATES {
         let (mut node, daemons) = killed(left).await;
         node.start();
-        // No container of another boot runs, so it needs no daemon.
+        // No container of another boot runs, so its claim needs no daemon.
         let count = usize::from(left.checkpoint.is_some() && left.boot == "this boot");
         daemons.wait(|wanted| wanted.len() == count).await;
         let kubelet = node.kubelet().await;
@@ -248,7 +248,7 @@ async fn orders_of_an_unreadable_checkpoint_stay() {
         drop(tokio::time::timeout(TEST_TIMEOUT, keeps).await.unwrap().unwrap());
         let kubelet = node.kubelet().await;
         if !is_known {
-            // A torn checkpoint does not keep its claim from being prepared again.
+            // A claim whose checkpoint is torn can be prepared again.
             assert_eq!(start(&kubelet, &name("a")).await.unwrap(), [node.gpu(0)]);
             let now = daemons.orders.borrow().clone().unwrap();
             assert_eq!((now.daemons.len(), now.keeps_others), (1, false));

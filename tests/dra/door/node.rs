@@ -413,7 +413,7 @@ pub async fn restart(kubelet: &DraKubelet) {
     wait_connected(kubelet).await;
 }
 
-/// Retries to start the pod of a claim, because the kubelet may still be connected to a plugin that was killed.
+/// Starts the pod of a claim, with retries, because the kubelet may still be connected to a plugin that was killed.
 pub async fn start_at_last(kubelet: &DraKubelet, claim: &ClaimName) -> Vec<String> {
     let starting = async {
         loop {

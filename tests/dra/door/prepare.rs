@@ -62,7 +62,7 @@ fn pod_with_claims(claims: &[ClaimName]) -> PodClaims {
 }
 
 #[tokio::test]
-async fn two_claims_that_race_for_a_set_do_not_share_it() {
+async fn two_claims_that_race_for_a_gpu_do_not_share_it() {
     let (node, kubelet) = Node::serving().await;
     // One call has both claims, so that they are read and planned at once. The sets have one GPU in common.
     let claims = [
@@ -84,7 +84,7 @@ async fn one_error_in_a_batch_spares_the_other_claims() {
     assert!(error.contains("claim b: there is no device 'gpu-99' on this node"), "{error}");
     assert_eq!(node.checkpoints(), ["a.json"]);
     node.claim("b", &[("gpus", "gpu-1")]);
-    // The kubelet asks for both again. A second read of the first claim would fail, so Prepare does not need one.
+    // The kubelet asks for both again. A second read of the first claim would fail, and Prepare does not need it.
     node.set_answer("a", Answer::Failed);
     kubelet.start_pod(&pod).await.unwrap();
     assert_eq!(node.checkpoints().len(), 2);

@@ -1,4 +1,4 @@
-//! Claims that share a GPU: never more than it has shares, also after kills and deleted claims.
+//! Claims that share a GPU never get more shares than it has, even after kills and deleted claims.
 
 use std::sync::Arc;
 
