@@ -161,13 +161,14 @@ impl<'a> Oracle<'a> {
         cached(&self.tops, size, || sets.fold(0, best))
     }
 
-    /// The value of the GPUs that stay free: the packings of groups of 2, 4 and 8.
+    /// The value of the GPUs that stay free: the packings of groups of 2, 4 and 8, each times its size.
     fn remaining(&self, left: Set) -> u64 {
         let sizes = [2, 4, 8].into_iter().filter(|size| *size <= left.count_ones());
         sizes.map(|size| u64::from(size) * self.packing(left, size)).sum()
     }
 
-    /// The largest total over disjoint groups. The first GPU is in one of the groups, or in none.
+    /// The largest total of disjoint groups, each by its per mille of the best collective. The first GPU is in one of
+    /// the groups, or in none.
     fn packing(&self, left: Set, size: u32) -> u64 {
         if left.count_ones() < size {
             return 0;

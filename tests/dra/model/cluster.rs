@@ -180,7 +180,7 @@ fn in_any_state(claims: &dyn Fn(&Node) -> BTreeMap<u32, Value>, min_of_mesh: u64
 /// Claims for any machine order the tiers of each machine, claims for a fleet order bandwidths over all machines. The
 /// golden file, and docs/scale.md, compare them on clusters of unlike nodes.
 #[test]
-fn unlike_nodes_are_compared_by_class() {
+fn fleet_claims_get_nearly_the_best_of_unlike_nodes() {
     let mixes = [
         &["dgx1-v100", "pcie-8x-pix-pairs", "dgx1-v100"][..],
         &["dgx1-v100", "dgx-h100", "dgx1-v100"],

@@ -18,7 +18,7 @@ use crate::dra::published::checker::check;
 use crate::dra::published::limits::idle;
 use crate::dra::published::mig::MACHINE;
 
-/// A profile: its memory slices; multiprocessors, decoders, JPEG engines, optical flow accelerators; its first slices.
+/// A profile: memory slices; multiprocessors, decoders, JPEG engines, optical flow accelerators; possible first slices.
 struct Profile {
     name: &'static str,
     slices: u32,
@@ -134,7 +134,7 @@ proptest! {
     }
 }
 
-/// A GPU with as much as any can have: 43 profiles and placements, eight memory slices, engines of each kind.
+/// A GPU with as much as any can have: 43 placements of profiles, eight memory slices, engines of each kind.
 fn everything() -> MigObservation {
     let profile = |number: u32, gpu_slices: u32, size: u32, starts: &[u32]| MigProfileObservation {
         id: 100 + number,

@@ -157,7 +157,7 @@ impl Node {
         own["attributes"][name]["string"].as_str().map(str::to_owned)
     }
 
-    /// Sets of free GPUs to test: all sets of up to 8 GPUs, 300 random sets of more.
+    /// Sets of free GPUs to test: all sets if the node has up to 8 GPUs, else 300 random ones.
     pub fn availabilities(&self) -> Vec<Set> {
         let every = (1_u64 << self.gpus()) as Set - 1;
         if self.gpus() <= 8 {

@@ -111,7 +111,7 @@ fn attributes(slices: &[Value], options: &[&str]) -> (Vec<String>, String) {
     (alternatives.map(|attribute| attribute.replace("linkwise.dev/", "")).collect(), stderr)
 }
 
-/// A node that lacks a GPU has other groups, and still counts as one of the nodes with its model.
+/// A node with a sick GPU has other groups, and still counts as one of the nodes with its model.
 #[test]
 fn node_with_a_sick_gpu_does_not_change_the_order() {
     let mut all = nodes(&[("dgx1-v100", 3), ("pcie-8x-pix-pairs", 2)]);

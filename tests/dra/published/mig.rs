@@ -120,7 +120,7 @@ fn sick_gpu_taints_its_mig_devices() {
     let (devices, _) = published(&observed(), sick);
     let is_mig = |name: &String| name.starts_with("gpu-0-mig-");
     assert!(devices.iter().all(|(name, device)| is_mig(name) != device.taints.is_empty()));
-    // If the API server drops taints, only the devices that claims have stay.
+    // If the API server drops taints, only devices of claims stay.
     let (devices, counters) = published(&with_device(), |facts| {
         sick(facts);
         facts.settings.taints_survive = false;

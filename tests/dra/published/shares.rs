@@ -60,8 +60,8 @@ fn memory_is_divided_by_shares_if_it_can_be() {
 fn shared_gpus_follow_the_others_and_are_in_no_group() {
     let observed = machines::load("dgx1-v100").unwrap().observed;
     let devices = published(&observed, &[0, 3], in_shares(2));
-    let types: Vec<_> = devices.iter().map(|device| device.allow_multiple_allocations).collect();
-    assert_eq!(types, [false, false, false, false, false, false, true, true]);
+    let are_shared: Vec<_> = devices.iter().map(|device| device.allow_multiple_allocations).collect();
+    assert_eq!(are_shared, [false, false, false, false, false, false, true, true]);
     let is_group = |key: &String| ["pair", "quad", "octet", "nvlinkDomain"].iter().any(|word| key.contains(word));
     assert!(devices[..6].iter().all(|device| device.attributes.keys().any(is_group)));
     assert!(devices[6..].iter().all(|device| !device.attributes.keys().any(is_group)));

@@ -185,7 +185,7 @@ fn gpus_of_a_claimed_set_stay_with_dra_unpublished() {
     let cdi_names = gpus.iter().map(ToString::to_string).collect();
     let listed = ClaimedDevice { claim, driver, device, cdi_names, ..ClaimedDevice::default() };
     let listed = Holdings { claims: [listed].into(), ..Holdings::default() };
-    // The claim is known from its checkpoint alone, and from the kubelet's list alone.
+    // The claim is known from its checkpoint alone, then from the kubelet's list alone.
     for (prepared, listed) in [(vec![prepared], Holdings::default()), (Vec::new(), listed)] {
         let mut node = Node::new(observed.clone());
         node.apply(Event::Prepared(prepared));
