@@ -45,7 +45,7 @@ struct World {
     list: Option<(BTreeSet<ResourceDevice>, BTreeSet<GpuUuid>)>,
 }
 
-/// The figures of a state: each GPU's availability, their counts, the number of free GPUs, the outlook.
+/// The figures of a state: each GPU's availability, the GPUs of each availability, the free GPUs, the outlook.
 type Figures = (Vec<(GpuUuid, Availability)>, BTreeMap<Availability, usize>, usize, Vec<Outlook>);
 
 fn figures(state: &NodeState) -> Figures {
@@ -102,7 +102,7 @@ impl World {
         self.apply(Event::Allocated { resource, devices: ids, offered: free });
     }
 
-    /// Sends the kubelet's list, which lacks the last `without` pods and the first claims.
+    /// Sends the kubelet's list, which lacks the last `without` pods and as many of the first claims.
     fn list(&mut self, without: usize) {
         let pods = self.pods.iter().take(self.pods.len().saturating_sub(without));
         let ids: BTreeSet<ResourceDevice> =

@@ -162,7 +162,7 @@ fn pod_without_the_socket_waits_for_no_list() {
         let off = [all_of_dra(), prepared(claims), planned(Door::Plugin), observed()];
         let world = World::with(NodeState::default().without_lists(), off);
         let allocated = [0, 1, 2].map(|at| world.allocates(at));
-        assert_eq!(allocated, [true, claims.is_empty(), true], "linkwise's own checkpoints decide");
+        assert_eq!(allocated, [true, claims.is_empty(), true], "only linkwise's own claims keep GPUs");
         assert_eq!(world.state.record().dra, claims.iter().map(|at| uuid(*at)).collect());
     }
 }

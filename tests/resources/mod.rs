@@ -24,7 +24,8 @@ use linkwise_host::machines;
 pub const NOW: Duration = Duration::from_secs(1_000_000);
 pub const LATER: Duration = Duration::from_secs(1_000_060);
 
-/// Four A100: whole, seven 1g, a 3g and two halves of a 4g, two 1g (one with media extensions) and a 2g.
+/// Four A100: one whole; one with seven 1g; one with a 3g and two halves of a 4g; one with a 2g and two 1g, of which
+/// one has media extensions.
 pub const MIXED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/four-gpus-mig.yaml");
 
 /// The machine of [`MIXED`].

@@ -159,10 +159,10 @@ fn first_list_waits_for_scan_poll_and_holders() {
     assert_eq!(publishes(vec![seen([0]), polled(), held(&[])]), [false, false, true]);
     assert_eq!(publishes(vec![seen([0]), held(&[]), polled()]), [false, false, true]);
     assert_eq!(publishes(vec![held(&[]), seen([0]), polled()]), [false, false, true]);
-    // That holders are unknown is an answer, too. A node without GPUs waits for nothing.
+    // The answer that holders are unknown counts, too. A node without GPUs waits for nothing.
     assert_eq!(publishes(vec![seen([0]), polled(), Event::Holders(None)]), [false, false, true]);
     assert_eq!(publishes(vec![seen([])]), [true]);
-    // A poll before the scan does not count, and neither a plan nor NUMA hints replace it.
+    // A poll before the scan does not count, and neither a plan nor NUMA hints replace a later poll.
     let early = vec![polled(), held(&[]), seen([0]), planned(&sliced(2)), Event::NumaHints(NumaHints::Off), polled()];
     assert_eq!(publishes(early), [false, false, false, false, false, true]);
 }

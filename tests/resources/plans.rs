@@ -171,7 +171,7 @@ fn gpus_that_offer_nothing_are_named() {
     assert_eq!(problems(&effects), [adapter, expected[1]]);
 }
 
-/// Like the NVIDIA plugin, linkwise offers nothing if the strategy is single and not all GPUs are in MIG mode.
+/// Like the NVIDIA plugin, linkwise offers nothing if the strategy is single and only some GPUs are in MIG mode.
 #[test]
 fn single_wants_all_gpus_in_one_mode() {
     let mut node = mixed();
