@@ -6,7 +6,7 @@ use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
 use serde_json::{Value, json};
 
-use crate::unchanged_pods::{EMPTY, EXACT, GPUS, OFF, ON, UNNAMED, created, read, right, server};
+use crate::unchanged_pods::{EMPTY, EXACT, GPUS, OFF, ON, UNNAMED, created, read, rules, server};
 
 /// The pod of an entry in pods.yaml.
 fn pod(entry: &Value) -> Value {
@@ -29,7 +29,7 @@ async fn each_pod_is_changed_whole_or_left_alone() {
         // Without templates the policy changes nothing.
         assert_eq!(created(&server, EMPTY, &pod), without, "{name}");
         let outcome = |with: &Result<Value, String>, lists: bool| match (&without, with) {
-            (Ok(before), Ok(after)) => match right::changed(before, after, lists).as_slice() {
+            (Ok(before), Ok(after)) => match rules::changed(before, after, lists).as_slice() {
                 [] => json!("same"),
                 places => json!({ "claims": places }),
             },
@@ -117,7 +117,7 @@ async fn random_pods_are_never_changed_in_part() {
     for _ in 0..200 {
         let pod = pods().new_tree(&mut runner).unwrap().current();
         match (created(&server, OFF, &pod), created(&server, ON, &pod)) {
-            (Ok(before), Ok(after)) => match right::changed(&before, &after, true).len() {
+            (Ok(before), Ok(after)) => match rules::changed(&before, &after, true).len() {
                 0 => same += 1,
                 places => {
                     several += u32::from(places > 1);
@@ -128,10 +128,10 @@ async fn random_pods_are_never_changed_in_part() {
             other => panic!("{pod}: {other:?}"),
         }
         if let (Ok(before), Ok(after)) = (created(&server, OFF, &pod), created(&server, EXACT, &pod)) {
-            exact += u32::from(!right::changed(&before, &after, false).is_empty());
+            exact += u32::from(!rules::changed(&before, &after, false).is_empty());
         }
         if let (Ok(before), Ok(after)) = (created(&server, OFF, &pod), created(&server, UNNAMED, &pod)) {
-            assert!(right::changed(&before, &after, true).len() <= 1, "a pod with several claims is changed: {pod}");
+            assert!(rules::changed(&before, &after, true).len() <= 1, "a pod with several claims is changed: {pod}");
         }
     }
     assert!(several > 3, "{several} with several claims");

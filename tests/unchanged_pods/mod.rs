@@ -4,7 +4,7 @@
 mod forms;
 mod limits;
 mod policy;
-mod right;
+mod rules;
 pub mod several;
 mod templates;
 

@@ -99,7 +99,7 @@ async fn first_of_several_claims_keeps_its_alternatives() {
 
 /// A pod may have its own claims and a container with the resource. The API server applies the policies in any order.
 #[tokio::test]
-async fn claims_that_a_policy_adds_count() {
+async fn claims_added_by_a_policy_count_too() {
     let rename_to_last = |object: &mut Value| {
         let name = object["metadata"]["name"].as_str().unwrap();
         if object["kind"] == "MutatingAdmissionPolicyBinding" && name.starts_with("linkwise-several-claims") {
