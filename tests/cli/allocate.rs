@@ -74,13 +74,13 @@ fn shared_gpu_slots_are_chosen() {
         answer["slots"].as_array().unwrap().iter().map(|slot| slot["id"].as_str().unwrap().to_owned()).collect()
     };
     let id = |gpu: u32, slot: u32| format!("GPU-00000001-0000-4000-8000-{gpu:012}::{slot}");
-    // GPUs 1 to 3 and 5 to 7 have one slot in use; GPUs 0 and 4 have none.
+    // GPUs 0 and 4 have four free slots, each other GPU has one.
     let free = "0,4,1::0,2::1,3::2,5::3,6::0,7::0";
     let spread = allocate("dgx1-v100", "2", &["--replicas", "4", "--available", free]);
     assert_eq!((slots(&spread), indices(&spread)), (vec![id(0, 0), id(4, 0)], vec![0, 4]), "{spread}");
     assert_eq!((&spread["policy"], &spread["slots"][1]["index"]), (&json!("distributed"), &json!(4)));
-    let one = format!("{},0::3,{}", id(0, 2), id(5, 1));
-    let packed = allocate("dgx1-v100", "2", &["--replicas", "4", "--policy", "packed", "--available", &one]);
+    let three = format!("{},0::3,{}", id(0, 2), id(5, 1));
+    let packed = allocate("dgx1-v100", "2", &["--replicas", "4", "--policy", "packed", "--available", &three]);
     // GPU 5 has three of its four slots in use, GPU 0 has two.
     assert_eq!(slots(&packed), [id(0, 2), id(5, 1)]);
     assert!(allocate("dgx1-v100", "2", &[])["slots"].is_null());

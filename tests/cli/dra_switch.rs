@@ -1,4 +1,4 @@
-//! Changes of the configuration that turn DRA or events on in a running `linkwise run`. Start as `config-manager`.
+//! `linkwise run` with DRA switched on and off while it runs, or without an API server. Also the link `config-manager`.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};

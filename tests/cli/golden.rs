@@ -18,7 +18,7 @@ fn timeless(text: &str) -> String {
 }
 
 #[test]
-fn topologies() {
+fn machines_keep_their_topology_text() {
     for machine in MACHINES {
         assert_golden(&format!("topology-{machine}"), &text(&mut linkwise(&["topology", "--node", machine])));
     }
@@ -26,7 +26,7 @@ fn topologies() {
 }
 
 #[test]
-fn choices() {
+fn choices_keep_their_text() {
     for (machine, size, available) in
         [("dgx1-v100", "4", "0,1,2,3,4,5"), ("dgx-h100", "2", "0,1,2,3,4,5"), ("pcie-8x-pix-pairs", "2", "0,2,3,5,6")]
     {

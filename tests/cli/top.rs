@@ -51,7 +51,7 @@ impl Neighbour {
         neighbour
     }
 
-    fn ask(&self, args: &[&str]) -> Command {
+    fn command(&self, args: &[&str]) -> Command {
         let mut command = linkwise(args);
         command.env("LINKWISE_ADMIN_SOCKET", self.socket());
         command
@@ -115,17 +115,17 @@ fn ageless(text: &str) -> String {
 #[test]
 fn piped_text_is_printed_once_and_plain() {
     let neighbour = Neighbour::started(state());
-    let shown = text(&mut neighbour.ask(&["top"]));
+    let shown = text(&mut neighbour.command(&["top"]));
     assert!(!shown.contains('\x1b'), "{shown:?}");
     assert_golden("top", &ageless(&shown));
-    let once = text(&mut neighbour.ask(&["admin", "state", "--format", "text"]));
+    let once = text(&mut neighbour.command(&["admin", "state", "--format", "text"]));
     assert_eq!(ageless(&once), ageless(&shown));
 }
 
 #[test]
 fn terminal_is_redrawn_until_a_signal() {
     let neighbour = Neighbour::new(state());
-    let mut terminal = OnTerminal::start(&mut neighbour.ask(&["top", "--interval", "1"]));
+    let mut terminal = OnTerminal::start(&mut neighbour.command(&["top", "--interval", "1"]));
     terminal.wait(|written| written.contains("\x1b[H\x1b[Jlinkwise does not answer, trying again: "));
     neighbour.listen();
     terminal.wait(|written| written.contains("\x1b[H\x1b[Jlinkwise 1.2.3") && written.contains("team-a/train-0"));
@@ -133,7 +133,7 @@ fn terminal_is_redrawn_until_a_signal() {
     terminal.wait(|written| written.contains("team-a/later"));
     // The command runs until a signal ends it.
     assert!(terminal.child.try_wait().unwrap().is_none());
-    let mut once = OnTerminal::start(&mut neighbour.ask(&["top", "--once"]));
+    let mut once = OnTerminal::start(&mut neighbour.command(&["top", "--once"]));
     once.wait(|written| written.contains("warning: "));
     assert!(once.child.wait().unwrap().success() && !once.written.contains('\x1b'), "{:?}", once.written);
 }
@@ -142,7 +142,7 @@ fn terminal_is_redrawn_until_a_signal() {
 fn missing_linkwise_fails_a_single_report() {
     let neighbour = Neighbour::new(state());
     for args in [&["top"][..], &["top", "--once"], &["admin", "state", "--format", "text"]] {
-        let output = neighbour.ask(args).output().unwrap();
+        let output = neighbour.command(args).output().unwrap();
         let error = String::from_utf8(output.stderr).unwrap();
         assert!(!output.status.success() && error.contains("admin.sock") && output.stdout.is_empty(), "{error}");
     }
@@ -167,9 +167,9 @@ fn hostile_names_are_escaped() {
     }
     let neighbour = Neighbour::started(state);
     let escaped = "\\u{1b}[2J\\u{1b}]0;title\\u{7} \\u{9b}31m\\u{202e}x";
-    let shown = text(&mut neighbour.ask(&["top"]));
+    let shown = text(&mut neighbour.command(&["top"]));
     assert_eq!(shown.matches(escaped).count(), 18, "{shown}");
-    let json = text(&mut neighbour.ask(&["admin", "state"]));
+    let json = text(&mut neighbour.command(&["admin", "state"]));
     for shown in [&shown, &json] {
         assert!(shown.chars().all(|char| char == '\n' || char != '\u{202e}' && !char.is_control()), "{shown:?}");
     }
@@ -181,10 +181,10 @@ fn state_of_another_version_is_shown() {
     let mut old = gpu(0, &json!([]));
     old.as_object_mut().unwrap().remove("availability");
     let neighbour = Neighbour::started(json!({"version": "0.1.0", "gpus": [old], "new": {}}));
-    let shown = text(&mut neighbour.ask(&["top"]));
+    let shown = text(&mut neighbour.command(&["top"]));
     assert!(shown.contains("healthy  unknown"), "{shown}");
     *neighbour.state.lock().unwrap() = json!([1]);
-    let output = neighbour.ask(&["top"]).output().unwrap();
+    let output = neighbour.command(&["top"]).output().unwrap();
     let error = String::from_utf8(output.stderr).unwrap();
     assert!(!output.status.success() && error.contains("another program answers on"), "{error}");
 }
