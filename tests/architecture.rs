@@ -93,7 +93,7 @@ fn check(path: &str, text: &str) -> Vec<String> {
     for (number, line) in code(path, text) {
         for (word, places) in RESERVED {
             if line.contains(word) && !places.iter().any(|place| path.starts_with(place)) {
-                wrong.push(format!("{path}:{number}: '{}' is said in {places:?} only", word.trim()));
+                wrong.push(format!("{path}:{number}: '{}' is allowed in {places:?} only", word.trim()));
             }
         }
     }

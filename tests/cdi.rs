@@ -19,7 +19,7 @@ use linkwise_host::cdi::{
 use root::{LIBRARIES, Root, VERSION};
 use tempfile::{TempDir, tempdir};
 
-/// GPUs by index, UUID, PCI address and minor number.
+/// The state of a node with these GPUs, each by index, UUID, PCI address and minor number.
 fn snapshot(gpus: &[(u32, &str, &str, Option<u32>)]) -> NodeState {
     observed(NodeState::default(), gpus)
 }

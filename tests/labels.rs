@@ -126,7 +126,7 @@ fn labels_command_prints_labels_of_machine() {
 /// strategy `mixed`.
 #[test]
 fn labels_equal_those_of_real_nodes() {
-    let has = |labels: &Map, expected: &str| {
+    let assert_has = |labels: &Map, expected: &str| {
         for (key, value) in expected.split_whitespace().map(|label| label.split_once('=').unwrap()) {
             assert_eq!(labels.get(&format!("nvidia.com/{key}")).map(String::as_str), Some(value), "{key}");
         }
@@ -135,7 +135,7 @@ fn labels_equal_those_of_real_nodes() {
     let (labels, _) = labels_of(h100.clone(), ResourcePlan::default(), None);
     let expected = "gpu.product=NVIDIA-H100-80GB-HBM3 gpu.memory=81559 gpu.family=hopper gpu.compute.major=9 \
                     gpu.compute.minor=0 gpu.mode=compute gpu.count=8 gpu.replicas=1 mig.capable=true";
-    has(&labels, expected);
+    assert_has(&labels, expected);
     let mixed = || ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
     let of_one = |observed: &NodeObservation, model: &str, memory: u64, devices: Vec<MigDeviceObservation>| {
         let mut observed = observed.clone();
@@ -156,15 +156,15 @@ fn labels_equal_those_of_real_nodes() {
                     mig-1g.10gb.engines.copy=1 mig-1g.10gb.engines.decoder=1 mig-1g.10gb.engines.encoder=0 \
                     mig-1g.10gb.engines.jpeg=1 mig-1g.10gb.engines.ofa=0 mig-1g.10gb.replicas=1 \
                     mig-1g.10gb.sharing-strategy=none mig-2g.20gb.memory=20096 mig-2g.20gb.engines.copy=2";
-    has(&labels, expected);
+    assert_has(&labels, expected);
     let devices =
         vec![with(0, 1, 9_728, [14, 1, 0, 0]), with(1, 2, 19_968, [28, 2, 1, 0]), with(2, 3, 40_192, [42, 3, 2, 0])];
     let labels = of_one(&h100, "NVIDIA A100 80GB PCIe", 81_920, devices);
     let expected = "gpu.product=NVIDIA-A100-80GB-PCIe mig-1g.10gb.memory=9728 mig-2g.20gb.multiprocessors=28 \
                     mig-3g.40gb.memory=40192 mig-3g.40gb.slices.gi=3 mig-3g.40gb.engines.decoder=2";
-    has(&labels, expected);
+    assert_has(&labels, expected);
     let labels = of_one(&h100, "A100-PCIE-40GB", 40_536, vec![with(0, 1, 4_864, [14, 1, 0, 0])]);
-    has(&labels, "gpu.product=A100-PCIE-40GB gpu.memory=40536 mig-1g.5gb.memory=4864");
+    assert_has(&labels, "gpu.product=A100-PCIE-40GB gpu.memory=40536 mig-1g.5gb.memory=4864");
 }
 
 /// Returns true if NFD accepts a label's name or value: it is empty, or has at most 63 characters and begins and ends

@@ -173,7 +173,7 @@ fn volume_mounts_come_with_the_right_to_see_gpus() {
     assert_eq!(container["securityContext"]["capabilities"], capabilities);
 }
 
-/// linkwise needs these variables and SYS_ADMIN so that the NVIDIA runtime lets it make MIG devices, and nothing else.
+/// linkwise needs only these variables and SYS_ADMIN so that the NVIDIA runtime lets it make MIG devices.
 #[test]
 fn mig_overlay_adds_exactly_the_rights_it_needs() {
     let patch = patch("dra-mig");
@@ -389,7 +389,7 @@ fn linkwise_accepts_settings_of_manifests() {
 
 #[test]
 fn variables_are_those_that_linkwise_reads() {
-    // The NVIDIA container runtime reads these variables, `NVIDIA_` before each, not linkwise.
+    // The NVIDIA container runtime, not linkwise, reads these variables; `NVIDIA_` precedes each.
     const RUNTIMES: [&str; 4] = ["VISIBLE_DEVICES", "DRIVER_CAPABILITIES", "MIG_CONFIG_DEVICES", "MIG_MONITOR_DEVICES"];
     // The help breaks lines at the width of a terminal.
     let help = linkwise(&["run", "--help"]).split_whitespace().collect::<Vec<_>>().join(" ");

@@ -110,6 +110,7 @@ async fn message(agent: &mut Agent) -> Result<FromAgent, AgentEnded> {
     timeout(LIMIT, wait).await.expect("a message other than polls comes in time")
 }
 
+/// The GPUs and the failures of a scan, which must be the agent's next message besides polls.
 async fn ready(agent: &mut Agent) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
     let message = message(agent).await.unwrap();
     let FromAgent::Ready(scan) = message else { panic!("not ready: {message:?}") };

@@ -63,7 +63,7 @@ fn keep_best(oracle: &Oracle<'_>, spreads: &mut Vec<Counts>, least: usize) {
 
 fn distributed(oracle: &Oracle<'_>, shelves: &[Shelf], size: usize, by_use: bool) -> Option<Counts> {
     let mut spreads = all_spreads(shelves, size);
-    // No GPU gives a unit more than another one that still has a free unit.
+    // No GPU gives two units more than another one that still has a free unit.
     spreads.retain(|counts| {
         let pairs = (0..counts.len()).flat_map(|a| (0..counts.len()).map(move |b| (a, b)));
         pairs.into_iter().all(|(a, b)| {

@@ -48,7 +48,7 @@ impl Folder {
         self.0.path().join(name).to_str().unwrap().to_owned()
     }
 
-    fn holding(&self, name: &str, text: &str) -> String {
+    fn put(&self, name: &str, text: &str) -> String {
         fs::write(self.path(name), text).unwrap();
         self.path(name)
     }
@@ -112,7 +112,7 @@ fn redacted_snapshot_has_no_identifiers() {
 #[test]
 fn existing_file_is_kept_without_force() {
     let folder = Folder::new();
-    let file = folder.holding("node.yaml", "precious");
+    let file = folder.put("node.yaml", "precious");
     let message = refused(&["snapshot", "--output", &file]);
     assert!(message.contains("node.yaml") && message.contains("--force"), "{message}");
     assert_eq!(fs::read_to_string(&file).unwrap(), "precious");

@@ -212,7 +212,7 @@ fn port(gpu: &GpuObservation) -> u32 {
 }
 
 /// Returns true if two GPUs have ports on one plane, that is in one clique. A GPU that reports no clique is in the
-/// machine's clique if that has only one.
+/// machine's clique if the machine has only one.
 fn share_plane(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -> bool {
     let switched = node.gpus.iter().filter(|gpu| port(gpu) > 0);
     let cliques: BTreeSet<&FabricObservation> = switched.filter_map(|gpu| gpu.fabric.as_ref()).collect();
@@ -637,7 +637,7 @@ fn sys_rank_depends_on_package() {
         let (topology, _) = NodeTopology::assemble(node);
         (topology.rank(0, 7).number(), topology.pcie(0, 7))
     };
-    // Intel Broadwell: Gen3 x16 less a sixth, and 6000 between packages.
+    // Intel Broadwell: Gen3 x16 less a sixth, and 6000 MB/s between packages.
     assert_eq!(rank(&node), (5, 6_000));
     node.host.numa_nodes[1].package = Some(PackageId(0));
     assert_eq!(rank(&node), (4, 10_000));
