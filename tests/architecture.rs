@@ -173,7 +173,7 @@ fn each_rule_refuses_what_breaks_it() {
     assert!(check("crates/host/src/cdi/mod.rs", "use std::fmt;\n").join("\n").contains("does not open with //!"));
     let skipped = "// tokio::spawn(g());\n#[cfg(test)]\nmod tests { fn f() { tokio::spawn(g()); } }";
     for (path, text) in [
-        ("crates/kubelet/src/convert.rs", "use linkwise_kubelet_api::v1beta1 as wire;"),
+        ("crates/kubelet/src/device_plugin/convert.rs", "use linkwise_kubelet_api::v1beta1 as wire;"),
         ("src/run/mod.rs", "fn f() { tokio::spawn(g()); }"),
         ("crates/node/src/admin/mod.rs", skipped),
     ] {

@@ -10,8 +10,8 @@ use crate::dra::model::published::{accepted, node, printed};
 use crate::unchanged_pods::several::admitted_claims;
 use crate::unchanged_pods::{ON, put_template, read, server};
 
-/// The devices of each node that kube-scheduler 1.36.2 examines in half a second on 100 nodes: it took 8.2 s for
-/// 205,000 devices on each (docs/scale.md).
+/// The devices of each node that kube-scheduler 1.36.2 examines in half a second on 100 nodes: it took 8.2 s
+/// (docs/scale.md) where the model counts 205,000 devices of each node.
 const HALF_A_SECOND: u64 = 12_500;
 
 /// The most devices that the model examines in an attempt.
