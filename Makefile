@@ -145,7 +145,7 @@ WAITING := cluster:: mps:: nvml:: release:: run:: soak:: upgrade::
 # Four waiting tests run on each core, and three computing ones: so both kinds end at about the same time.
 .PHONY: test
 ifdef FILTER
-test: setup ## run the tests (FILTER=dra: only those with dra in their names)
+test: setup ## run the tests (FILTER=TEXT: only those with TEXT in their names)
 	PROPTEST_RNG_SEED=$(PROPTEST_RNG_SEED) \
 	  $(CARGO) test --locked --workspace $(subst --lib,--test all --lib,$(OTHER_TESTS)) -- $(FILTER)
 else
