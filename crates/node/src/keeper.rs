@@ -220,7 +220,7 @@ mod tests {
     }
 
     /// Waits until the file on the disk has this record.
-    async fn kept(keeper: &Keeper, wanted: &HealthRecord) {
+    async fn wait_for_record(keeper: &Keeper, wanted: &HealthRecord) {
         let reads = async {
             while keeper.read().await.as_ref() != Some(wanted) {
                 tokio::task::yield_now().await;
@@ -250,7 +250,7 @@ mod tests {
         fs::rename(&aside, &dir).unwrap();
         assert_eq!(keeper.read().await, Some(record(1)), "the old record is whole");
         let ends = async {
-            kept(&keeper, &record(2)).await;
+            wait_for_record(&keeper, &record(2)).await;
             shutdown.cancel();
         };
         tokio::join!(keeper.clone().follow(followed, watch::channel(Some(Right::default())).1, shutdown.clone()), ends);

@@ -13,7 +13,7 @@ use linkwise_core::topology::{GpuUuid, MigUuid};
 use linkwise_core::words::few;
 use linkwise_system::metrics::new;
 
-/// Counts GPUs that became unhealthy.
+/// Counts the failures of GPUs: each time that a GPU became unhealthy, or its first reason changed.
 #[derive(Clone, Debug)]
 pub struct GpuFailures(Family<[(&'static str, String); 2], Counter>);
 
@@ -23,7 +23,7 @@ impl GpuFailures {
         Self(new(registry, "gpu_failures", "Times the GPU became unhealthy, or its first reason changed"))
     }
 
-    /// Counts a GPU that became unhealthy.
+    /// Counts a failure of a GPU.
     pub fn count(&self, gpu: &GpuUuid, reason: &'static str) {
         self.0.get_or_create(&[("uuid", gpu.to_string()), ("reason", reason.to_owned())]).inc();
     }

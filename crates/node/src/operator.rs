@@ -32,7 +32,7 @@ pub fn orders(node: &Node, release: &Release) -> Orders {
             let is_owner = files.borrow().is_some();
             Box::pin(async move {
                 match order {
-                    // A takeover makes a standby's state again, from the owner's record.
+                    // A standby would lose the order: a takeover makes its state again, from the owner's record.
                     Order::Clear(_) | Order::Cordon(..) | Order::Accept if !is_owner => {
                         Outcome::NotYet("another linkwise serves this node: give it the order".to_owned())
                     }
@@ -172,7 +172,7 @@ mod tests {
         .unwrap()
     }
 
-    /// A dgx1-v100 whose fourth GPU has failed, with an NVLink that only one end knows.
+    /// A dgx1-v100 whose fourth GPU has failed, and whose first reports no NVLink.
     fn snapshot() -> NodeState {
         let mut seen = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
         seen.gpus[0].nvlinks = Some(Vec::new());
@@ -237,7 +237,7 @@ mod tests {
             (orders.carry_out)(Order::Clear(gpu.clone())).await,
             Outcome::Done(format!("the reasons against {gpu} are cleared"))
         );
-        // A standby's state is made again from the owner's record.
+        // A standby refuses the order.
         let right = node.files.send_replace(None);
         let elsewhere = Outcome::NotYet("another linkwise serves this node: give it the order".to_owned());
         assert_eq!((orders.carry_out)(Order::Cordon(gpu.clone(), None)).await, elsewhere);

@@ -8,7 +8,7 @@ use tokio::sync::{mpsc, watch};
 use linkwise_core::state::{Effect, Event, NodeState};
 use linkwise_system::clock::{Clock, at};
 
-/// The state, and the channel on which others follow it. The node's loop owns it, or [`keep_state`].
+/// The state, and the channel on which others follow it. The node's loop or [`keep_state`] owns both.
 pub struct StateWriter {
     /// The state, published or about to be.
     pub current: NodeState,
@@ -37,8 +37,8 @@ impl StateWriter {
         }
     }
 
-    /// Applies an event, publishes the new state, and logs. Returns all effects; the caller carries out those on the
-    /// node.
+    /// Applies an event, publishes the state if the event changed what readers see, and logs. Returns all effects; the
+    /// caller carries out those on the node.
     pub fn apply(&mut self, event: Event) -> Vec<Effect> {
         let (state, effects) = std::mem::take(&mut self.current).apply(event, self.clock.now());
         self.current = state;

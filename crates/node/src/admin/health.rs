@@ -116,7 +116,7 @@ mod tests {
         let shared = Arc::clone(&answers);
         let alive: Alive = Arc::new(move || std::future::ready(shared.load(Ordering::Relaxed)).boxed());
         let mut serves = pin!(serve(address, alive));
-        assert!(poll!(&mut serves).is_pending(), "it waits for the port");
+        assert!(poll!(&mut serves).is_pending(), "the server waits for the port");
         drop(other);
         let client = async {
             while TcpStream::connect(address).await.is_err() {

@@ -88,6 +88,6 @@ mod tests {
         for strange in strange.split_whitespace().chain([""]) {
             assert!(!hosts.has(strange), "{strange}");
         }
-        assert!(!Hosts::default().has("linkwise.gpu"), "no namespace is known");
+        assert!(!Hosts::default().has("linkwise.gpu"), "the short form is not known");
     }
 }

@@ -38,7 +38,7 @@ pub enum Outcome {
     Done(String),
     /// The GPU does not exist (404).
     Unknown(String),
-    /// The order is not carried out yet; the text says whether it still stands (503).
+    /// The order is not carried out, or not to its end; the text has the reason (503).
     NotYet(String),
 }
 
@@ -88,8 +88,8 @@ pub struct Local {
 
 impl Local {
     /// Binds the socket for these callers; makes its folder if it is missing. A socket whose process has ended is
-    /// replaced, a socket that is served never. Another process may bind at the same moment. Must be called within a
-    /// tokio runtime.
+    /// replaced, a socket that is served never. Of two processes that bind at the same moment one gets `Taken`. Must
+    /// be called within a tokio runtime.
     pub fn bind(path: &Path, callers: Callers) -> Result<Self, LocalError> {
         let failed = |source| LocalError::Bind(path.to_owned(), source);
         if uds::is_dead(path) {

@@ -185,7 +185,7 @@ mod tests {
                 silent.write_all(b"GET /livez HTTP/1.1\r\nHost: ").await.unwrap();
                 let mut pipelining = TcpStream::connect(address).await.unwrap();
                 let many = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n".repeat(100);
-                // The server may close it meanwhile: it answers one request for each connection.
+                // The server may close the connection meanwhile: it answers one request on each.
                 let _ = pipelining.write_all(&many).await;
                 strangers.extend([silent, pipelining]);
             }

@@ -5,7 +5,7 @@ use linkwise_core::claims::{ClaimError, ClaimName, Prepared};
 use linkwise_core::state::{ClaimedDevice, DRA_DRIVER, HealthRecord, PreparedClaim};
 
 /// Waits until /readyz gives the wanted answer.
-async fn ready(node: &Node, wanted: impl Fn(Result<String, Vec<String>>) -> bool) {
+async fn wait_for_readyz(node: &Node, wanted: impl Fn(Result<String, Vec<String>>) -> bool) {
     let ready = node.answers().ready;
     let waits = async {
         while !wanted(ready()) {
@@ -44,7 +44,7 @@ fn settings(folder: &std::path::Path) -> NodeSettings {
 }
 
 /// Waits for the task that ends next; returns true if that was the withdrawal of a resource.
-async fn withdraws(node: &mut Node) -> bool {
+async fn await_withdrawal(node: &mut Node) -> bool {
     let ended = timeout(Duration::from_secs(20), node.tasks.join_next()).await.unwrap();
     let (name, result) = ended.unwrap().unwrap();
     result.unwrap();
@@ -96,9 +96,9 @@ async fn trouble_of_a_withdrawn_plugin_is_forgotten() {
     let folder = tempfile::tempdir().unwrap();
     let mut node = Node::start(settings(folder.path())).await.unwrap();
     node.apply(observed());
-    ready(&node, |answer| answer.unwrap_err()[0].contains("there is no")).await;
+    wait_for_readyz(&node, |answer| answer.unwrap_err()[0].contains("there is no")).await;
     node.show(NodeState::default());
-    assert!(withdraws(&mut node).await && node.readiness.all().is_empty());
+    assert!(await_withdrawal(&mut node).await && node.readiness.all().is_empty());
 }
 
 #[tokio::test]
@@ -113,7 +113,7 @@ async fn claims_entered_right_after_adopt_are_kept() {
         orders.send(Order::Adopt { record: None, owner_scan: None }).await.unwrap();
         let claim = ClaimName { uid: "1".to_owned(), ..ClaimName::default() };
         let prepared = PreparedClaim { claim, ..PreparedClaim::default() };
-        let both_are_taken = async {
+        let until_both_are_taken = async {
             ledger.change(|_| Event::Prepared(vec![prepared])).await;
             while orders.capacity() < MAX_ORDERS {
                 tokio::task::yield_now().await;
@@ -121,7 +121,7 @@ async fn claims_entered_right_after_adopt_are_kept() {
         };
         tokio::select! {
             ended = node.serve() => panic!("{ended:?}"),
-            () = both_are_taken => {}
+            () = until_both_are_taken => {}
         }
         assert!(snapshot.borrow().ledger().prepared("1").is_some());
     }
@@ -190,27 +190,27 @@ async fn withdrawn_resource_gets_a_new_plugin_when_back() {
     node.apply(observed());
     let offering = node.state.current.clone();
     let serving = |answer| answer == Ok("ready".to_owned());
-    ready(&node, serving).await;
+    wait_for_readyz(&node, serving).await;
     let connected = |node: &Node| node.metrics.encode().unwrap().contains("linkwise_kubelet_connected{");
     assert!(connected(&node));
     // No device of the resource is left: the session closes and nothing else ends.
     node.show(NodeState::default());
-    ready(&node, |answer| answer.unwrap_err()[0].contains("not been discovered")).await;
+    wait_for_readyz(&node, |answer| answer.unwrap_err()[0].contains("not been discovered")).await;
     // The resource comes back before its plugin has ended: the next plugin waits for that.
     node.show(offering.clone());
     assert_eq!(node.plugins.len(), 1);
-    assert!(withdraws(&mut node).await);
-    ready(&node, serving).await;
+    assert!(await_withdrawal(&mut node).await);
+    wait_for_readyz(&node, serving).await;
     kubelet.wait(|state| state.resources["nvidia.com/gpu"].registrations == 2).await.unwrap();
     node.show(NodeState::default());
-    assert!(withdraws(&mut node).await && node.plugins.is_empty() && !connected(&node));
+    assert!(await_withdrawal(&mut node).await && node.plugins.is_empty() && !connected(&node));
     let left = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
     let left: Vec<_> = left.filter(|name| name != "kubelet_internal_checkpoint").collect();
     assert_eq!(left, ["kubelet.sock"]);
     kubelet.wait(|state| state.resources["nvidia.com/gpu"].open_streams == 0).await.unwrap();
     // The end of any other task is unexpected.
     node.tasks.spawn(async { ("task".to_owned(), Ok(())) });
-    assert!(!withdraws(&mut node).await);
+    assert!(!await_withdrawal(&mut node).await);
 }
 
 #[tokio::test]

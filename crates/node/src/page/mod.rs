@@ -2,8 +2,8 @@
 //!
 //! A function of its arguments: the same view gives the same page. `views` makes the views, and renders pages apart
 //! from admissions. The page is one document without parts from elsewhere: it contains its one style sheet and its one
-//! script, and with the header `security_policy` a browser loads nothing else. The template engine passes each value
-//! through `Escaper`.
+//! script, and the header that `security_policy` makes has a browser load nothing from elsewhere. The template engine
+//! passes each value through `Escaper`.
 
 mod marks;
 #[cfg(test)]
@@ -157,7 +157,7 @@ impl<'a> Document<'a> {
         }
     }
 
-    /// The number of GPUs that get no new pod, held or not.
+    /// The number of unhealthy GPUs, held or not.
     fn unhealthy(&self) -> usize {
         self.view.gpus.iter().filter(|gpu| !gpu.healthy).count()
     }
@@ -211,8 +211,8 @@ impl<'a> Document<'a> {
 
     fn is_anything_wrong(&self) -> bool {
         let view = self.view;
-        let is_silent = view.unready.is_empty() && !view.driver_released && view.allocations.is_some();
-        !(is_silent && self.sick().is_empty() && self.gone().is_empty())
+        let is_node_fine = view.unready.is_empty() && !view.driver_released && view.allocations.is_some();
+        !(is_node_fine && self.sick().is_empty() && self.gone().is_empty())
     }
 
     /// The GPUs that are unhealthy, or have a reason that does not make them unhealthy.

@@ -15,7 +15,7 @@ use linkwise_kubelet::device_plugin::HeldCalls;
 use linkwise_nvml::supervisor::Idle;
 use linkwise_system::or_never;
 
-/// The longest time that a new owner waits until its plugins have registered again, before it hands over itself.
+/// The longest time that a new owner waits for its plugins to register again, before another process may take over.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(3);
 /// The longest time that a standby whose plugins serve waits for a call of the kubelet to hold, before the owner's
 /// plugins end.
@@ -68,7 +68,7 @@ impl Facts {
                 // While this process holds a call, the kubelet makes no other call, and so none to the plugin that is
                 // about to end.
                 self.calls.hold(MAX_HOLD);
-                let _ = timeout(CALL_TIMEOUT, self.calls.any()).await;
+                let _ = timeout(CALL_TIMEOUT, self.calls.await_held()).await;
                 true
             }
             Stage::Draining => {

@@ -185,7 +185,7 @@ struct Takeover {
     failure: Option<String>,
     /// The other process in a takeover; for a standby, the owner.
     peer: Option<Connection>,
-    /// The record that the owner handed over; `Some(None)` if it could not be read.
+    /// The record that the owner handed over; `Some(None)` without one that this process can read.
     owner_record: Option<Option<Box<HealthRecord>>>,
     /// The last scan of the owner whose place this process takes, and true if that owner's driver was away.
     owner_scan: Option<(Box<NodeObservation>, bool)>,

@@ -187,7 +187,7 @@ mod tests {
         owner = owner.succeeded_by("b", "2");
         assert_eq!(owner.retired, ["a"]);
         owner = owner.succeeded_by("a", "1");
-        assert!(owner.is_retired("b") && !owner.is_retired("a"), "back by an operator's will");
+        assert!(owner.is_retired("b") && !owner.is_retired("a"), "a pod that serves again is not retired");
         for pod in 0..100 {
             owner = owner.succeeded_by(&format!("pod {pod}"), "3");
         }

@@ -2,8 +2,8 @@
 //! process stands by, takes over, serves, and hands over.
 //!
 //! Pure: no I/O, no clock. The executor is its one caller: it feeds inputs, performs actions, and gives the node's
-//! tasks the duties of the stage. The standby keeps the deadlines. The owner answers, and goes on serving if the
-//! connection ends, or if a standby that has the lock does not serve in time. docs/life-cycle.md has the picture. The
+//! tasks the duties of the stage. The standby keeps all deadlines but one: the owner goes on serving if a standby that
+//! has the lock does not serve in time. It does so too if the connection ends. docs/life-cycle.md has the picture. The
 //! tests connect two machines, and end either of them at each step.
 
 use std::time::Duration;

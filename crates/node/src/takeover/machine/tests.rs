@@ -191,7 +191,7 @@ impl World {
         }
     }
 
-    /// Returns true if the kubelet finds a DRA plugin. All calls of such a plugin are answered in the end.
+    /// Returns true if the kubelet finds a DRA plugin. Every call to such a plugin is answered in the end.
     fn is_called(&self) -> bool {
         self.processes.iter().any(|process| process.lives && process.registered)
     }
