@@ -1,4 +1,4 @@
-//! A metric that registers itself, and its values.
+//! Makes and registers metrics, and turns counts into values of gauges.
 
 use prometheus_client::registry::{Metric, Registry};
 

@@ -1,9 +1,8 @@
 //! Unix sockets: those that linkwise listens on, those that it connects to, and the process at the other end.
 //!
 //! Used by all modules that serve or call over Unix sockets. This module knows neither their services nor the names of
-//! the sockets. A socket of ours is listening before it
-//! appears under its name, has mode 0600 from its first moment, and only its owner removes its file. The module starts
-//! no task and logs nothing.
+//! the sockets. A socket of ours is listening before it appears under its name, has mode 0600 from its first moment,
+//! and only its owner removes its file. The module starts no task and logs nothing.
 
 mod peer;
 
@@ -124,7 +123,7 @@ impl Listener {
     pub async fn accept(&self) -> io::Result<Caller> {
         let (stream, _) = self.listener.accept().await?;
         let peer = Peer::of(&stream)?;
-        Ok(Caller { stream, peer, is_admitted: self.callers.admit(peer.uid, own_uid()) })
+        Ok(Caller { stream, peer, is_admitted: self.callers.admits(peer.uid, own_uid()) })
     }
 }
 
@@ -255,7 +254,7 @@ mod tests {
         assert_eq!((own.is_in_place(), mode(&path)), (true, 0o600));
         fs::set_permissions(&path, Permissions::from_mode(0o640)).unwrap();
         assert!(own.is_in_place(), "a change of mode makes no other socket");
-        assert!(own.id.is_some_and(|id| id.born.is_some()), "an inode is used again");
+        assert!(own.id.is_some_and(|id| id.born.is_some()), "an inode alone may be another file's");
         fs::remove_file(&path).unwrap();
         assert!(!own.is_in_place());
         fs::write(&path, "a file").unwrap();

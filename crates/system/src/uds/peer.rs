@@ -19,7 +19,7 @@ impl Callers {
     }
 
     /// Returns true if a process of user `own` serves a caller of user `uid`; it serves root and its own user.
-    pub fn admit(self, uid: u32, own: u32) -> bool {
+    pub fn admits(self, uid: u32, own: u32) -> bool {
         self.only.map_or(uid == ROOT || uid == own, |only| uid == only)
     }
 }
@@ -53,10 +53,12 @@ mod tests {
     #[test]
     fn root_and_own_user_may_call() {
         let usual = Callers::default();
-        assert!(usual.admit(0, 1000) && usual.admit(1000, 1000));
-        assert!(!usual.admit(1001, 1000) && !usual.admit(u32::MAX, 0) && !usual.admit(1000, 0));
+        assert!(usual.admits(0, 1000) && usual.admits(1000, 1000));
+        assert!(!usual.admits(1001, 1000) && !usual.admits(u32::MAX, 0) && !usual.admits(1000, 0));
         let strict = Callers::only(7);
-        assert!(strict.admit(7, 1000) && !strict.admit(0, 1000) && !strict.admit(1000, 1000) && !strict.admit(0, 0));
+        assert!(
+            strict.admits(7, 1000) && !strict.admits(0, 1000) && !strict.admits(1000, 1000) && !strict.admits(0, 0)
+        );
     }
 
     #[test]
