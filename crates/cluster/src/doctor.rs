@@ -64,7 +64,7 @@ pub struct DraFound {
     pub slices: Result<Vec<(String, Vec<String>)>, String>,
     /// The policy that turns `nvidia.com/gpu: N` of pods into claims.
     pub pod_policy: Result<PodPolicy, String>,
-    /// The extended resource of that DeviceClass; `None` if it has none, or if there is no such class.
+    /// The extended resource of the driver's DeviceClass; `None` if it has none, or if there is no such class.
     pub extended_resource: Result<Option<ExtendedResourceFound>, String>,
 }
 

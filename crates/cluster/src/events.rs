@@ -202,7 +202,7 @@ const MAX_BURST: u32 = 10;
 /// 17 events a second together.
 const EVENT_INTERVAL: Duration = Duration::from_secs(60);
 
-/// A token bucket, as the time at which it is full again: each event moves that by [`EVENT_INTERVAL`].
+/// A token bucket, as the time at which it is full again. Each event adds [`EVENT_INTERVAL`] to this time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Bucket {
     full_at: Duration,

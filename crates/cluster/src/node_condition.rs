@@ -61,10 +61,6 @@ pub struct NodeConditionWriter {
 }
 
 impl NodeConditionWriter {
-    /// The rights that the writer needs: verb, API group and resource.
-    pub const RIGHTS: [(&'static str, &'static str, &'static str); 2] =
-        [("get", "", "nodes"), ("patch", "", "nodes/status")];
-
     /// Makes no request yet. `untainted` gets the node and the boot once the condition is True and the
     /// startup taints are removed.
     pub fn new(

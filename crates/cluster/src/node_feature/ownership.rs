@@ -10,7 +10,7 @@ use super::{Labels, quoted_names};
 /// Our name among the managers of fields.
 pub(super) const MANAGER: &str = "linkwise";
 
-/// GPU Feature Discovery's name among them, which is the name of its program.
+/// GPU Feature Discovery's name among the managers, which is the name of its program.
 const GFD: &str = "gpu-feature-discovery";
 
 /// The decision about an object.
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn other_owners_or_node_make_a_difference() {
+    fn other_owners_make_a_difference() {
         let mut wanted = json!({"metadata": {"labels": {"node": "n"}}, "spec": {"labels": {"a": "new"}}});
         wanted["metadata"]["ownerReferences"] = json!([{"uid": "1"}]);
         assert_eq!(ownership(Some(&found(&[MANAGER], "new")), &wanted, None, false), Ownership::Ours);

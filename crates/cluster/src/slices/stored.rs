@@ -62,7 +62,7 @@ impl Stored {
         }
     }
 
-    /// Records that linkwise deleted an object, or found it missing.
+    /// Records that linkwise deleted an object.
     pub fn removed(&mut self, name: &str) {
         if self.slices.remove(name).is_none() {
             // The event came before the answer.
