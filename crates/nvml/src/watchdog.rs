@@ -80,7 +80,7 @@ impl Watchdog {
         self.set_limit(if starts { self.limits.start } else { self.limits.call }, now);
     }
 
-    /// Records any other message. Returns the duration of the wait for events if the wait is stuck.
+    /// Records a message. Returns the duration of the wait for events if the wait is stuck.
     pub fn received(&mut self, message: &FromAgent, now: Instant) -> Option<Duration> {
         match message {
             FromAgent::Ready(_) | FromAgent::Polled { .. } | FromAgent::MigDone(_) | FromAgent::Leaving(_) => {
@@ -99,7 +99,7 @@ impl Watchdog {
         (waiting > WAIT_TIMEOUT + self.limits.call).then_some(waiting)
     }
 
-    /// Returns true if the deadline has expired. If this process woke more than a second late (it was suspended, and
+    /// Returns true for a deadline that is due. If this process woke more than a second late (it was suspended, and
     /// maybe the agent with it), the deadline starts again instead.
     pub fn is_expired(&mut self, now: Instant) -> bool {
         if now.saturating_duration_since(self.deadline) > MAX_LATENESS {

@@ -111,9 +111,9 @@ impl Outage {
     }
 }
 
-/// Decides what to do if NVML never answered, by the option or else by the GPUs on the PCI bus. An error ends
-/// the process, so that its container is made again: a container gets its libraries and device nodes when it is made.
-/// The tests beside `machine` have all cases as a table.
+/// Decides what to do if NVML never answered, by `must_work` (--fail-on-init-error) or else by the GPUs on the PCI bus.
+/// An error ends the process, so that its container is made again: a container gets its libraries and device nodes when
+/// it is made. The tests beside `machine` have all cases as a table.
 pub(super) fn without_nvml(
     reached: Reached,
     cause: &str,

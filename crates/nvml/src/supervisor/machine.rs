@@ -178,7 +178,7 @@ impl DriverMachine {
         self.running().filter(|agent| agent.is_ready).map(|agent| agent.id)
     }
 
-    /// Returns true while an agent starts, and none has failed since the last one that answered.
+    /// Returns true while an agent starts, or is about to start without a pause after a failure.
     pub fn is_starting(&self) -> bool {
         match &self.stage {
             Stage::Pausing { .. } => !self.backoff.is_failing() && !self.is_released,
@@ -229,7 +229,7 @@ impl DriverMachine {
     }
 
     /// The moment at which this process ends because NVML lists none of the GPUs on the bus. It does not end while
-    /// another linkwise waits for it, or the driver is released.
+    /// another linkwise may hand over to it, or the driver is released.
     fn lists_none_due(&self) -> Option<Duration> {
         let may_end = !self.has_listed
             && self.others == Others::None

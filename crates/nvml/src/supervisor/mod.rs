@@ -57,7 +57,7 @@ pub const NOT_SEEN: &str = "the GPUs have not been discovered yet";
 /// The options for the driver; see `config::NvmlArgs`.
 #[derive(Clone, Debug, Default)]
 pub struct Settings {
-    /// Set if GPUs are unhealthy while NVML is unavailable.
+    /// Set if GPUs are unhealthy during an outage of NVML.
     pub unhealthy_when_away: bool,
     /// `--fail-on-init-error`.
     pub fail_on_init_error: Option<bool>,

@@ -143,13 +143,13 @@ impl Release {
     /// Waits for at most `patience` until no linkwise process on this node holds the driver; returns those that do.
     pub async fn holders_after(&self, patience: Duration) -> Vec<String> {
         let until = Instant::now() + patience;
-        let own = timeout_at(until, self.held.subscribe().wait_for(|held| !held)).await.is_err();
+        let is_held_here = timeout_at(until, self.held.subscribe().wait_for(|held| !held)).await.is_err();
         loop {
             let gate = self.gate.clone();
             let users = spawn_blocking(move || gate.map_or_else(Vec::new, |gate| gate.users()));
             let users = timeout(FILES_TIMEOUT, users).await.ok().and_then(Result::ok).unwrap_or_default();
             match users {
-                users if users.is_empty() && own => return vec!["this process".to_owned()],
+                users if users.is_empty() && is_held_here => return vec!["this process".to_owned()],
                 users if users.is_empty() || Instant::now() >= until => return users,
                 _ => sleep(HOLDERS_INTERVAL).await,
             }
@@ -164,7 +164,7 @@ mod tests {
     use std::fs;
 
     /// Waits for the order, for less time than from one look to the next.
-    async fn receives(release: &Release, ordered: bool) {
+    async fn await_order(release: &Release, ordered: bool) {
         let mut orders = release.follow();
         let received = timeout(INOTIFY_LOOK_INTERVAL / 2, orders.wait_for(|order| *order == ordered)).await;
         received.expect("no order").unwrap();
@@ -179,12 +179,12 @@ mod tests {
         let other = gate.for_user("other");
         for order in [true, false, true] {
             other.set_released(order).unwrap();
-            receives(&release, order).await;
+            await_order(&release, order).await;
         }
         fs::remove_dir_all(gate.folder()).unwrap();
-        receives(&release, false).await;
+        await_order(&release, false).await;
         other.set_released(true).unwrap();
-        receives(&release, true).await;
+        await_order(&release, true).await;
         following.abort();
     }
 }

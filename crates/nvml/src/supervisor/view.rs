@@ -216,15 +216,15 @@ mod tests {
         for (codes, host, again) in
             [(&[][..], 0, false), (&[4], 0, false), (&[4, 4], 0, false), (&[4, 999], 0, true), (&[4], 1, true)]
         {
-            let mut scan = View::new(Duration::from_secs(10));
+            let mut view = View::new(Duration::from_secs(10));
             let failures = codes.iter().map(|code| failure(*code)).collect();
             let of_nvml = NodeScan { failures, ..NodeScan::bare(Vec::new()) };
-            scan.take(of_nvml, Duration::ZERO, Duration::ZERO);
+            view.take(of_nvml, Duration::ZERO, Duration::ZERO);
             let of_host = || ProbeFailure { subject: "hwloc".into(), call: "f".into(), error: "e".into() };
             let host = (0..host).map(|_| of_host()).collect();
-            scan.take_host(Some((HostObservation::default(), host)), Duration::ZERO);
-            scan.publish(Duration::ZERO);
-            assert_eq!(scan.repeat_at.is_some(), again, "{codes:?}");
+            view.take_host(Some((HostObservation::default(), host)), Duration::ZERO);
+            view.publish(Duration::ZERO);
+            assert_eq!(view.repeat_at.is_some(), again, "{codes:?}");
         }
     }
 }

@@ -212,7 +212,7 @@ impl World {
                     !self.has_worked || cause.contains("lists no GPU"),
                     "linkwise ends though an agent works: {cause}"
                 );
-                assert!(self.may_end, "linkwise ends although another one waits for it: {cause}");
+                assert!(self.may_end, "linkwise ends although another may hand over to it: {cause}");
                 self.failed = true;
             }
             Action::Idle(Idle::NoGpu(reason)) => assert!(self.absent, "nothing says that there is no GPU: {reason}"),
@@ -245,7 +245,7 @@ impl World {
     }
 
     /// Ends an agent. If it hangs, it is killed and its process stays.
-    fn ends(&mut self, id: AgentId, blamed: Option<u32>, reached: Reached, hangs: bool) {
+    fn end(&mut self, id: AgentId, blamed: Option<u32>, reached: Reached, hangs: bool) {
         let blamed = blamed.map(|index| CalledGpu { place: Place { index, of: 4 }, uuid: None });
         self.absent = reached == Reached::NoDriver;
         self.not_before = self.now + PAUSE;
@@ -324,23 +324,23 @@ impl World {
             }
             Happening::Crashes(number, gpu) => {
                 if let Some(id) = self.serving_agent(number) {
-                    self.ends(id, Some(gpu), Reached::Nvml, false);
+                    self.end(id, Some(gpu), Reached::Nvml, false);
                 }
             }
             Happening::Hangs(number) => {
                 if let Some(id) = self.serving_agent(number) {
-                    self.ends(id, None, Reached::Nvml, true);
+                    self.end(id, None, Reached::Nvml, true);
                 }
             }
             Happening::Leaves(number) => {
                 if let Some(id) = self.serving_agent(number) {
-                    self.ends(id, None, Reached::NoDriver, false);
+                    self.end(id, None, Reached::NoDriver, false);
                 }
             }
             Happening::Fails(number, memory) => {
                 if let Some(id) = self.serving_agent(number) {
                     let reached = if memory { Reached::OverMemory } else { Reached::Failure };
-                    self.ends(id, None, reached, memory);
+                    self.end(id, None, reached, memory);
                 }
             }
             Happening::ProcessEnds(number) => {
@@ -390,7 +390,7 @@ impl World {
     }
 
     /// Makes everything work at once from now on.
-    fn recovers(&mut self) {
+    fn recover(&mut self) {
         self.happens(Happening::Released(false));
         let end = self.now + RECOVERY;
         while self.now < end && !self.failed {
@@ -460,7 +460,7 @@ proptest! {
         for happening in story {
             world.happens(happening);
         }
-        world.recovers();
+        world.recover();
         prop_assert!(world.failed || world.machine.answering().is_some(), "no agent works");
         let (emitted, sent) = (&world.emitted, &world.sent);
         prop_assert!(!world.away && (world.failed || emitted == sent), "{emitted:?} {sent:?}");
@@ -481,7 +481,7 @@ fn working() -> World {
 
 impl World {
     /// Ends every process that has to end, and has the next agent list the GPUs.
-    fn settles(&mut self, gpus: u32) {
+    fn settle(&mut self, gpus: u32) {
         while let Some(ending) = self.chosen(0, |process| !process.serves()) {
             self.processes.remove(&ending);
             self.feed(Input::Reaped(ending));
@@ -506,7 +506,7 @@ fn lost_gpu_is_retried_after_growing_pauses() {
     let begin = world.now;
     let passes = |world: &mut World, lost| {
         world.happens(Happening::Passes(10_000));
-        world.settles(4);
+        world.settle(4);
         world.happens(Happening::Polls(0, lost));
         world.happens(Happening::Probed(Bus::Gpus));
     };
@@ -537,7 +537,7 @@ fn gpu_on_the_bus_but_unlisted_gets_a_new_agent() {
     // An agent crashes; the next one counts one GPU less, although all are on the bus.
     world.happens(Happening::Crashes(0, 0));
     world.happens(Happening::Passes(2000));
-    world.settles(3);
+    world.settle(3);
     for _ in 0..6 {
         world.happens(Happening::Polls(0, None));
         world.happens(Happening::Probed(Bus::Gpus));
@@ -570,7 +570,7 @@ fn agent_is_not_replaced_while_another_one_hangs() {
     let mut world = working();
     for _ in 0..2 {
         let id = world.serving_agent(0).unwrap();
-        world.ends(id, Some(3), Reached::Nvml, true);
+        world.end(id, Some(3), Reached::Nvml, true);
         world.happens(Happening::Passes(60_000));
         world.happens(Happening::Probed(Bus::Gpus));
         world.happens(Happening::Ready(0, 4));

@@ -80,10 +80,10 @@ fn library_failure_is_not_absence_of_gpus() {
     for (case, option, row) in table {
         let found = BUSES.map(|bus| becomes(case, bus, option, Others::None));
         assert_eq!(found, row, "{case:?}, --fail-on-init-error {option:?}");
-        // A process that another linkwise waits for does not end.
-        let held = BUSES.map(|bus| becomes(case, bus, option, Others::MayHandOver));
+        // A process to which another linkwise may hand over does not end.
+        let standing_by = BUSES.map(|bus| becomes(case, bus, option, Others::MayHandOver));
         let waits = row.map(|end| if end == E { W } else { end });
-        assert_eq!(held, waits, "{case:?}, --fail-on-init-error {option:?}");
+        assert_eq!(standing_by, waits, "{case:?}, --fail-on-init-error {option:?}");
     }
 }
 
