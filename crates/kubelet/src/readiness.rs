@@ -241,7 +241,7 @@ mod tests {
         let lines = ["takeover: standing by", "could not take over"].map(str::to_owned).to_vec();
         assert_eq!(readiness.summary(), Err(lines));
         readiness.remove(&Part::Owner);
-        assert_eq!(readiness.summary(), Err(vec!["no scan yet".to_owned()]), "it serves");
+        assert_eq!(readiness.summary(), Err(vec!["no scan yet".to_owned()]), "it stands by no more");
     }
 
     #[test]

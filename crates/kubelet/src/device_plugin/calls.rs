@@ -32,7 +32,7 @@ impl HeldCalls {
     }
 
     /// Waits until at least one call is held.
-    pub async fn any(&self) {
+    pub async fn await_held(&self) {
         // The sender is ours.
         let _ = self.waiting.subscribe().wait_for(|waiting| *waiting > 0).await;
     }
@@ -66,9 +66,9 @@ mod tests {
         assert!(calls.pass().now_or_never().is_some(), "nothing is held");
         calls.hold(long);
         assert!(calls.pass().now_or_never().is_none());
-        assert!(calls.any().now_or_never().is_none(), "that call has gone away");
+        assert!(calls.await_held().now_or_never().is_none(), "that call has gone away");
         let release = async {
-            calls.any().await;
+            calls.await_held().await;
             calls.release(Duration::ZERO);
             // A later release does not hold calls longer.
             calls.release(long);

@@ -62,7 +62,8 @@ impl ProbeError {
     }
 }
 
-/// Calls GetDevicePluginOptions, which changes nothing. ListAndWatch would, because many plugins feed one stream only.
+/// Calls GetDevicePluginOptions, which changes nothing. ListAndWatch could take the kubelet's stream away, because many
+/// plugins feed only one.
 ///
 /// # Errors
 ///

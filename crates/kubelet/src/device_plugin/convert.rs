@@ -69,7 +69,7 @@ pub(super) fn container(injection: Injection) -> wire::ContainerAllocateResponse
 /// and as a resource's name (317) fits.
 const MAX_REFUSAL: usize = 512;
 
-/// Converts a refusal: an unknown or repeated id is the caller's mistake, an unhealthy device is not.
+/// Converts a refusal: all but an unhealthy device is the caller's mistake.
 pub(super) fn refusal(error: &AllocateError) -> Status {
     let mut text = error.to_string();
     if let Some((end, _)) = text.char_indices().nth(MAX_REFUSAL) {

@@ -54,7 +54,7 @@ pub(super) enum Listing {
 /// An input of the device plugin's own.
 #[derive(Clone, Debug)]
 pub(super) enum OwnInput {
-    /// The kubelet forgot the client under the resource's name, or the reason why it may still have it.
+    /// The kubelet forgot the client under the resource's name, or the reason why it may not have.
     Detached(Result<(), String>),
     /// The kubelet holds this many ListAndWatch streams.
     Streams(usize),
@@ -151,7 +151,8 @@ impl DevicePluginHandshake {
                 self.enter(attempts, Phase::Confirming, Some(now + CONFIRM_TIMEOUT));
                 self.ask(attempts);
             }
-            // After a second registration there are several streams. The kubelet ends the newest, and our registration.
+            // After a second registration there are several streams. If one ends, it is the newest, and our
+            // registration ends with it.
             Phase::Confirming | Phase::Detaching | Phase::Overlapping | Phase::Serving if open < before => {
                 attempts.end_if_open("the kubelet's ListAndWatch stream is gone", now);
             }

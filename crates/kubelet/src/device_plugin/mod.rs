@@ -58,7 +58,7 @@ pub struct Settings {
     pub injection: InjectionOptions,
     /// The host's devices beside its GPUs, as last scanned.
     pub host_devices: watch::Receiver<Arc<HostDevices>>,
-    /// The kubelet's PodResources socket, by which a registration is confirmed; without it the stream confirms it.
+    /// The kubelet's PodResources socket, which confirms a registration; without it, the stream does.
     pub pod_resources_socket: Option<PathBuf>,
     /// The users that may call our sockets.
     pub callers: Callers,

@@ -176,9 +176,9 @@ async fn holders_after(sources: &HolderSources, containers: &mut ListedContainer
 
 /// Polls the holders until `shutdown`.
 ///
-/// The first pause is a second; pauses grow as long as the kubelet gives the same answer. A change of `often`
-/// (true while the state waits for an answer) resets them, and two questions are at least a second apart. `new_state`
-/// resets them too, and a question follows at once: a state that was just made has seen no answer.
+/// While `often` is true, because the state waits for an answer, pauses grow from a second as long as the answers are
+/// the same; else a pause is 30 s. A change of `often` resets the pauses, and two questions are at least a second
+/// apart. `new_state` resets them too, and a question follows at once: a state that was just made has seen no answer.
 ///
 /// After a failure the holders are unknown until the next answer. Every answer is published, even one that equals the
 /// last, because an orphan leaves the device list when two lists of holders in a row lack it.
@@ -313,7 +313,7 @@ mod tests {
         };
         assert_eq!(held(&["0", "1", "3"]), ["2"], "an init container's, until the pod ends");
         assert_eq!(held(&["0", "1"]), ["2"], "pod b has ended");
-        // Only this file has the init container.
+        // No list has had the init container, so all its devices count.
         assert_eq!(held(&[]), ["1", "2"]);
         let empty = of_init_containers(&mut containers, Vec::new(), &BTreeSet::new());
         assert!(empty.is_empty() && containers.is_empty());

@@ -76,7 +76,7 @@ type Plan = Box<dyn FnOnce(&NodeState) -> Result<(Event, Prepared), ClaimError> 
 /// A request to enter a claim into the node's ledger. The state's one writer calls the plan, applies its event before
 /// any other and then answers, so that no hardware is given to two claims.
 pub struct LedgerEntry {
-    /// True if the plan gives hardware. It waits until the state is open, because it has to know the holders.
+    /// True if the plan gives hardware. Such a plan waits until the state is open, because it has to know the holders.
     pub gives_hardware: bool,
     /// The plan, called with the current state.
     pub plan: Plan,

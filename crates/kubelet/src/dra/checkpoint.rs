@@ -2,8 +2,8 @@
 //!
 //! Called by `claim_manager`, in blocking tasks. A file that cannot be read is reported and stays: a disk may fail for
 //! a moment, and a later version may have written it. The GPUs that can be read in it are still held. Fields that this
-//! version does not know stay in a file that it writes again. While the disk is full, claims that cannot be prepared
-//! get that error. The core decides the content of a checkpoint.
+//! version does not know stay in a file that it writes again. A claim whose checkpoint cannot be written fails with
+//! that error. The core decides the content of a checkpoint.
 
 use std::fs;
 use std::io;
@@ -119,8 +119,7 @@ impl Checkpoint {
         PreparedClaim { claim: self.claim.clone(), prepared: self.prepared.clone(), is_of_another_boot }
     }
 
-    /// Returns true if, in this boot, MIG devices were being made for the claim whose UUIDs the checkpoint does not
-    /// have.
+    /// Returns true if the checkpoint orders MIG devices whose UUIDs it does not have, and may be of this boot.
     pub fn is_half_made(&self, boot: Option<&str>) -> bool {
         !self.is_of_another_boot(boot) && self.prepared.devices.iter().any(PreparedDevice::is_unmade)
     }

@@ -50,20 +50,20 @@ impl LifePhase for Phase {
 /// The state of the handshake in one session.
 #[derive(Debug)]
 pub(super) struct DraHandshake {
-    /// The time after which new sockets are made, if the kubelet has not registered these, or went away.
+    /// The time after which new sockets are made if the kubelet has not registered the present ones, or went away.
     offer_timeout: Duration,
     /// The number of open connections to our services.
     connections: usize,
 }
 
 impl DraHandshake {
-    /// A handshake that makes new sockets after `offer_timeout`, if the kubelet has not registered these, or went away.
+    /// A handshake that has new sockets made after `offer_timeout`.
     pub fn new(offer_timeout: Duration) -> Self {
         Self { offer_timeout, connections: 0 }
     }
 
-    /// Takes the number of open connections to our services. The kubelet keeps one; when the kubelet restarts, that
-    /// ends first.
+    /// Takes the number of open connections to our services. The kubelet keeps one, whose end is the first sign of a
+    /// restart.
     fn connections(&mut self, attempts: &mut Attempts, open: usize, now: Duration) {
         let before = std::mem::replace(&mut self.connections, open);
         match attempts.phase() {

@@ -15,7 +15,8 @@ use crate::registration::Life;
 use linkwise_system::grpc::Refusal;
 use linkwise_system::metrics::{new, number};
 
-/// Bounds of the requests' histogram, in seconds: from an answer out of the checkpoint to the kubelet's limit of 45 s.
+/// Bounds of the requests' histogram, in seconds. An answer out of the checkpoint takes the least; the kubelet waits
+/// for 45 s.
 const BUCKETS: [f64; 9] = [256e-6, 1e-3, 4e-3, 16e-3, 64e-3, 256e-3, 1.0, 4.0, 16.0];
 
 /// Labels by name, in the order in which they are shown.

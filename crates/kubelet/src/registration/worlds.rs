@@ -1,8 +1,8 @@
 //! The machine in a simulated world, for the tests of both handshakes: random events, simulated time, and the rules
 //! that hold after every input.
 //!
-//! A world keeps its own books (which socket of ours stands, which connections are open) from the machine's actions and
-//! its own events alone; nothing here reads the machine's state but its phase and its timer. The [`Neighbour`]
+//! A world keeps its own records (which socket of ours stands, which connections are open) from the machine's actions
+//! and its own events alone; nothing here reads the machine's state but its phase and its timer. The [`Neighbour`]
 //! decides what a kubelet does with the sockets.
 
 use std::fmt::Debug;
@@ -44,7 +44,7 @@ pub trait Neighbour: Debug + Default + Sized {
     fn others(&self) -> <Self::Handshake as Handshake>::Others;
     /// The longest time that an open phase may last.
     fn longest(phase: PhaseOf<Self>) -> Duration;
-    /// Begins the books of a new socket, after a bind that succeeded.
+    /// Begins the records of a new socket, after a bind that succeeded.
     fn bound(&mut self) -> <Self::Handshake as Handshake>::Bound;
     /// Cancels the calls of a session that was asked to end.
     fn ended(&mut self);
@@ -204,7 +204,7 @@ impl<N: Neighbour> World<N> {
         N::check(self);
     }
 
-    /// Closes all connections to a socket that has ended; [`Self::closed`] feeds that to the machine later.
+    /// Closes all connections to a socket that has ended; [`Self::feed_closed`] feeds that to the machine later.
     fn close(&mut self) {
         self.socket.take_if(|socket| socket.ended);
     }
@@ -216,7 +216,7 @@ impl<N: Neighbour> World<N> {
         self.feed(Input::Checked { kubelet, has_sockets, others });
     }
 
-    /// Goes to the time at which the machine's timer is due.
+    /// Lets the machine's timer expire.
     pub fn wait(&mut self) -> Vec<ActionOf<N::Handshake>> {
         self.now = self.machine.wake().expect("something is due");
         self.feed(Input::Tick)
@@ -236,7 +236,7 @@ impl<N: Neighbour> World<N> {
                     if self.machine.wake().is_some_and(|wake| wake <= self.now) {
                         self.feed(Input::Tick);
                     }
-                    self.closed();
+                    self.feed_closed();
                 }
                 self.now = until;
                 N::passed(self);
@@ -288,11 +288,11 @@ impl<N: Neighbour> World<N> {
             Happening::SpuriousTick => drop(self.feed(Input::Tick)),
             Happening::Own(happening) => N::happens(self, happening),
         }
-        self.closed();
+        self.feed_closed();
     }
 
     /// Feeds, once, that the connections of an ended session are closed.
-    fn closed(&mut self) {
+    fn feed_closed(&mut self) {
         if self.phase() == PhaseOf::<N>::ENDING && self.socket.is_none() && !self.machine.is_over() {
             self.feed(Input::Closed);
         }
@@ -311,7 +311,7 @@ impl<N: Neighbour> World<N> {
             assert!(self.now < end, "not registered in time: {:?}", self.phase());
             self.happens(Happening::BindEnds(true));
             N::works(self, lost && self.socket.is_some_and(|socket| socket.number <= before));
-            self.closed();
+            self.feed_closed();
             if close {
                 self.happens(Happening::ConnectionsClose);
             }
@@ -320,7 +320,7 @@ impl<N: Neighbour> World<N> {
     }
 
     /// Checks that a machine that is asked to end is over once its connections are closed, after half a second at most.
-    pub fn shutdown_ends(mut self) {
+    pub fn check_shutdown(mut self) {
         let begin = self.now;
         self.feed(Input::Shutdown);
         self.happens(Happening::Passes(500));
@@ -331,7 +331,7 @@ impl<N: Neighbour> World<N> {
     }
 
     /// Checks that no second of the whole story had more than 24 actions of a kind: those of every plugin, and `own`.
-    pub fn no_storm(&self, own: &[<N::Handshake as Handshake>::Action]) {
+    pub fn check_no_storm(&self, own: &[<N::Handshake as Handshake>::Action]) {
         let kinds = [Action::Bind, Action::End, Action::Cut].into_iter();
         for kind in kinds.chain(own.iter().cloned().map(Action::Own)) {
             let times: Vec<Duration> = self.done.iter().filter(|(_, done)| *done == kind).map(|(at, _)| *at).collect();

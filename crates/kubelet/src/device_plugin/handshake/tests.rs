@@ -41,7 +41,7 @@ enum Own {
 
 /// The kubelet's records of our socket.
 #[derive(Clone, Copy, Debug, Default)]
-struct Books {
+struct Records {
     /// The kubelet with which the socket was registered.
     kubelet: Option<u64>,
     registered: bool,
@@ -63,7 +63,7 @@ struct Predecessor {
 
 #[derive(Debug, Default)]
 struct Kubelet {
-    books: Books,
+    records: Records,
     registering: bool,
     asking: bool,
     detaching: bool,
@@ -89,8 +89,8 @@ fn streams(world: &mut World, change: impl FnOnce(usize) -> usize) {
     if world.socket.is_none_or(|socket| socket.ended) {
         return;
     }
-    let open = change(world.neighbour.books.streams);
-    world.neighbour.books.streams = open;
+    let open = change(world.neighbour.records.streams);
+    world.neighbour.records.streams = open;
     own_input(world, OwnInput::Streams(open));
 }
 
@@ -108,7 +108,7 @@ fn spurious(world: &mut World, which: u8) {
     world.feed(input);
 }
 
-fn not_today(ok: bool) -> Result<(), String> {
+fn result_of(ok: bool) -> Result<(), String> {
     if ok { Ok(()) } else { Err("not today".to_owned()) }
 }
 
@@ -145,7 +145,7 @@ impl Neighbour for Kubelet {
 
     fn bound(&mut self) -> bool {
         self.may_lose_session = !self.predecessor.stands;
-        self.books = Books::default();
+        self.records = Records::default();
         self.predecessor.stands
     }
 
@@ -158,8 +158,8 @@ impl Neighbour for Kubelet {
         match action {
             OwnAction::Register | OwnAction::Renew => {
                 let socket = world.socket.expect("registers a socket that is served");
-                kubelet.books.kubelet = world.kubelet;
-                let twice = !overlaps && kubelet.books.registered;
+                kubelet.records.kubelet = world.kubelet;
+                let twice = !overlaps && kubelet.records.registered;
                 assert!(!socket.ended && !twice, "registers an ended socket, or one twice");
                 assert_eq!(overlaps, *action == OwnAction::Renew);
                 assert!(world.kubelet.is_some(), "registers without a kubelet");
@@ -167,7 +167,7 @@ impl Neighbour for Kubelet {
             }
             OwnAction::Ask => assert!(!std::mem::replace(&mut kubelet.asking, true), "asks twice at once"),
             OwnAction::Detach => {
-                assert!(!kubelet.detaching && kubelet.books.registered, "detaches too early");
+                assert!(!kubelet.detaching && kubelet.records.registered, "detaches too early");
                 kubelet.detaching = true;
             }
             OwnAction::ReportDetached(result) => kubelet.may_lose_session |= result.is_err(),
@@ -178,15 +178,15 @@ impl Neighbour for Kubelet {
         if !world.phase().is_serving() {
             return;
         }
-        let (socket, books) = (world.socket.expect("ready without a socket"), &world.neighbour.books);
+        let (socket, records) = (world.socket.expect("ready without a socket"), &world.neighbour.records);
         assert!(socket.stands, "ready without a socket that the kubelet can dial");
         assert!(socket.served, "ready without a server");
-        assert!(world.kubelet.is_some() && books.kubelet == world.kubelet, "ready with a kubelet that is gone");
+        assert!(world.kubelet.is_some() && records.kubelet == world.kubelet, "ready with a kubelet that is gone");
         assert!(!socket.ended, "ready while the session ends");
-        assert!(books.registered, "ready before this socket was registered");
-        assert!(books.streams > 0, "ready without a stream of the kubelet");
-        assert!(books.was_asked, "ready before PodResources was asked");
-        assert!(books.missing < 2, "ready though PodResources does not list our devices");
+        assert!(records.registered, "ready before this socket was registered");
+        assert!(records.streams > 0, "ready without a stream of the kubelet");
+        assert!(records.was_asked, "ready before PodResources was asked");
+        assert!(records.missing < 2, "ready though PodResources does not list our devices");
         // While two plugins overlap, the kubelet has no client under the name, for a limited time.
         let is_named = world.neighbour.named || world.phase() == Phase::Overlapping;
         assert!(is_named, "the kubelet would not notice our end");
@@ -212,7 +212,7 @@ impl Neighbour for Kubelet {
                 if std::mem::take(&mut kubelet.detaching) {
                     kubelet.named &= !ok;
                     kubelet.may_lose_session |= !ok;
-                    own_input(world, OwnInput::Detached(not_today(ok)));
+                    own_input(world, OwnInput::Detached(result_of(ok)));
                 }
             }
             Own::SuccessorEnds => {
@@ -221,8 +221,8 @@ impl Neighbour for Kubelet {
             }
             Own::RegisterEnds(ok) => {
                 if std::mem::take(&mut kubelet.registering) && world.socket.is_some() {
-                    (kubelet.books.registered, kubelet.named) = (ok, ok);
-                    world.feed(Input::Registered(not_today(ok)));
+                    (kubelet.records.registered, kubelet.named) = (ok, ok);
+                    world.feed(Input::Registered(result_of(ok)));
                 }
             }
             Own::StreamOpens if kubelet.disconnected => {}
@@ -231,12 +231,12 @@ impl Neighbour for Kubelet {
             Own::AskEnds(listing) => {
                 if std::mem::take(&mut kubelet.asking) && world.socket.is_some() {
                     // While we serve, a single answer without our devices may be wrong. Before that it counts.
-                    kubelet.books.missing = match listing {
-                        Listing::Missing if serving => kubelet.books.missing + 1,
+                    kubelet.records.missing = match listing {
+                        Listing::Missing if serving => kubelet.records.missing + 1,
                         Listing::Missing => 2,
                         Listing::Listed | Listing::Unknown => 0,
                     };
-                    kubelet.books.was_asked = true;
+                    kubelet.records.was_asked = true;
                     own_input(world, OwnInput::Listed(listing));
                 }
             }
@@ -272,8 +272,8 @@ impl Neighbour for Kubelet {
     fn works(world: &mut World, lost: bool) {
         if !lost {
             does(world, Own::RegisterEnds(true));
-            let books = &world.neighbour.books;
-            if world.socket.is_some() && books.registered && books.streams == 0 {
+            let records = &world.neighbour.records;
+            if world.socket.is_some() && records.registered && records.streams == 0 {
                 does(world, Own::StreamOpens);
             }
         }
@@ -316,7 +316,7 @@ proptest! {
         close in any::<bool>(),
     ) {
         let mut world = World::after(story, seed);
-        world.no_storm(&CALLS);
+        world.check_no_storm(&CALLS);
         world.benign_until_registered(lost, close);
     }
 
@@ -349,13 +349,13 @@ proptest! {
             world.happens(Happening::ConnectionsClose);
             world.happens(Happening::Passes(5));
         }
-        world.no_storm(&CALLS);
+        world.check_no_storm(&CALLS);
     }
 
     /// A shutdown from any state ends once the connections are closed, within half a second.
     #[test]
     fn shutdown_ends_from_any_state(story in prop::collection::vec(happening::<Kubelet>(), 0..60)) {
-        World::after(story, 0).shutdown_ends();
+        World::after(story, 0).check_shutdown();
     }
 }
 

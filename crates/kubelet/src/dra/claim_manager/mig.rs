@@ -87,7 +87,7 @@ impl ClaimManager {
         self.destroy(uid, |device| device.made.is_some()).await
     }
 
-    /// Destroys the MIG devices of a claim whose UUIDs its checkpoint does not have.
+    /// Destroys the MIG devices that a claim's checkpoint orders without their UUIDs, and forgets these orders.
     pub(super) async fn destroy_unmade(&self, uid: &str) -> Result<(), MigError> {
         self.destroy(uid, PreparedDevice::is_unmade).await?;
         self.forget_unmade(uid).await;

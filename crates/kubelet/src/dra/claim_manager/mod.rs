@@ -99,8 +99,8 @@ impl ClaimManager {
         Ok(manager)
     }
 
-    /// Returns true if the node's door is the device plugin. Then a claim is over as soon as the kubelet lists it no
-    /// longer, and a step of its cleanup that fails does not keep its GPUs from the device plugin.
+    /// Returns true if the node's door is the device plugin. Then a step of a claim's cleanup that keeps failing is
+    /// skipped, so that the device plugin gets the GPUs.
     fn is_off(&self) -> bool {
         !self.settings.serves
     }

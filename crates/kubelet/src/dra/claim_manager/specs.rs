@@ -106,7 +106,8 @@ impl ClaimManager {
         }
     }
 
-    /// Returns true if a prepared claim still has its devices, and its containers get them.
+    /// Writes the specs of a prepared claim that changed. Returns true if the claim still has its devices, and its
+    /// containers get them.
     pub(super) async fn is_intact(&self, checkpoint: &Checkpoint, turn: &Turn) -> bool {
         if checkpoint.has_mig() {
             self.await_mig().await;

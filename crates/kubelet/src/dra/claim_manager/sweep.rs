@@ -22,7 +22,7 @@ use linkwise_system::{files, lock, or_never};
 /// writes and removes a few files. Without a limit, two claims could wait for each other for ever.
 const TURN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The time between two sweeps while DRA is off: only the kubelet's list shows then that a claim is over.
+/// The time between two sweeps while DRA is off and claims are left: the kubelet may not be able to unprepare them.
 const OFF_SWEEP: Duration = Duration::from_secs(2);
 
 /// The log's messages for a claim that is over: it was undone, it could not be undone.
@@ -49,7 +49,6 @@ pub(in crate::dra) async fn keep_sweeping(manager: &ClaimManager, stop: &Cancell
         // next sweep follows when the list or the driver is there.
         let news = |state: &Arc<NodeState>| !was_known && state.ledger().lists_all() || !was_seen && is_seen(state);
         let known = or_never(snapshot.wait_for(news));
-        // While DRA is off, the kubelet may not be able to unprepare a claim, so sweeps are frequent.
         let limit = if manager.is_off() && manager.has_checkpoints() { pause.min(OFF_SWEEP) } else { pause };
         match stop.run_until_cancelled(tokio::time::timeout(limit, known)).await {
             None => return,
@@ -60,7 +59,7 @@ pub(in crate::dra) async fn keep_sweeping(manager: &ClaimManager, stop: &Cancell
 }
 
 impl ClaimManager {
-    /// Undoes claims that are gone, and restores CDI specs of claims that are missing.
+    /// Undoes claims that are gone, and restores missing CDI specs.
     async fn sweep(&self, stop: &CancellationToken) {
         self.sweep_unreadable().await;
         if self.checkpoints().iter().any(Checkpoint::has_mig)

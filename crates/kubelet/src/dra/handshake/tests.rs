@@ -200,7 +200,7 @@ proptest! {
         close in any::<bool>(),
     ) {
         let mut world = World::after(story, seed);
-        world.no_storm(&[]);
+        world.check_no_storm(&[]);
         world.benign_until_registered(lost, close);
     }
 }
@@ -235,13 +235,13 @@ proptest! {
             world.happens(Happening::ConnectionsClose);
             world.happens(Happening::Passes(5));
         }
-        world.no_storm(&[]);
+        world.check_no_storm(&[]);
     }
 
     /// A shutdown from any state ends once the connections are closed, within half a second.
     #[test]
     fn shutdown_ends_from_any_state(story in prop::collection::vec(happening::<Kubelet>(), 0..60)) {
-        World::after(story, 0).shutdown_ends();
+        World::after(story, 0).check_shutdown();
     }
 }
 
