@@ -44,12 +44,12 @@ pub async fn wait(args: &WaitArgs) -> Result<()> {
 /// The resources that linkwise serves to this kubelet, a line for each; otherwise the reason why there are none.
 async fn served(args: &WaitArgs) -> Result<Vec<String>, String> {
     let folder = args.kubelet_socket.parent().unwrap_or(Path::new("/"));
-    let sockets = sockets(folder).map_err(|error| {
+    let files = files(folder).map_err(|error| {
         format!("cannot read {}: {error}; set kubeletRootDir to the kubelet's --root-dir", folder.display())
     })?;
     let mut resources = BTreeSet::new();
     let mut silent = None;
-    for (name, path) in sockets {
+    for (name, path) in files {
         let Some(resource) = resource_of_socket(&name) else { continue };
         match probe(&path, ANSWER_TIMEOUT).await {
             Ok(()) => drop(resources.insert(resource)),
@@ -88,8 +88,8 @@ async fn served(args: &WaitArgs) -> Result<Vec<String>, String> {
 
 /// A line about the DRA driver, if a registration socket of linkwise answers.
 async fn claims(folder: &Path) -> Vec<String> {
-    let sockets = sockets(folder).unwrap_or_default().into_iter();
-    for (_, path) in sockets.filter(|(name, _)| is_registration_socket(name)) {
+    let files = files(folder).unwrap_or_default().into_iter();
+    for (_, path) in files.filter(|(name, _)| is_registration_socket(name)) {
         if let Ok(Ok(_)) = tokio::time::timeout(ANSWER_TIMEOUT, uds::connect(&path)).await {
             return vec!["claims, by its DRA driver".to_owned()];
         }
@@ -98,7 +98,7 @@ async fn claims(folder: &Path) -> Vec<String> {
 }
 
 /// The files of a folder by name. Names that are not UTF-8 are left out, because linkwise makes none.
-fn sockets(folder: &Path) -> std::io::Result<BTreeMap<String, PathBuf>> {
+fn files(folder: &Path) -> std::io::Result<BTreeMap<String, PathBuf>> {
     let entries = std::fs::read_dir(folder)?.flatten();
     Ok(entries.filter_map(|entry| Some((entry.file_name().into_string().ok()?, entry.path()))).collect())
 }

@@ -51,9 +51,9 @@ pub(super) struct Kind {
     pub claims: Vec<ExactClaim>,
     /// The attributes that a claim with alternatives lists.
     pub alternatives: Vec<String>,
-    /// The best collective of a set of the requested size, MB/s; `None` if only slices are known.
+    /// The best collective of a set of the requested size, MB/s; `None` if its bandwidths are unknown.
     pub best: Option<u64>,
-    /// The least collective of a set of the requested size, MB/s; `None` if only slices are known.
+    /// The least collective of a set of the requested size, MB/s; `None` if its bandwidths are unknown.
     pub least: Option<u64>,
     /// The model of its GPUs, as the attribute `productName` has it.
     pub product: Option<String>,

@@ -198,8 +198,8 @@ struct Config {
     topology_manager_policy: Option<String>,
 }
 
-/// The policy of the kubelet whose host's files are below `root`; `None` if neither the kubelet nor its configuration
-/// can be seen.
+/// The policy of the kubelet whose host's files are below `root`; `None` if no flag names it and no configuration can
+/// be read.
 pub(super) fn policy(root: &Path) -> Option<Policy> {
     let words = command_line(root).unwrap_or_default();
     if let Some(name) = flag(&words, "topology-manager-policy") {
