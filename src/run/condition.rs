@@ -103,7 +103,7 @@ struct Inputs {
 }
 
 /// Publishes the condition while this process has the right to write for the node; at other times another linkwise
-/// does. If the node was ready before this process, a condition that only reports its start is held back for
+/// does. If the node was ready before this process, a condition that only reports the start is held back for
 /// [`START_TIMEOUT`], so that a restart or a rollout changes nothing.
 async fn follow(mut inputs: Inputs, condition: watch::Sender<Option<Arc<Condition>>>) -> Result<()> {
     let mut held_back_until = inputs.was_ready.then(|| Instant::now() + START_TIMEOUT);

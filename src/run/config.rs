@@ -76,7 +76,7 @@ impl Reloader {
         self.lacks = lacks;
     }
 
-    /// Ends this start and returns true if the node is to be served again through another door, the wanted one. If the
+    /// Ends this start and returns true if the node is to be served again through the wanted door, another one. If the
     /// device plugin serves and DRA lacks a right, the wanted door becomes the device plugin.
     async fn change_door(&mut self, wanted: &mut Door, reason: &str) -> bool {
         let now = self.settings.dra_gpus.value;

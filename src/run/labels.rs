@@ -273,7 +273,7 @@ mod tests {
         Arc::new(NodeState::default().apply(Event::Observed(Box::new(observed)), Timestamp::ZERO).0)
     }
 
-    async fn waits(labels: &mut LabelsWatch, wanted: impl Fn(&BTreeMap<String, String>) -> bool) {
+    async fn wait_for_labels(labels: &mut LabelsWatch, wanted: impl Fn(&BTreeMap<String, String>) -> bool) {
         let found = labels.wait_for(|labels| labels.as_deref().is_some_and(&wanted));
         drop(timeout(Duration::from_secs(20), found).await.unwrap().unwrap());
     }
@@ -282,7 +282,7 @@ mod tests {
     async fn labels_follow_the_snapshot_and_stay_while_it_is_empty() {
         let mut world = world();
         world.snapshots.send_replace(scanned("dgx-h100"));
-        waits(&mut world.labels, |labels| labels["nvidia.com/gpu.count"] == "8").await;
+        wait_for_labels(&mut world.labels, |labels| labels["nvidia.com/gpu.count"] == "8").await;
         // NVML came back without GPUs, which is no reason to remove the labels from the node; then another machine
         // comes.
         world.snapshots.send_replace(Arc::new(NodeState::default()));
@@ -291,7 +291,7 @@ mod tests {
         }
         assert_eq!(world.labels.borrow().as_deref().unwrap()["nvidia.com/gpu.count"], "8");
         world.snapshots.send_replace(scanned("dgx2-v100"));
-        waits(&mut world.labels, |labels| labels["nvidia.com/gpu.count"] == "16").await;
+        wait_for_labels(&mut world.labels, |labels| labels["nvidia.com/gpu.count"] == "16").await;
     }
 
     #[tokio::test]

@@ -59,7 +59,7 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
 
     let mut node = start_node(args, &settings, state_dir.clone(), &injection).await?;
     let handed_over = position.spawn_in(&mut node);
-    let (driver, release, mig) = start_driver(&node, args, &settings);
+    let (driver, release, mig) = make_driver(&node, args, &settings);
     let cdi = spawn_cdi_sync(&mut node, injection.sync);
     labels::spawn_in(&mut node, &settings, args);
     let mps = mps::spawn_in(&mut node, Layout::new(&args.mps.container_root), state_dir.is_some());
@@ -187,7 +187,7 @@ async fn start_node(
 
 /// Makes the supervisor of the NVML agent, with an operator's order to release the driver and the channel for requests
 /// of MIG devices.
-fn start_driver(
+fn make_driver(
     node: &Node,
     args: &RunArgs,
     settings: &Settings,

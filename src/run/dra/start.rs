@@ -36,13 +36,13 @@ pub(in crate::run) enum MissingRight {
 /// The part of a process in DRA.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in crate::run) struct Start {
-    /// The node's GPUs go through DRA.
+    /// True if the node's GPUs go through DRA.
     pub serves: bool,
-    /// Claims are left, by their checkpoints.
+    /// True if claims are left, by their checkpoints.
     pub has_claims: bool,
-    /// The API server is asked for claims, and stores the slices.
+    /// True if the API server is asked for claims, and stores the slices.
     pub has_api_server: bool,
-    /// CDI specs are written for claims.
+    /// True if CDI specs are written for claims.
     pub has_cdi: bool,
     /// The missing rights because of which GPUs that are to go through DRA stay with the device plugin.
     pub lacks: Vec<MissingRight>,
@@ -94,7 +94,7 @@ impl RightsReader {
     }
 }
 
-/// Decides about the part of this process in DRA. If the disk hangs, it counts as if no claim were left.
+/// Decides about the part of this process in DRA. A disk that hangs counts as if no claim were left.
 pub(in crate::run) async fn start(wanted: Door, state_dir: Option<&Path>, rights: &RightsReader) -> Start {
     let folder = state_dir.map(|folder| folder.join(CLAIMS));
     let has_claims = match folder {

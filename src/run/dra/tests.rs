@@ -32,7 +32,7 @@ impl World {
         let mut world = Self { state: NodeState::default(), maker };
         world.apply(Event::Prepared(Vec::new()));
         world.apply(Event::Planned(Box::new(ResourcePlan { door: Door::Dra, ..ResourcePlan::default() })));
-        world.listed(&[]);
+        world.list(&[]);
         assert!(world.pool().is_none(), "no scan was made");
         world.see(gpus);
         assert!(world.pool().is_none(), "DRA gets the GPUs after two lists");
@@ -53,7 +53,7 @@ impl World {
     }
 
     /// The kubelet lists pods that hold these GPUs through the device plugin.
-    fn listed(&mut self, held: &[GpuUuid]) {
+    fn list(&mut self, held: &[GpuUuid]) {
         let containers = held.iter().map(|uuid| (ResourceName::gpu(), DeviceId::from(uuid.to_string())));
         self.apply(Event::Holders(Some(Holdings { containers: containers.collect(), ..Holdings::default() })));
     }
@@ -79,7 +79,7 @@ fn claim_of_first() -> PreparedClaim {
 #[test]
 fn pool_waits_for_checkpoints_in_the_ledger() {
     let mut world = World::new(2);
-    (0..2).for_each(|_| world.listed(&[]));
+    (0..2).for_each(|_| world.list(&[]));
     world.apply(Event::ClaimsHandedOver);
     assert!(world.pool().is_none(), "another process has the claims");
     world.apply(Event::Prepared(vec![claim_of_first()]));
@@ -90,9 +90,9 @@ fn pool_waits_for_checkpoints_in_the_ledger() {
 fn last_gpu_that_goes_leaves_the_pool() {
     for is_claimed in [false, true] {
         let mut world = World::new(1);
-        world.listed(&[]);
+        world.list(&[]);
         assert!(world.pool().is_none(), "DRA gets the GPU after the next list");
-        world.listed(&[]);
+        world.list(&[]);
         let [device] = world.pool().unwrap() else { panic!("{:?}", world.pool()) };
         assert!(device.taints.is_empty());
         if is_claimed {
@@ -108,14 +108,14 @@ fn last_gpu_that_goes_leaves_the_pool() {
 fn pool_is_empty_if_pods_hold_all_gpus() {
     let mut world = World::new(2);
     let held: Vec<GpuUuid> = observed(2).gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-    world.listed(&held);
+    world.list(&held);
     assert_eq!(world.pool(), Some(&[][..]), "no list can change that before a pod ends");
 }
 
 #[test]
 fn pool_waits_for_stored_slices() {
     let mut world = World::new(2);
-    (0..2).for_each(|_| world.listed(&[]));
+    (0..2).for_each(|_| world.list(&[]));
     world.maker.make(&world.state, &StoredPool::default());
     assert!(world.maker.last.is_none());
     assert_eq!(world.pool().unwrap().len(), 2);

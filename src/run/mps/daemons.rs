@@ -62,7 +62,7 @@ impl Daemons {
                 tracing::warn!(error, "cannot restore the compute mode that an earlier MPS daemon changed");
             }
         }
-        // Unmounts what a killed process left, and what claims left that ended while the driver was released.
+        // Unmount the memory that a killed process left, and that of claims that ended while the driver was released.
         let is_needed = |daemon: &ResourceName| wanted.contains_key(daemon) || self.running.contains_key(daemon);
         log_unmounted(unmount_own_shms(&self.settings.layout, is_needed));
         self.wanted = Some(wanted);

@@ -273,7 +273,7 @@ mod tests {
     #[test]
     fn next_claim_waits_until_the_last_ones_memory_is_gone() {
         let mut history = DaemonClaims::default();
-        let mut waits = |wanted: &[(&str, &[&str])], others: &[&str], there: &[&str]| {
+        let mut hold_back = |wanted: &[(&str, &[&str])], others: &[&str], there: &[&str]| {
             let order = MpsOrder { gpus: Vec::new(), thread_percentage: 100, exclusive: true };
             let names = wanted.iter().map(|(daemon, _)| *daemon).chain(others.iter().copied());
             let mut daemons: BTreeMap<_, _> = names.map(|daemon| (name(daemon), order.clone())).collect();
@@ -284,16 +284,16 @@ mod tests {
             assert!(waits.iter().all(|name| !daemons.contains_key(name)));
             waits.len()
         };
-        assert_eq!(waits(&[("a", &["1"]), ("b", &["2"])], &[], &[]), 0, "the first");
-        assert_eq!(waits(&[("a", &["1", "3"]), ("b", &["4"])], &[], &["a", "b"]), 1, "a is shared, b passes on");
-        assert_eq!(waits(&[("a", &["3"]), ("b", &["4"])], &[], &["a", "b"]), 1, "b has not ended");
-        assert_eq!(waits(&[("a", &["3"]), ("b", &["4"])], &[], &["a"]), 0);
+        assert_eq!(hold_back(&[("a", &["1"]), ("b", &["2"])], &[], &[]), 0, "the first");
+        assert_eq!(hold_back(&[("a", &["1", "3"]), ("b", &["4"])], &[], &["a", "b"]), 1, "a is shared, b passes on");
+        assert_eq!(hold_back(&[("a", &["3"]), ("b", &["4"])], &[], &["a", "b"]), 1, "b has not ended");
+        assert_eq!(hold_back(&[("a", &["3"]), ("b", &["4"])], &[], &["a"]), 0);
         // The claim of a daemon ends and the next one comes later, but sooner than the daemon ends.
-        assert_eq!(waits(&[("b", &["4"])], &[], &["a", "b"]), 0);
-        assert_eq!(waits(&[("a", &["5"]), ("b", &["4"])], &[], &["a", "b"]), 1);
-        assert_eq!(waits(&[("a", &["5"]), ("b", &["4"])], &[], &["b"]), 0);
+        assert_eq!(hold_back(&[("b", &["4"])], &[], &["a", "b"]), 0);
+        assert_eq!(hold_back(&[("a", &["5"]), ("b", &["4"])], &[], &["a", "b"]), 1);
+        assert_eq!(hold_back(&[("a", &["5"]), ("b", &["4"])], &[], &["b"]), 0);
         // A checkpoint that cannot be read hides the claim; the daemon stays.
-        assert_eq!(waits(&[("b", &["4"])], &["a"], &["a", "b"]), 0);
-        assert_eq!(waits(&[("a", &["5"]), ("b", &["4"])], &[], &["a", "b"]), 0);
+        assert_eq!(hold_back(&[("b", &["4"])], &["a"], &["a", "b"]), 0);
+        assert_eq!(hold_back(&[("a", &["5"]), ("b", &["4"])], &[], &["a", "b"]), 0);
     }
 }
