@@ -239,12 +239,12 @@ pub(super) fn check(key: &Key, object: &Value) -> Result<(), Refusal> {
     let variables = policy.variables.iter().map(|one| ("variables", &one.expression, &variable, Wanted::Any));
     let mutations =
         policy.mutations.iter().map(|one| ("mutations", &one.json_patch.expression, &patches, Wanted::Patches));
-    compiled(key, conditions.chain(variables).chain(mutations))
+    check_expressions(key, conditions.chain(variables).chain(mutations))
 }
 
 /// Refuses a policy if one of its expressions does not compile. Each expression comes with the name of its list, its
 /// scope and the type of its value.
-fn compiled<'a>(
+fn check_expressions<'a>(
     key: &Key,
     expressions: impl Iterator<Item = (&'a str, &'a String, &'a Scope, Wanted)>,
 ) -> Result<(), Refusal> {
@@ -265,7 +265,7 @@ pub(super) fn mutate(store: &Store, key: &Key, object: &mut Value) -> Result<(),
     let unlabelled = json!({});
     let namespace = namespace.unwrap_or(&unlabelled);
     let mut is_second_round = false;
-    // The bindings, with their parameters, whose conditions held in the first round.
+    // The bindings and parameters for which the conditions of the policy held in the first round.
     let mut invoked = BTreeSet::new();
     loop {
         let (before, mut patched) = (object.clone(), false);
@@ -327,7 +327,7 @@ enum Failed {
     Server(Refusal),
 }
 
-/// Evaluates a policy with one parameter, and returns true if its conditions hold. Changes by earlier mutations stay if
+/// Applies a policy with one parameter, and returns true if its conditions hold. Changes by earlier mutations stay if
 /// a later one fails.
 fn invoke(store: &Store, policy: &PolicySpec, object: &mut Value, params: Option<&Value>) -> Result<bool, Failed> {
     let failed =

@@ -67,7 +67,7 @@ pub(super) async fn serve(listener: TcpListener, tls: TlsAcceptor, shared: Arc<S
 }
 
 async fn connection(stream: TcpStream, tls: TlsAcceptor, shared: Arc<Shared>) {
-    // A client may disconnect at any time, so that errors of the connection are ignored.
+    // A client may disconnect at any time, so errors of the connection are ignored.
     let Ok(stream) = tls.accept(stream).await else { return };
     let answer = service_fn(|request| {
         let shared = Arc::clone(&shared);
@@ -147,13 +147,14 @@ struct Call {
     /// The manager of fields.
     manager: String,
     target: Target,
-    selected: Selector,
+    selector: Selector,
     /// Set if the client wants the metadata of objects only.
     is_metadata_only: bool,
 }
 
 impl Call {
-    /// Reads a request. Refuses an unknown path, a missing right, and a request that a validating policy denies.
+    /// Reads a request. Refuses an unknown path, a missing right, and a request that a validating policy denies;
+    /// [`Shared::patch`] checks merge patches.
     fn read(shared: &Shared, head: &Parts, token: Option<String>, sent: &Value) -> Result<Self, Refusal> {
         let (method, path) = (head.method.to_string(), head.uri.path().to_owned());
         let query = Query::read(head.uri.query().unwrap_or_default());
@@ -163,18 +164,18 @@ impl Call {
         if shared.forbids(verb, &target.plural()) {
             return Err(Refusal::forbidden(&target.resource, verb));
         }
-        let mut selected = Selector::parse(&target.resource, query.text("fieldSelector").unwrap_or_default())?;
+        let mut selector = Selector::parse(&target.resource, query.text("fieldSelector").unwrap_or_default())?;
         if method == "GET" && shared.ignores_selectors.load(Ordering::Relaxed) {
-            selected = Selector::default();
+            selector = Selector::default();
         }
         let content_type = text(&head.headers, header::CONTENT_TYPE).to_owned();
         if content_type != MERGE_PATCH {
-            allowed(shared, &target, &method, token.as_deref(), sent)?;
+            check_policies(shared, &target, &method, token.as_deref(), sent)?;
         }
         let agent = text(&head.headers, header::USER_AGENT).split('/').next().unwrap_or_default();
         let manager = query.text("fieldManager").unwrap_or(agent).to_owned();
         let is_metadata_only = text(&head.headers, header::ACCEPT).contains("as=PartialObjectMetadata");
-        Ok(Self { method, path, query, content_type, token, manager, target, selected, is_metadata_only })
+        Ok(Self { method, path, query, content_type, token, manager, target, selector, is_metadata_only })
     }
 
     fn is_watch(&self) -> bool {
@@ -215,7 +216,13 @@ impl Call {
 }
 
 /// Checks a request that creates, changes or deletes an object against the validating policies.
-fn allowed(shared: &Shared, target: &Target, method: &str, token: Option<&str>, sent: &Value) -> Result<(), Refusal> {
+fn check_policies(
+    shared: &Shared,
+    target: &Target,
+    method: &str,
+    token: Option<&str>,
+    sent: &Value,
+) -> Result<(), Refusal> {
     let operation = match method {
         "POST" => "CREATE",
         "PUT" => "UPDATE",
@@ -265,7 +272,7 @@ fn release(version: &str) -> Value {
     })
 }
 
-/// The target of a path; `None` if the server has no such kind.
+/// The target of a path; `None` if the server does not serve the path.
 fn target(path: &str, shared: &Shared) -> Option<Target> {
     let parts: Vec<&str> = path.trim_matches('/').split('/').collect();
     let (api, rest) = match parts.as_slice() {
@@ -292,7 +299,7 @@ fn list(shared: &Shared, call: &Call) -> Value {
     let most = call.query.number::<usize>("limit").filter(|most| *most > 0);
     let store = shared.store();
     let objects = store.list(&target.resource, target.namespace.as_deref()).into_iter();
-    let selected = objects.filter(|object| call.selected.selects(object));
+    let selected = objects.filter(|object| call.selector.selects(object));
     let mut items: Vec<Value> = selected.skip(from).map(|object| call.shown(object)).collect();
     let cut = most.filter(|most| items.len() > *most);
     items.truncate(cut.unwrap_or(items.len()));
@@ -331,7 +338,7 @@ async fn follow(shared: &Shared, call: &Call, mut from: u64, events: &mut Sender
     let is_watched = |change: &Change| {
         change.key.resource == target.resource
             && (target.namespace.is_none() || change.key.namespace == target.namespace)
-            && call.selected.selects(&change.object)
+            && call.selector.selects(&change.object)
     };
     loop {
         let changes_after = shared.store().changes_after(from);

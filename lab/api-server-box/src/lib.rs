@@ -85,7 +85,7 @@ struct Shared {
     forbidden: Mutex<Vec<Right>>,
     /// Set while lists and watches ignore their field selectors and return every object of the kind.
     ignores_selectors: AtomicBool,
-    /// The number of changes of the store; watches wait for the next one.
+    /// Grows after each change of the store, and after requests without one; watches then look for changes.
     changes: watch::Sender<u64>,
     /// The number of open watches.
     watches: watch::Sender<usize>,
@@ -106,8 +106,8 @@ impl Shared {
         lock(&self.forbidden).contains(&(verb, plural))
     }
 
-    /// Applies a merge patch to an object's status, or to all fields but the status, if the validating policies allow
-    /// the request of the client with this token.
+    /// Applies a merge patch as [`Store::merged`] does, if the validating policies allow the request of the client with
+    /// this token.
     fn patch(
         &self,
         token: Option<&str>,
@@ -148,8 +148,8 @@ pub struct ApiServerBox {
 /// The task that accepts connections, and the token that ends it.
 type Serving = (CancellationToken, tokio::task::JoinHandle<()>);
 
-/// The most attempts of [`ApiServerBox::come_back`] to bind the port, and the delay after each.
-const MAX_TRIES: u32 = 1_000;
+/// The most retries of [`ApiServerBox::come_back`] to bind the port, and the delay before each.
+const MAX_RETRIES: u32 = 1_000;
 const RETRY_DELAY: std::time::Duration = std::time::Duration::from_millis(10);
 
 impl ApiServerBox {
@@ -234,11 +234,11 @@ impl ApiServerBox {
 
     /// Listens at the same address again, as soon as no earlier connection and no other program holds the port.
     pub async fn come_back(&self) {
-        let mut tries = 0;
+        let mut retries = 0;
         let listener = loop {
             match TcpListener::bind(self.address).await {
                 Ok(listener) => break listener,
-                Err(error) if error.kind() == std::io::ErrorKind::AddrInUse && tries < MAX_TRIES => tries += 1,
+                Err(error) if error.kind() == std::io::ErrorKind::AddrInUse && retries < MAX_RETRIES => retries += 1,
                 Err(error) => panic!("{}: {error}", self.address),
             }
             tokio::time::sleep(RETRY_DELAY).await;
@@ -286,7 +286,7 @@ impl ApiServerBox {
         self.shared.change(|store| store.remove_selected(&slices, None, &selector));
     }
 
-    /// The objects of a kind, in the order of their names.
+    /// The objects of a kind, in the order of namespace and name.
     pub fn objects(&self, resource: &ResourceType) -> Vec<Value> {
         self.shared.store().list(resource, None).into_iter().cloned().collect()
     }
@@ -296,8 +296,8 @@ impl ApiServerBox {
         self.shared.change(|store| store.put(manager, key, object));
     }
 
-    /// Creates a claim in the namespace `default`, whose allocation has these results and this configuration. Returns
-    /// the claim's UID.
+    /// Creates a claim in the namespace `default`, allocated with these results and this configuration. Returns the
+    /// claim's UID.
     pub fn put_allocated_claim(&self, name: &str, results: &[Value], config: &[Value]) -> String {
         let key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), name);
         let exactly = json!({"deviceClassName": "gpu.nvidia.com", "count": results.len()});

@@ -253,7 +253,7 @@ impl Store {
         Ok(self.put(manager, key, object))
     }
 
-    /// The object after a merge patch (RFC 7386) of its status, or of all its fields but the status.
+    /// The object after a merge patch (RFC 7386) of all fields but the spec if `is_status` is set, else but the status.
     pub fn merged(&self, key: &Key, patch: &Value, is_status: bool) -> Result<Value, Refusal> {
         let live = self.current(key, patch)?;
         let mut object = live.clone();
@@ -322,8 +322,8 @@ impl Store {
     }
 
     /// Deletes the selected objects of a kind.
-    pub fn remove_selected(&mut self, resource: &ResourceType, namespace: Option<&str>, selected: &Selector) {
-        let is_selected = |object: &&Value| selected.selects(object);
+    pub fn remove_selected(&mut self, resource: &ResourceType, namespace: Option<&str>, selector: &Selector) {
+        let is_selected = |object: &&Value| selector.selects(object);
         let key = |object: &Value| {
             let text = |field: &str| object["metadata"][field].as_str();
             resource.key(text("namespace"), text("name").unwrap_or_default())

@@ -23,7 +23,7 @@
 //! | `revive GPU` | a reset while processes run; only later processes see its effect |
 //! | `fail GPU FUNCTION CODE`, `unfail GPU FUNCTION` | begins or ends this code as the answer of the function |
 //! | `hang [GPU] FUNCTION`, `unhang [GPU] FUNCTION` | blocks calls of the function, or releases them |
-//! | `hold GPU FUNCTION`, `unhold GPU FUNCTION` | the same, and every other call waits for the blocked call |
+//! | `hold GPU FUNCTION`, `unhold GPU FUNCTION` | as `hang`, and every other call waits for the blocked call |
 //! | `crash` | the process aborts now |
 //! | `crash [GPU] FUNCTION`, `uncrash [GPU] FUNCTION` | calls of the function abort the process, or no longer |
 //! | `init CODE` | the same as `fail * nvmlInit_v2 CODE`; `init 0` ends it |

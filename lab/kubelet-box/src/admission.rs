@@ -15,8 +15,8 @@ use super::selection::{Plan, Pool, Question, plan};
 use super::state::Calls;
 use super::topology_manager::{Policy, Scope, TopologyHint};
 
-/// Admits the pod. A rejected pod holds nothing afterwards. If the kubelet ends during an
-/// admission, the pod holds what it held before.
+/// Admits the pod. A rejected pod holds nothing afterwards. If the kubelet ends during an admission, the pod holds what
+/// it held before.
 pub(super) async fn admit(life: &Arc<Life>, pod: &Pod, hint: Option<TopologyHint>) -> Result<Admitted, AdmissionError> {
     let core = &life.core;
     let _turn = core.turn.lock().await;

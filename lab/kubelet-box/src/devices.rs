@@ -66,7 +66,7 @@ pub(super) struct Book {
     ended: BTreeMap<Place, Allocation>,
     /// The devices in the checkpoint file.
     written: BTreeMap<Place, Allocation>,
-    /// Set while the checkpoint file is out of date.
+    /// Set while a write of the checkpoint file is due.
     writes: bool,
     /// Containers that ran when the kubelet started: (pod, container).
     still_running: BTreeSet<(String, String)>,
@@ -164,7 +164,7 @@ impl Book {
         *which(&mut self.resource(resource).seen.calls) += 1;
     }
 
-    /// The devices of a resource to choose from; `None` if no plugin has listed any.
+    /// The devices of a resource to choose from; `None` before its first device list.
     pub(super) fn pool(&self, resource: &str) -> Option<Pool> {
         let entry = self.resources.get(resource).filter(|entry| entry.registered)?;
         let of_resource = self.held.iter().filter(|(place, _)| place.resource == resource);
@@ -175,7 +175,7 @@ impl Book {
         })
     }
 
-    /// The healthy ids of a resource; `None` if no plugin has listed any.
+    /// The healthy ids of a resource; `None` before its first device list.
     pub(super) fn healthy(&self, resource: &str) -> Option<&Ids> {
         self.resources.get(resource).filter(|entry| entry.registered).map(|entry| &entry.seen.healthy)
     }

@@ -1,4 +1,4 @@
-//! The client of one plugin: dials its socket, and makes the five calls.
+//! The client of one plugin: dials its socket, and makes all calls but PreStartContainer.
 //!
 //! Made by `life` for each registration, called by `life` (options, ListAndWatch) and `admission`. The client converts
 //! wire types and keeps no books. Every call ends: with its answer, at its deadline, or because the kubelet closed the

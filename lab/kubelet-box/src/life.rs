@@ -146,7 +146,7 @@ impl Life {
                 Ok(())
             }
             Err(error) => {
-                // The books forget a connection by resource or by socket, which may be another registration's. A
+                // The books forget a connection by resource or by socket; it may be another registration's. A
                 // connection that was dialled is never closed.
                 self.core.change(|book| book.deregister_client(resource, endpoint));
                 Err(error)

@@ -6,7 +6,7 @@
 pub(super) struct Rng(u64);
 
 impl Rng {
-    /// Starts from any seed. It avoids the state zero, which the generator could not leave.
+    /// Starts from any seed, and avoids the state zero, which the generator could not leave.
     pub(super) fn new(seed: u64) -> Self {
         Self(seed.wrapping_add(0x9e37_79b9_7f4a_7c15).max(1))
     }

@@ -199,7 +199,7 @@ impl<'a> Attempt<'a> {
         if !self.has_capacity(chosen)? || self.is_tainted(device) || !self.consume(device)? {
             return Ok(false);
         }
-        if !self.satisfies(chosen) {
+        if !self.add_to_constraints(chosen) {
             self.give_back(device)?;
             return Ok(false);
         }
@@ -272,7 +272,7 @@ impl<'a> Attempt<'a> {
         self.devices.devices.get(device).is_some_and(|device| device.device.allow_multiple_allocations)
     }
 
-    /// The amounts that a choice consumes of its device; `None` if the device's policies refuse them.
+    /// The amounts that a choice consumes of its device; `None` if the device lacks a capacity or a policy refuses one.
     pub fn consumes(&self, chosen: Chosen) -> Result<Option<Consumed>, Failure> {
         let (Some(ask), Some(device)) = (self.ask(chosen), self.devices.devices.get(chosen.device)) else {
             return Ok(None);
@@ -299,7 +299,8 @@ impl<'a> Attempt<'a> {
         capacity::fits(&device.name.to_string(), device.device, &wanted, before.chain(&in_attempt))
     }
 
-    /// Subtracts the amounts that a device consumes from the counters of its pool, or changes nothing if one is short.
+    /// Subtracts the amounts that a device consumes from the counters of its pool. Returns false, and changes nothing,
+    /// if a counter is short.
     fn consume(&mut self, index: usize) -> Result<bool, Failure> {
         let Some(device) = self.devices.devices.get(index) else { return Ok(false) };
         let Some(pool) = self.counters.get(device.pool) else { return Ok(false) };
@@ -315,8 +316,8 @@ impl<'a> Attempt<'a> {
         self.devices.devices.get(index).map_or(Ok(()), |device| change(&mut self.counters, device, 1))
     }
 
-    /// Adds a device to the constraints of its claim, or to none of them if it breaks one.
-    fn satisfies(&mut self, chosen: Chosen) -> bool {
+    /// Adds a device to the constraints of its claim. Returns false, and adds it to none, if the device breaks one.
+    fn add_to_constraints(&mut self, chosen: Chosen) -> bool {
         let ask = self.plans.get(chosen.claim).and_then(|plans| plans.get(chosen.request));
         let Some(ask) = ask.and_then(|plan| plan.asks.get(chosen.alternative)) else { return false };
         let Some(device) = self.devices.devices.get(chosen.device) else { return false };

@@ -50,7 +50,7 @@ impl Quantity {
         -(-self.0).div_euclid(1_000_000_000)
     }
 
-    /// Writes a whole number in binary units, as the API server does (`BinarySI`).
+    /// Rounds up to a whole number, and writes it in binary units from 1024 on, as the API server does (`BinarySI`).
     pub fn binary(self) -> String {
         let number = self.ceil();
         if number.abs() < 1024 { shortest(number, 1000, &DECIMAL[3..]) } else { shortest(number, 1024, &BINARY) }

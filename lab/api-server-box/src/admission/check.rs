@@ -193,9 +193,9 @@ impl Check<'_> {
 
 /// The common type of the elements of a literal. The server refuses mixed types (`HomogeneousAggregateLiterals`).
 fn same(mut types: Vec<Type>) -> Result<Type, String> {
-    let first = types.pop().unwrap_or(Type::Dyn);
-    let other = types.iter().find(|other| **other != first);
-    other.map_or(Ok(first.clone()), |other| Err(format!("expected type {other:?} but found {first:?}")))
+    let last = types.pop().unwrap_or(Type::Dyn);
+    let other = types.iter().find(|other| **other != last);
+    other.map_or(Ok(last.clone()), |other| Err(format!("expected type {other:?} but found {last:?}")))
 }
 
 /// The common type of two values; `None` if their types differ.

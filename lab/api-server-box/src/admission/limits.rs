@@ -43,7 +43,7 @@ pub(crate) fn complete(store: &Store, key: &Key, pod: &mut Value) {
     }
 }
 
-/// Refuses a pod whose limits exceed a maximum, or whose requests are below a minimum.
+/// Refuses a pod if a limit with a maximum exceeds it or is absent, or a request with a minimum is below it or absent.
 pub(crate) fn check(store: &Store, key: &Key, pod: &Value) -> Result<(), Refusal> {
     for item in items(store, key) {
         let kind = item["type"].as_str().unwrap_or_default();

@@ -85,7 +85,7 @@ pub(super) fn check(key: &Key, object: &Value) -> Result<(), Refusal> {
         [("validations", &one.expression, Wanted::Bool)].into_iter().chain(message)
     });
     let validations = validations.map(|(list, one, wanted)| (list, one, &with_variables, wanted));
-    super::compiled(key, conditions.chain(variables).chain(validations))
+    super::check_expressions(key, conditions.chain(variables).chain(validations))
 }
 
 /// Refuses a request that a policy does not allow.

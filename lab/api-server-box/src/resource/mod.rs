@@ -1,8 +1,8 @@
 //! Admission of DRA's objects (`resource.k8s.io/v1`), of pods and of events: the checks before the server stores them.
 //!
-//! Unknown fields are dropped, and so are the fields of gates that are off. Defaults are filled in. An object that
-//! breaks a rule of the API (limits, names, immutable fields) is refused with a Status that names the field. The rules
-//! are those of Kubernetes 1.36 (`staging/src/k8s.io/api/resource/v1/types.go`, `pkg/apis/resource/validation`,
+//! Unknown fields of slices are dropped, and so are the fields of gates that are off. Defaults are filled in. An object
+//! that breaks a rule of the API (limits, names, immutable fields) is refused with a Status that names the field. The
+//! rules are those of Kubernetes 1.36 (`staging/src/k8s.io/api/resource/v1/types.go`, `pkg/apis/resource/validation`,
 //! `pkg/registry/resource`). Selectors are not compiled.
 
 mod checks;

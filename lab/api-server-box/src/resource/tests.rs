@@ -45,7 +45,7 @@ fn key(object: &Value) -> Key {
 }
 
 /// Checks that an object was refused because of this field alone.
-fn refused(refusal: Refusal, field: &str) {
+fn assert_refused(refusal: Refusal, field: &str) {
     let status = refusal.status();
     assert_eq!((refusal.code, refusal.reason), (422, "Invalid"), "{status}");
     let fields: Vec<&str> =
@@ -109,11 +109,11 @@ fn invalid_field_of_a_slice_is_refused_by_name() {
         (with_field("taints", json!([{"key": "k", "effect": "Evict"}])), "spec.devices[0].taints[0].effect"),
         (with_field("taints", json!([{"key": "", "effect": "None"}])), "spec.devices[0].taints[0].key"),
     ] {
-        refused(create(&mut store(), sent).unwrap_err(), field);
+        assert_refused(create(&mut store(), sent).unwrap_err(), field);
     }
     let attributes: serde_json::Map<_, _> = (0..33).map(|index| (format!("a{index}"), json!({"int": index}))).collect();
     let too_many = with_field("attributes", json!(attributes));
-    refused(create(&mut store(), too_many).unwrap_err(), "spec.devices[0]");
+    assert_refused(create(&mut store(), too_many).unwrap_err(), "spec.devices[0]");
     let unnamed = json!({"metadata": {}, "spec": slice(json!([]))["spec"]});
     assert_eq!(create(&mut store(), unnamed).unwrap_err().code, 422);
     // The decoder refuses a value of another type before any rule applies.
@@ -128,7 +128,7 @@ fn slice_cannot_change_driver_node_or_pool() {
         let mut made = create(&mut store, slice(json!([]))).unwrap();
         let key = key(&made);
         *made.pointer_mut(&format!("/spec/{}", field.replace('.', "/"))).unwrap() = value;
-        refused(store.replace("test", &key, made).unwrap_err(), &format!("spec.{field}"));
+        assert_refused(store.replace("test", &key, made).unwrap_err(), &format!("spec.{field}"));
     }
 }
 
@@ -228,7 +228,7 @@ fn claim_spec_and_status_are_checked_apart() {
         (constrained(json!({"matchAttribute": "a"})), "spec.devices.constraints[0].matchAttribute"),
         (json!({"spec": {"devices": {"requests": [{"name": "a"}]}}}), "spec.devices.requests[0]"),
     ] {
-        refused(store.create("user", &key, sent).unwrap_err(), field);
+        assert_refused(store.create("user", &key, sent).unwrap_err(), field);
     }
     let mut sent = request(json!({"deviceClassName": "gpu.nvidia.com"}));
     sent["status"] = json!({"allocation": {"devices": {"results": []}}});
@@ -243,7 +243,7 @@ fn claim_spec_and_status_are_checked_apart() {
     assert_eq!((&stored["spec"], &stored["status"]), (&made["spec"], &allocated["status"]));
     let mut other = stored.clone();
     other["status"]["allocation"]["devices"]["results"][0]["device"] = json!("gpu-1");
-    refused(store.replace_status("scheduler", &key, &other).unwrap_err(), "status.allocation");
+    assert_refused(store.replace_status("scheduler", &key, &other).unwrap_err(), "status.allocation");
 }
 
 /// A slice of one device in four shares, after a change of the device.
@@ -265,7 +265,7 @@ fn request_policy_is_stored_in_canonical_form() {
 }
 
 #[test]
-fn request_policy_that_breaks_a_rule_is_refused() {
+fn request_policy_that_breaks_a_rule_is_assert_refused() {
     let policy = "spec.devices[0].capacity[shares].requestPolicy";
     for (part, value) in
         [("min", json!("5")), ("min", Value::Null), ("max", json!("5")), ("step", json!("4")), ("step", json!("0"))]
@@ -278,14 +278,14 @@ fn request_policy_that_breaks_a_rule_is_refused() {
     let without_default = shared(|device| {
         device["capacity"]["shares"]["requestPolicy"].as_object_mut().unwrap().remove("default");
     });
-    refused(create(&mut store(), without_default).unwrap_err(), &format!("{policy}.default"));
+    assert_refused(create(&mut store(), without_default).unwrap_err(), &format!("{policy}.default"));
     let exclusive = shared(|device| {
         device["allowMultipleAllocations"] = json!(false);
         device["capacity"]["memory"].as_object_mut().unwrap().remove("requestPolicy");
     });
-    refused(create(&mut store(), exclusive).unwrap_err(), policy);
+    assert_refused(create(&mut store(), exclusive).unwrap_err(), policy);
     let malformed = shared(|device| device["capacity"]["shares"]["requestPolicy"]["default"] = json!("many"));
-    refused(create(&mut store(), malformed).unwrap_err(), policy);
+    assert_refused(create(&mut store(), malformed).unwrap_err(), policy);
 }
 
 #[test]
@@ -300,7 +300,7 @@ fn capacity_of_a_claim_is_checked_and_canonical() {
     assert_eq!(*asked, json!({"shares": "2", "memory": "1Gi"}));
     let field = "spec.devices.requests[0].exactly.capacity.requests";
     for (requests, name) in [(json!({"shares": "many"}), "shares"), (json!({"x-y": "1"}), "x-y")] {
-        refused(store().create("user", &key, claim(requests)).unwrap_err(), &format!("{field}[{name}]"));
+        assert_refused(store().create("user", &key, claim(requests)).unwrap_err(), &format!("{field}[{name}]"));
     }
     let mut off = store();
     off.gates = Gates::OFF;
@@ -313,6 +313,6 @@ fn capacity_of_a_claim_is_checked_and_canonical() {
         object
     };
     let refusal = off.replace_status("scheduler", &key, &allocated("one")).unwrap_err();
-    refused(refusal, "status.allocation.devices.results[0].shareID");
+    assert_refused(refusal, "status.allocation.devices.results[0].shareID");
     off.replace_status("scheduler", &key, &allocated("00000000-0000-4000-8000-00000000000a")).unwrap();
 }

@@ -1,5 +1,5 @@
 //! MutatingAdmissionPolicies: the policies that the server refuses, and the pods that stored policies change. A real
-//! API server of Kubernetes 1.36.2 answered the same for the same policies and pods.
+//! API server of Kubernetes 1.36.2 answered the same for the same policies and pods, unless a test says otherwise.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing, reason = "a test may panic")]
 

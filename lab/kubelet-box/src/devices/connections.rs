@@ -1,8 +1,7 @@
-//! The part of the books about connections to plugins: all of a resource, and the one that stops the resource by its
-//! end.
+//! The part of the books about connections to plugins: those of a resource, and the one whose end stops the resource.
 //!
-//! The steps are those of a kubelet's registration server and of its device manager. Each method does what one of them
-//! does while it holds its lock. So anything that can happen between two steps in a kubelet can happen between two
+//! The steps are those of a kubelet's registration server and of its device manager. Each method is a step that a
+//! kubelet makes under one lock. So anything that can happen between two steps in a kubelet can happen between two
 //! methods here. Read in pkg/kubelet/cm/devicemanager (`manager.go`, `plugin/v1beta1/handler.go`, `client.go`) of
 //! 1.36.2 and of the development branch after it.
 

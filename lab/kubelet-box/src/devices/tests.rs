@@ -192,11 +192,15 @@ fn registration_within_a_disconnect_is_stopped() {
     assert!(book.is_usable(GPU));
     assert!(book.plugin_disconnected(GPU, &found.socket, |_| 0).is_some());
     assert_eq!((gpu(&book).open_streams, gpu(&book).connected, book.is_usable(GPU)), (1, false, false));
-    assert_eq!(book.client(GPU, "gpu.sock").map(|client| client.id), Some(new), "the new stream stays open");
+    assert_eq!(
+        book.client(GPU, "gpu.sock").map(|client| client.id),
+        Some(new),
+        "the books still know the new connection"
+    );
 }
 
 #[test]
-fn by_resource_old_end_gives_up_another_socket() {
+fn by_resource_end_of_old_stops_new_socket() {
     let (mut book, old) = connected("a");
     let new = connect_at(&mut book, "new.sock").unwrap();
     assert_eq!(disconnect(&mut book, "gpu.sock", Some(old)).map(|(client, _)| client), Some(new));

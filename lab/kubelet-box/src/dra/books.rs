@@ -43,7 +43,7 @@ impl Books {
         self.claims.values_mut().for_each(|info| info.prepared = false);
     }
 
-    /// Records that the pod uses its claims. Returns the claims that must be prepared.
+    /// Records that the pod uses its claims. Returns the claims that must be prepared, by driver.
     pub fn add(&mut self, pod: &PodClaims) -> Result<Batches, DraError> {
         let mut batches = Batches::new();
         self.pods.insert(pod.pod.clone(), pod.clone());
@@ -82,8 +82,8 @@ impl Books {
         asked: &[ClaimRef],
         answer: HashMap<String, wire::NodePrepareResourceResponse>,
     ) -> Result<(), DraError> {
-        let good = |uid: &str| asked.iter().any(|claim| claim.uid == uid);
-        for (uid, entry) in answer.iter().filter(|(uid, entry)| good(uid) && entry.error.is_empty()) {
+        let is_asked = |uid: &str| asked.iter().any(|claim| claim.uid == uid);
+        for (uid, entry) in answer.iter().filter(|(uid, entry)| is_asked(uid) && entry.error.is_empty()) {
             if let Some(info) = self.claims.get_mut(uid) {
                 info.devices.entry(driver.to_owned()).or_default().extend(entry.devices.iter().cloned());
             }
@@ -111,7 +111,9 @@ impl Books {
                 let info = named.and_then(|named| self.claims.get(&named.claim.uid));
                 let info = info.ok_or_else(|| {
                     let claim = &used.claim;
-                    DraError::Other(format!("container {container} uses the claim {claim}, which its pod has not"))
+                    DraError::Other(format!(
+                        "container {container} uses the claim {claim}, which its pod does not have"
+                    ))
                 })?;
                 let is_used = |device: &&wire::Device| {
                     let names = &device.request_names;

@@ -38,7 +38,7 @@ use endpoint::Driver;
 /// The deadline of Prepare and Unprepare.
 const CALL_TIMEOUT: Duration = Duration::from_secs(45);
 
-/// Receives the name of the driver of which the kubelet deletes the slices, or `None` for all drivers at its start.
+/// Receives the name of the driver whose slices the kubelet deletes, or `None` for all drivers at its start.
 pub type Wipe = Arc<dyn Fn(Option<&str>) + Send + Sync>;
 
 /// The behaviour of the DRA manager. [`DraOptions::new`] gives a kubelet's own values.
@@ -144,7 +144,7 @@ pub enum DraError {
     Claim {
         /// The method.
         method: &'static str,
-        /// Its UID.
+        /// The claim's UID.
         claim: String,
         /// The driver's text.
         error: String,
@@ -306,7 +306,7 @@ impl DraKubelet {
         self.core.change(|books| *books = Books::default());
     }
 
-    /// Counts no claim as prepared any more, as after a restart, but keeps its connections.
+    /// Counts no claim as prepared any more, as after a restart, but keeps the connections.
     pub fn forget_prepared(&self) {
         self.core.change(|books| books.restarted());
     }
@@ -384,7 +384,7 @@ impl Life {
         self.connections.close();
     }
 
-    /// Calls the driver's endpoint that registered last among the connected ones.
+    /// Calls the driver's endpoint that registered last, among the connected ones if there are any.
     async fn call<T, F: Future<Output = Result<T, tonic::Status>>>(
         &self,
         name: &str,

@@ -79,7 +79,7 @@ pub(super) async fn watch(life: Arc<Life>) {
 }
 
 /// Deletes the slices of drivers that have had no connection for too long. `away` has an entry for each unconnected
-/// driver: the time since when, or `None` after its slices were deleted.
+/// driver: the start of its absence, or `None` after its slices were deleted.
 fn wipe(life: &Life, away: &mut BTreeMap<String, Option<Instant>>) {
     let drivers = life.core.state.borrow().drivers.clone();
     for (name, state) in drivers {
@@ -196,7 +196,7 @@ async fn keep_connected(life: &Arc<Life>, name: &str, driver: &Driver) {
         if let Ok(channel) = dial(&driver.endpoint, localhost(), &life.connections, driver.open.clone()).await {
             driver.channel.send_replace(Some(channel));
             life.core.driver(name, |state| state.connected += 1);
-            // The driver closes the connection or dies.
+            // Ends when the driver closes the connection or dies.
             drop(closed.wait_for(|open| *open == 0).await);
             if driver.channel.send_replace(None).is_some() {
                 life.core.driver(name, |state| state.connected = state.connected.saturating_sub(1));

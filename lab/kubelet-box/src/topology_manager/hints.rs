@@ -1,6 +1,6 @@
 //! The hints of one resource: every set of NUMA nodes with enough devices, and the preferred ones among them.
 //!
-//! Called by `admission`. Pure.
+//! Called by `affinity`. Pure.
 
 use super::TopologyManager;
 use super::mask::NumaMask;

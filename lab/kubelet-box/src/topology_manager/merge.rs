@@ -1,6 +1,6 @@
 //! Merges the hints of all resources into one mask, by the rules of the policy.
 //!
-//! Called by `admission`. Pure. The result does not depend on the order of the resources.
+//! Called by `affinity`. Pure. The result does not depend on the order of the resources.
 
 use super::hints::{ResourceHints, TopologyHint};
 use super::mask::NumaMask;

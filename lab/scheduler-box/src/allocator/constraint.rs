@@ -20,9 +20,9 @@ pub(super) struct Member<'b, 'a> {
     pub device: &'b NodeDevice<'a>,
 }
 
-/// Returns true if a constraint applies to a request without alternatives, or to an alternative.
-pub(crate) fn applies_to(constraint: &[String], ask: &Ask<'_>) -> bool {
-    constraint.is_empty() || constraint.iter().any(|name| *name == ask.request || *name == ask.name)
+/// Returns true if a constraint on these requests applies to a request without alternatives, or to an alternative.
+pub(crate) fn applies_to(requests: &[String], ask: &Ask<'_>) -> bool {
+    requests.is_empty() || requests.iter().any(|name| *name == ask.request || *name == ask.name)
 }
 
 /// A claim's constraints.

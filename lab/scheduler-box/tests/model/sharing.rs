@@ -57,8 +57,8 @@ fn amount_beyond_every_device_is_refused() {
         let why = consumed(&slices, &share(1, asked.clone())).unwrap_err();
         assert!(why.ends_with("needs 1 of 2 selected devices (0 in use, 0 tainted, 2 without the capacity)"), "{why}");
     }
-    // A claim that gets an unshared device gets it whole. A claim for a share never gets such a device.
-    assert_eq!(results(&allocate(&slices[..1], &share(1, json!({"memory": "1Gi"}))).unwrap(), 0), ["r a"]);
+    assert_eq!(results(&allocate(&slices, &share(1, json!({"memory": "1Gi"}))).unwrap(), 0), ["r a"]);
+    // A claim that gets an unshared device gets it whole. A claim for `shares` never gets such a device.
     let whole = [slice("a", json!([{"name": "b", "capacity": {"memory": {"value": "80Gi"}}}]))];
     let placement = allocate(&whole, &share(1, json!({"memory": "1Gi"}))).unwrap();
     let result = &placement.allocations[0]["devices"]["results"][0];
@@ -120,17 +120,17 @@ fn one_request_takes_different_devices() {
 
 #[test]
 fn shared_and_exclusive_claims_exclude_each_other() {
-    let was_shared = allocate(&[slice("a", json!([shared("a")]))], &share(1, json!({}))).unwrap();
+    let shared_placement = allocate(&[slice("a", json!([shared("a")]))], &share(1, json!({}))).unwrap();
     let mut exclusive = shared("a");
     exclusive["allowMultipleAllocations"] = json!(false);
     for policy in ["shares", "memory"] {
         exclusive["capacity"][policy].as_object_mut().unwrap().remove("requestPolicy");
     }
     let mut now_exclusive = cluster(&[slice("a", json!([exclusive]))]);
-    now_exclusive.occupy(&was_shared.allocations[0]).unwrap();
+    now_exclusive.occupy(&shared_placement.allocations[0]).unwrap();
     now_exclusive.allocate("n", &[crate::support::count(1)]).unwrap_err();
-    let was_exclusive = allocate(&[slice("a", plain(&["a"]))], &crate::support::count(1)).unwrap();
+    let exclusive_placement = allocate(&[slice("a", plain(&["a"]))], &crate::support::count(1)).unwrap();
     let mut now_shared = cluster(&[slice("a", json!([shared("a")]))]);
-    now_shared.occupy(&was_exclusive.allocations[0]).unwrap();
+    now_shared.occupy(&exclusive_placement.allocations[0]).unwrap();
     now_shared.allocate("n", &[share(1, json!({}))]).unwrap_err();
 }
