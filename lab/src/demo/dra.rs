@@ -111,7 +111,7 @@ struct Tally {
     waiting: usize,
     for_several: usize,
     grouped: usize,
-    /// The sum of the collectives, in MB/s, of the sets that claims with groups got.
+    /// The sum of the collectives, in MB/s, of the sets that claims from templates got.
     with_groups: u64,
     /// The same sum of the sets that these claims would have got without groups.
     without_groups: u64,
@@ -308,7 +308,7 @@ impl Script<'_> {
     async fn fail(&self, tally: &Tally) -> Result<()> {
         let last = || devices(&self.cluster.slices()).next_back().map(|device| text(&device["name"]).to_owned());
         let held = held(tally, "train-a");
-        let place = if held.is_some() { "train-a's" } else { "the last one" };
+        let which = if held.is_some() { "train-a's" } else { "the last one" };
         let device = held.or_else(last).context("no GPU to fail")?;
         let (_, gpu) = self.gpus(std::slice::from_ref(&device)).into_iter().next().context("no such GPU")?;
         self.send(Event::Xid { gpu: gpu.uuid.clone(), code: GPU_XID, instance: None }).await?;
@@ -319,7 +319,7 @@ impl Script<'_> {
         let count = all.iter().filter(|device| is_tainted(device)).count();
         ensure!(count == 1, "XID {GPU_XID} of one GPU tainted {count}");
         self.print_line(&format!(
-            "GPU {} ({device}, {place}) reports XID {GPU_XID}: it alone is tainted {}, no new claim gets it.\n",
+            "GPU {} ({device}, {which}) reports XID {GPU_XID}: it alone is tainted {}, no new claim gets it.\n",
             gpu.index,
             taints(&all, &device).unwrap_or_default().join(", ")
         ))

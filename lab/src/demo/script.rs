@@ -126,7 +126,7 @@ impl Script<'_> {
     async fn fail(&self) -> Result<&Gpu> {
         let gpus = self.topology.gpus();
         let held = self.held_by("train-a");
-        let (gpu, place) = match held {
+        let (gpu, which) = match held {
             Some(gpu) => (gpu, "train-a's"),
             None => (gpus.last().context("no GPU to fail")?, "the last one"),
         };
@@ -137,7 +137,7 @@ impl Script<'_> {
         let state = self.wait("the failing GPU to be unhealthy", |state| state.unhealthy.contains(uuid)).await?;
         ensure!(state.healthy.len() + 1 == gpus.len(), "XID {GPU_XID} of one GPU changed the health of others");
         self.print_line(&format!(
-            "GPU {} ({place}) reports XID {APPLICATION_XID}, an application's fault: it stays healthy.\n\
+            "GPU {} ({which}) reports XID {APPLICATION_XID}, an application's fault: it stays healthy.\n\
              GPU {} reports XID {GPU_XID}, its own fault: it alone is unhealthy, {} others go on.\n",
             gpu.index,
             gpu.index,

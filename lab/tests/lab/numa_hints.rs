@@ -1,5 +1,5 @@
-//! The NUMA nodes that linkwise's devices report, their effect on a kubelet's Topology Manager, and the metric about
-//! it.
+//! The NUMA nodes that linkwise's devices report, their effect on a kubelet's Topology Manager, and the metric of
+//! narrowed requests.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 

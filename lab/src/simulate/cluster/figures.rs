@@ -57,6 +57,7 @@ pub(super) struct Figures {
     pub steps_worst: u64,
 }
 
+/// A pod that starts.
 pub(super) struct Started {
     pub placed: Placed,
     /// The rails of its GPUs, as `Machine::rails` gives them.

@@ -26,7 +26,7 @@ const ALTERNATIVES_WEIGHT: i64 = 2;
 pub(super) struct Placed {
     pub node: usize,
     pub set: GpuSet,
-    /// The score of the alternative that its claim gets.
+    /// The score of the alternative that the pod's claim gets.
     pub score: i64,
     /// The number of devices that the allocator examined on all tried nodes.
     pub steps: u64,
@@ -118,7 +118,7 @@ impl<'a> Scheduler<'a> {
         Ok(())
     }
 
-    /// The score of LeastAllocated (NodeResourcesFit): the free share of CPU and memory, taken as GPUs are.
+    /// The score of LeastAllocated (NodeResourcesFit): the free share of CPU and memory, which is that of the GPUs.
     fn least_allocated(&self, state: &State, answer: Answer) -> i64 {
         let whole = self.states.machines.get(state.machine).map_or(0, |machine| machine.whole.len());
         let free = state.free.len().saturating_sub(answer.set.map_or(0, GpuSet::len));

@@ -210,7 +210,7 @@ fn keyboard_and_screen_reader_find_everything() {
 
 #[test]
 #[cfg_attr(not(has_chromium), ignore = "no chromium here: make tools brings it")]
-fn hidden_page_does_not_poll_lost_node_is_shown() {
+fn hidden_page_stops_polls_and_lost_node_is_shown() {
     let (mut browser, mut demo) = open("dgx-h100", (1400, 900));
     let mut books = Books::default();
     let hide = |browser: &mut Browser, hidden: bool| {
