@@ -82,7 +82,7 @@ fn pick(gpus: usize, count: usize, mut number: u64) -> GpuSet {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Any machine has exact answers if few GPUs are free, unless more stay free than sizes whose best set is known.
+    /// If few GPUs are free, the answers are exact on any machine.
     #[test]
     fn random_machines_match_brute_force(
         observed in random_node::node_between(17, 20),
@@ -146,7 +146,7 @@ proptest! {
     }
 }
 
-/// More than eight GPUs stay free, so the brute force also has to find the machine's best eight.
+/// At least eight GPUs stay free, so the brute force also has to find the machine's best eight.
 #[test]
 fn seventeen_gpus_match_brute_force() {
     let mut observed = large_node::twenty();

@@ -464,7 +464,7 @@ fn reset_reasons_survive_restart_not_boot_or_driver() {
     assert_eq!(world.restart(NodeIdentity::default()).reason(), "XID 79", "unknown is no change");
     assert!(world.restart(identity("another", "580, load 7")).healthy());
     assert!(world.restart(identity("boot", "580, load 8")).healthy());
-    // The driver is loaded again during a scan: its first poll decides.
+    // The driver is loaded again during a scan. The next poll decides.
     world.apply(Event::Identified(identity("boot", "580, load 8")));
     assert!(!world.healthy());
     assert!(world.poll(&old()).healthy());

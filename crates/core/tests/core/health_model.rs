@@ -1,4 +1,4 @@
-//! Health as a model: random histories with simulated time, checked against the invariants of docs/health.md.
+//! Health as a model: random histories with simulated time, checked against the rules of docs/health.md.
 //!
 //! The oracle keeps no reasons. For safety it counts, from the history alone, how long good polls have to go on before
 //! a GPU may be healthy: a lower bound. For liveness each history ends in a world without faults, where all GPUs heal.
@@ -23,7 +23,7 @@ fn identity(boot: u8, driver: u8) -> NodeIdentity {
     NodeIdentity { boot: Some(boot.to_string()), driver: Some(driver.to_string()), ..Default::default() }
 }
 
-/// An event; a number is that of GPU 0 or 1.
+/// A step of a history. A `usize` is the number of a GPU, 0 or 1.
 #[derive(Clone, Debug)]
 enum Step {
     Xid(usize, u64),
@@ -175,6 +175,7 @@ struct Owed {
 }
 
 impl Owed {
+    /// Counts a poll. Returns true if the GPU is still joining its fabric.
     fn poll(&mut self, poll: &HealthPoll, now: Timestamp) -> bool {
         let gap = self.last_poll.map_or(Duration::ZERO, |last| now.saturating_sub(last)).min(Duration::from_secs(20));
         self.last_poll = Some(now);
@@ -227,7 +228,7 @@ enum Source {
 }
 
 impl Source {
-    fn falls_silent(self, poll: &mut HealthPoll) {
+    fn silence(self, poll: &mut HealthPoll) {
         match self {
             Self::Reach => poll.reach = Reach::Unknown,
             Self::Action => poll.recovery_action = None,
@@ -297,7 +298,7 @@ impl World {
         self.only.is_none_or(|only| only == gpu)
     }
 
-    fn polled(&mut self, polls: &[HealthPoll; 2]) {
+    fn poll(&mut self, polls: &[HealthPoll; 2]) {
         let mut sent = BTreeMap::from([(uuid(2), good(self.has_action))]);
         self.owed[2].poll(&good(self.has_action), self.now);
         let mut joining = [false; GPUS];
@@ -344,11 +345,11 @@ impl World {
                 self.apply(Event::DriverBack);
                 self.owed.iter_mut().for_each(|owed| owed.away_until_poll = true);
             }
-            Step::Poll(polls) => self.polled(polls),
+            Step::Poll(polls) => self.poll(polls),
             Step::Good(times) => {
                 for _ in 0..*times {
                     self.now += Duration::from_secs(10);
-                    self.polled(&[good(self.has_action), good(self.has_action)]);
+                    self.poll(&[good(self.has_action), good(self.has_action)]);
                     self.check();
                 }
             }
@@ -435,11 +436,11 @@ impl World {
 
     /// Checks a world in which one source is silent for ever and all else is well. Only that source could end the
     /// reasons that are left, except an operator's order, another boot or another driver.
-    fn heals_without(&mut self, source: Source) {
-        self.calms_down();
+    fn assert_heals_without(&mut self, source: Source) {
+        self.calm_down();
         let mut poll = good(self.has_action);
-        source.falls_silent(&mut poll);
-        self.polled_long(&poll);
+        source.silence(&mut poll);
+        self.poll_long(&poll);
         for gpu in 0..2 {
             for (reason, _) in self.snapshot.hardware().reasons(&uuid(gpu)) {
                 // If the driver reports no recovery action, a reason may wait until a source shows a reset.
@@ -447,26 +448,26 @@ impl World {
             }
             self.step(&Step::Cleared(gpu));
         }
-        self.polled_long(&poll);
-        self.all_are_healthy(&format!("without {source:?}"));
+        self.poll_long(&poll);
+        self.assert_all_healthy(&format!("without {source:?}"));
     }
 
     /// Brings back the driver and all GPUs, and ends quarantines.
-    fn calms_down(&mut self) {
+    fn calm_down(&mut self) {
         self.step(&Step::DriverBack);
         self.step(&Step::Scan([true; 2]));
         (0..2).for_each(|gpu| self.step(&Step::Released(gpu)));
     }
 
     /// Polls for the longest hold time, and three times before it begins.
-    fn polled_long(&mut self, poll: &HealthPoll) {
+    fn poll_long(&mut self, poll: &HealthPoll) {
         for _ in 0..3600 / 20 + 3 {
             self.now += Duration::from_secs(20);
-            self.polled(&[poll.clone(), poll.clone()]);
+            self.poll(&[poll.clone(), poll.clone()]);
         }
     }
 
-    fn all_are_healthy(&self, when: &str) {
+    fn assert_all_healthy(&self, when: &str) {
         for gpu in 0..GPUS {
             let standing: Vec<_> = self.snapshot.hardware().reasons(&uuid(gpu)).map(|(reason, _)| reason).collect();
             assert!(healthy(&self.snapshot, gpu), "GPU {gpu} {when}: {standing:?}");
@@ -474,26 +475,26 @@ impl World {
     }
 
     /// Checks that all GPUs heal in a world without faults: after a `clear` if the driver reports no recovery actions.
-    fn heals(&mut self) {
-        self.calms_down();
+    fn assert_heals(&mut self) {
+        self.calm_down();
         if !self.has_action {
             (0..2).for_each(|gpu| self.step(&Step::Cleared(gpu)));
         }
-        self.polled_long(&good(self.has_action));
-        self.all_are_healthy("never heals");
+        self.poll_long(&good(self.has_action));
+        self.assert_all_healthy("never heals");
     }
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 250, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Checks invariants 1, 4 and 5 along the way, and 2 from the end.
+    /// No GPU is healthy before it has had the good polls that it needs, and in the end all GPUs heal.
     #[test]
     fn nothing_heals_early_and_everything_heals((history, has_action) in history()) {
-        World::new(has_action, None).play(&history).heals();
+        World::new(has_action, None).play(&history).assert_heals();
     }
 
-    /// Checks invariant 2 with a source that stays silent.
+    /// All GPUs heal even if a source stays silent for ever, some only by an operator's order.
     #[test]
     fn operator_ends_what_a_silent_source_cannot(
         (history, has_action) in history(),
@@ -501,10 +502,10 @@ proptest! {
             Source::Reach, Source::Action, Source::Rows, Source::Ecc, Source::Links, Source::Fabric, Source::Bus,
         ]),
     ) {
-        World::new(has_action, None).play(&history).heals_without(source);
+        World::new(has_action, None).play(&history).assert_heals_without(source);
     }
 
-    /// Checks invariant 3: a GPU's health is the same without the other GPU's history.
+    /// A GPU's health is the same without the other GPU's history.
     #[test]
     fn history_of_another_gpu_changes_no_health((history, has_action) in history()) {
         let all = World::new(has_action, None).play(&history).verdicts;

@@ -145,10 +145,10 @@ fn lanes_memory_and_links_compare_with_the_most_seen() {
     assert_eq!(world.scan(vec![memory(81_000), gpu(1, 1, &[]), gpu(2, 2, &[]), gpu(3, 3, &[])]), Vec::<String>::new());
     world.lanes = 8;
     let narrow = memory(40_000);
-    let seen = world.scan(vec![narrow, gpu(1, 1, &[]), gpu(2, 2, &[]), gpu(3, 3, &[])]);
+    let lines = world.scan(vec![narrow, gpu(1, 1, &[]), gpu(2, 2, &[]), gpu(3, 3, &[])]);
     let gpu_0 = "+ GPU 0000:00:00.0 (GPU-0):";
     assert_eq!(
-        seen,
+        lines,
         [format!("{gpu_0} its PCIe link has 8 of 16 lanes"), format!("{gpu_0} it has 40000 of 81559 MiB of memory")]
     );
     world.lanes = 16;
@@ -190,8 +190,8 @@ fn mig_mode_that_a_boot_changed_is_named() {
     let in_mig = || whole().into_iter().map(|gpu| with(gpu, "mig", json!({"enabled": true}))).collect::<Vec<_>>();
     assert_eq!(world.scan(in_mig()), Vec::<String>::new(), "a change without a boot is deliberate");
     let off = |at: u32| format!("GPU {} (GPU-{at}): MIG mode has been off since the last boot or driver load", pci(at));
-    let seen = world.boots("1", whole());
-    assert_eq!(seen, (0..4).map(|at| format!("+ {}", off(at))).collect::<Vec<_>>());
+    let lines = world.boots("1", whole());
+    assert_eq!(lines, (0..4).map(|at| format!("+ {}", off(at))).collect::<Vec<_>>());
     assert_eq!((world.scan(whole()), world.shortfalls().len()), (Vec::new(), 4), "another scan changes nothing");
     let mut laid_out = in_mig();
     let device = json!({"index": 0, "uuid": "MIG-0", "gpu_instance": 1, "compute_instance": 0, "gpu_slices": 1,

@@ -192,10 +192,11 @@ proptest! {
                 prop_assert_eq!(slots.len(), 1, "whole and in slots");
             }
         }
-        // Without a problem no device is lost. GPUs in MIG mode have no slots of MPS.
+        // Without a problem no device is lost.
         if fresh && snapshot.offers().problems().is_empty() {
             prop_assert_eq!(offered.keys().cloned().collect::<BTreeSet<_>>(), pieces);
         }
+        // GPUs in MIG mode have no slots of MPS.
         for device in snapshot.offers().devices() {
             if fresh && mps && device.slot.is_some() {
                 prop_assert!(device.mig.is_none() && !device.gpu.mig_enabled);
