@@ -76,7 +76,7 @@ pub struct Agent {
     pub is_informed: bool,
     /// The healthy devices of DRA in a snapshot that was published since the last check.
     pub published: Option<Vec<String>>,
-    /// True if it prepares claims that have no checkpoint.
+    /// True if the agent prepares claims that have no checkpoint.
     serves: bool,
     /// The ids of the kubelet's last two lists since the offered devices changed last.
     listed: Vec<BTreeSet<ResourceDevice>>,
@@ -139,7 +139,7 @@ impl Agent {
 
     /// Checks the lists of devices. Each id that a pod holds is on the list of its resource. An unhealthy id is on no
     /// list if two lists of the kubelet in a row lack it and its hardware is not offered.
-    pub fn lists_what_pods_hold(&self) -> Result<(), String> {
+    pub fn check_lists(&self) -> Result<(), String> {
         for (name, resource) in self.state.offers().resources() {
             let devices = resource.devices().iter().map(|(id, device)| (id, device.health.clone()));
             let all: BTreeMap<&DeviceId, Health> = devices.chain(resource.unknown()).collect();
@@ -160,7 +160,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Applies the kubelet's list, or its silence. As long as the kubelet answers, the pauses between requests grow.
+    /// Applies the kubelet's list, or its silence. While holders are awaited, each list doubles the pause, up to 30 s.
     pub fn listed(&mut self, held: Option<Holdings>, now: Duration) {
         let [first, longest] = [1, 30].map(Duration::from_secs);
         self.pause = match (&held, self.awaits) {

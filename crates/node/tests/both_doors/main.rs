@@ -158,7 +158,7 @@ impl World {
     /// Checks what the agent has published since the last check: no GPU is offered through both doors.
     fn look(&mut self) -> Checked {
         let Some(agent) = self.agent.as_mut() else { return Ok(()) };
-        agent.lists_what_pods_hold()?;
+        agent.check_lists()?;
         if let Some(slice) = agent.published.take() {
             match self.slices.back_mut() {
                 Some((by, last)) if *last == slice => *by = self.agents,
