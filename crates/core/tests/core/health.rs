@@ -1,4 +1,4 @@
-//! The rules of docs/health.md: a test for each way in which a reason begins and each way in which it ends.
+//! The rules of docs/health.md: the ways in which reasons begin, and the ways in which they end.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;

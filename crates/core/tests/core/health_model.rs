@@ -124,7 +124,7 @@ fn pace() -> impl Strategy<Value = (u64, i64)> {
     (0_u64..40, jump)
 }
 
-/// The events, each with its [`pace`], and true if the driver reports recovery actions.
+/// The steps, each with its [`pace`], and true if the driver reports recovery actions.
 type History = (Vec<(Step, (u64, i64))>, bool);
 
 fn history() -> impl Strategy<Value = History> {
@@ -311,7 +311,7 @@ impl World {
         }
         self.apply(Event::Polled(sent));
         for (gpu, joining) in joining.into_iter().enumerate() {
-            assert!(!(joining && healthy(&self.snapshot, gpu)), "GPU {gpu} is joining its fabric");
+            assert!(!(joining && healthy(&self.snapshot, gpu)), "GPU {gpu} is unhealthy while it joins its fabric");
         }
     }
 
@@ -383,7 +383,7 @@ impl World {
     fn restart(&mut self) {
         let text = serde_json::to_string(&self.snapshot.hardware().record()).unwrap();
         let record: HealthRecord = serde_json::from_str(&text).unwrap();
-        assert_eq!(record, self.snapshot.hardware().record(), "the record changes on the disk");
+        assert_eq!(record, self.snapshot.hardware().record(), "the record is the same after the disk");
         let needs_reset = |snapshot: &NodeState, gpu: usize| {
             let kept = snapshot.hardware().record();
             kept.gpus.get(&uuid(gpu)).is_some_and(|gpu| !gpu.reasons.is_empty())
@@ -394,7 +394,7 @@ impl World {
         for event in [Event::Restored(Box::new(record.clone())), Event::Identified(identity(9, 0)), scan(0..GPUS)] {
             (other, _) = other.apply(event, self.now);
         }
-        assert!((0..GPUS).all(|gpu| healthy(&other, gpu)), "another boot");
+        assert!((0..GPUS).all(|gpu| healthy(&other, gpu)), "healthy after another boot");
 
         self.snapshot = NodeState::default();
         self.apply(Event::Restored(Box::new(record.clone())));
@@ -416,8 +416,8 @@ impl World {
     fn check(&mut self) {
         for (gpu, owed) in self.owed.iter().enumerate() {
             if healthy(&self.snapshot, gpu) {
-                assert!(owed.is_paid(), "GPU {gpu} is healthy and owes {owed:?}");
-                assert_eq!(self.snapshot.hardware().reasons(&uuid(gpu)).count(), 0, "GPU {gpu}: a reason stands");
+                assert!(owed.is_paid(), "GPU {gpu} is healthy and owes nothing: {owed:?}");
+                assert_eq!(self.snapshot.hardware().reasons(&uuid(gpu)).count(), 0, "GPU {gpu} has no reason");
             }
         }
         self.verdicts.push([0, 1, 2].map(|gpu| healthy(&self.snapshot, gpu)));
@@ -444,7 +444,7 @@ impl World {
         for gpu in 0..2 {
             for (reason, _) in self.snapshot.hardware().reasons(&uuid(gpu)) {
                 // If the driver reports no recovery action, a reason may wait until a source shows a reset.
-                assert!(source.ends(reason, self.has_action), "GPU {gpu} without {source:?}: {reason} never ends");
+                assert!(source.ends(reason, self.has_action), "GPU {gpu}: {reason} may wait for {source:?}");
             }
             self.step(&Step::Cleared(gpu));
         }
@@ -481,7 +481,7 @@ impl World {
             (0..2).for_each(|gpu| self.step(&Step::Cleared(gpu)));
         }
         self.poll_long(&good(self.has_action));
-        self.assert_all_healthy("never heals");
+        self.assert_all_healthy("in the end");
     }
 }
 

@@ -161,7 +161,7 @@ proptest! {
 
         let mut offered: BTreeMap<String, BTreeMap<ResourceName, BTreeSet<Option<u32>>>> = BTreeMap::new();
         for (resource, devices) in snapshot.offers().resources().iter().map(|(name, of)| (name, of.devices())) {
-            prop_assert!(!devices.is_empty(), "{resource} of nothing");
+            prop_assert!(!devices.is_empty(), "{resource} has devices");
             for (id, device) in devices {
                 prop_assert!(id.as_str().len() <= 63 && *id == device.id());
                 let name = device.slot.map_or(device.uuid().to_owned(), |slot| format!("{}::{slot}", device.uuid()));
@@ -169,19 +169,19 @@ proptest! {
                 if snapshot.offers().is_healthy(resource, id) {
                     let resources = offered.entry(device.uuid().to_owned()).or_default();
                     let slots = resources.entry(resource.clone()).or_default();
-                    prop_assert!(slots.insert(device.slot), "one slot twice");
+                    prop_assert!(slots.insert(device.slot), "each slot once");
                 }
             }
         }
         for (uuid, resources) in &offered {
             // A device that only the plan before offered is unhealthy now.
             let is_planned = pieces.contains(uuid) || !snapshot.offers().problems().is_empty();
-            prop_assert!(is_planned, "{uuid} must not be offered");
+            prop_assert!(is_planned, "{uuid} may be offered");
             if !fresh {
                 continue;
             }
-            prop_assert!(pieces.contains(uuid), "{uuid} must not be offered");
-            prop_assert_eq!(resources.len(), 1, "{} is in two resources", uuid);
+            prop_assert!(pieces.contains(uuid), "{uuid} may be offered");
+            prop_assert_eq!(resources.len(), 1, "{} is in one resource", uuid);
             let slots = resources.values().next().unwrap();
             if !slots.contains(&None) {
                 let shared = plan.sharing.as_ref().unwrap().resources.iter();
@@ -189,7 +189,7 @@ proptest! {
                 prop_assert_eq!(slots, &(0..u32::try_from(count).unwrap()).map(Some).collect::<BTreeSet<_>>());
                 prop_assert!(shared.into_iter().any(|shared| shared.replicas as usize == count), "{count} slots");
             } else {
-                prop_assert_eq!(slots.len(), 1, "whole and in slots");
+                prop_assert_eq!(slots.len(), 1, "whole, and not in slots");
             }
         }
         // Without a problem no device is lost.
