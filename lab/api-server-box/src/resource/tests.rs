@@ -265,7 +265,7 @@ fn request_policy_is_stored_in_canonical_form() {
 }
 
 #[test]
-fn request_policy_that_breaks_a_rule_is_assert_refused() {
+fn request_policy_that_breaks_a_rule_is_refused() {
     let policy = "spec.devices[0].capacity[shares].requestPolicy";
     for (part, value) in
         [("min", json!("5")), ("min", Value::Null), ("max", json!("5")), ("step", json!("4")), ("step", json!("0"))]

@@ -73,7 +73,7 @@ impl<'a> WholeModel<'a> {
     fn change(&mut self, node: usize, set: GpuSet, takes: bool) {
         let devices = allocation(&self.names[node], self.machines[node].devices_of(set));
         if takes {
-            assert_eq!(set.without(self.free[node]), GpuSet::default(), "a GPU is given twice");
+            assert_eq!(set.without(self.free[node]), GpuSet::default(), "no GPU is given twice");
             self.cluster.occupy(&devices).unwrap();
             self.free[node] = self.free[node].without(set);
         } else {
@@ -127,7 +127,7 @@ fn compare_with_model(machines: &[Machine], kinds: &[usize], door: Door, cpu: Cp
         whole.change(placed.node, placed.set, true);
         held.push((placed.node, placed.set));
     }
-    assert!(waits > 0, "the nodes were never full");
+    assert!(waits > 0, "the nodes are full at times");
 }
 
 #[test]
@@ -203,7 +203,7 @@ fn replay_agrees_with_independent_books() {
             match event {
                 Event::Started { job, node, set, best, .. } => {
                     let set = bits(set);
-                    assert_eq!((set & !free[node], set.count_ones() as usize), (0, jobs[job].size), "GPUs given twice");
+                    assert_eq!((set & !free[node], set.count_ones() as usize), (0, jobs[job].size), "free, and enough");
                     let offered = kinds.iter().zip(&free).flat_map(|(kind, free)| {
                         let sets = subsets(*free).filter(|other| other.count_ones() == set.count_ones());
                         sets.map(|set| oracles[*kind].collective(set))
@@ -228,7 +228,7 @@ fn replay_agrees_with_independent_books() {
         assert_eq!((started.len(), ended.len(), figures.never_started), (300, 300, 0));
         let mut waits: Vec<u64> = started.iter().map(|(job, at)| at - jobs[*job].arrival).collect();
         waits.sort_unstable();
-        assert!(waits[299] > 0, "no job waited");
+        assert!(waits[299] > 0, "a job waited");
         assert_eq!(
             (figures.mean_wait_seconds, figures.p99_wait_seconds),
             (waits.iter().sum::<u64>() / 300, waits[296])
@@ -256,7 +256,7 @@ fn replay_on(machine: &str, nodes: usize, jobs: &[Job], door: Door) -> (Figures,
     for event in events {
         match event {
             Event::Started { at, job, node, set, .. } => {
-                assert_eq!(bits(set) & !free[node], 0, "GPUs are given twice");
+                assert_eq!(bits(set) & !free[node], 0, "no GPU is given twice");
                 free[node] &= !bits(set);
                 pods.entry(job).or_default().push((at, bits(set)));
             }
