@@ -85,8 +85,9 @@ pub struct Options {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Connections {
     /// The rule up to 1.36, by the resource alone. The end of any stream closes the connection that was registered last
-    /// and makes the devices unhealthy. So it undoes a registration that came before, and may undo one that comes while
-    /// the kubelet handles the end. The connection that a registration replaced is not closed, and calls on it go on.
+    /// and makes the devices unhealthy. So the end of an old stream undoes a newer registration, and may undo one that
+    /// comes while the kubelet handles the end. The connection that a registration replaced is not closed, and calls on
+    /// it go on.
     #[default]
     ByResource,
     /// The rule from 1.37, by the resource and the plugin's socket. The end of a stream closes its own connection, and
