@@ -18,7 +18,7 @@ fn installed(mut setup: Setup) -> Setup {
 
 const HALF: &str = "nvidia.com/mig-3g.40gb";
 
-/// The answer for one MIG device, with all strategies that the tests below set.
+/// The first lines of the answer for one MIG device, with all strategies that the tests below set.
 const EXPECTED: [&str; 6] = [
     "env NVIDIA_VISIBLE_DEVICES=2:0",
     "cdi k8s.device-plugin.nvidia.com/gpu=2:0",

@@ -1,4 +1,4 @@
-//! `linkwise doctor` on healthy and broken machines. Tests cause each finding that is not `ok` by its fault.
+//! `linkwise doctor` on healthy and broken machines. Tests cause the fault behind each finding that is not `ok`.
 
 mod gpus;
 
@@ -86,7 +86,7 @@ fn advised(report: &Value, what: &str, advice: &str) {
 }
 
 /// Compares a report with its golden file in tests/snapshots.
-fn holds(setup: &Setup, name: &str, text: &str) {
+fn assert_golden(setup: &Setup, name: &str, text: &str) {
     let uid = std::os::unix::fs::MetadataExt::uid(&fs::metadata(setup.at("")).unwrap());
     let root = setup.at("").display().to_string();
     let text = text.replace(root.trim_end_matches('/'), "ROOT").replace(&format!("as uid {uid}"), "as uid N");
@@ -97,12 +97,12 @@ fn holds(setup: &Setup, name: &str, text: &str) {
 async fn healthy_report_matches_golden_files() {
     let (setup, _kubelet) = healthy();
     let (code, text) = run(setup.doctor()).await;
-    holds(&setup, "doctor-dgx1-v100.txt", &text);
+    assert_golden(&setup, "doctor-dgx1-v100.txt", &text);
     assert_eq!(code, Some(0), "{text}");
     let mut command = setup.doctor();
     command.args(["--format", "json"]);
     let (code, json) = run(command).await;
-    holds(&setup, "doctor-dgx1-v100.json", &json);
+    assert_golden(&setup, "doctor-dgx1-v100.json", &json);
     assert_eq!(code, Some(0), "{json}");
 }
 
@@ -113,7 +113,7 @@ async fn node_without_gpus_is_ok() {
     fs::create_dir_all(setup.at("sys/bus/pci/devices")).unwrap();
     let _kubelet = setup.kubelet();
     let (code, text) = run(setup.doctor()).await;
-    holds(&setup, "doctor-no-gpu.txt", &text);
+    assert_golden(&setup, "doctor-no-gpu.txt", &text);
     assert_eq!(code, Some(0), "{text}");
 }
 

@@ -163,7 +163,7 @@ const MIXED_OFFER: [(&str, usize); 6] = [
     ("nvidia.com/mig-1g.10gb.me", 1),
     ("nvidia.com/mig-2g.20gb", 1),
     ("nvidia.com/mig-3g.40gb", 1),
-    // The NVIDIA plugin lacks this one (docs/mig.md).
+    // With such devices the NVIDIA plugin ends (docs/mig.md).
     ("nvidia.com/mig-2c.4g.40gb", 2),
 ];
 

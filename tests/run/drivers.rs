@@ -15,11 +15,11 @@ const UP: &str = "linkwise_nvml_agent_up";
 fn quick() -> Setup {
     let setup = Setup::on("dgx1-v100").nvml_ms(&[("poll", 50), ("pause", 10), ("grace", 100)]);
     std::fs::create_dir_all(setup.at("sys/module/nvidia")).unwrap();
-    version(&setup, "580.95.05");
+    set_version(&setup, "580.95.05");
     setup
 }
 
-fn version(setup: &Setup, version: &str) {
+fn set_version(setup: &Setup, version: &str) {
     // In one step, as the kernel's file changes.
     replace(&setup.at("sys/module/nvidia/version"), &format!("{version}\n"));
 }
@@ -34,7 +34,7 @@ async fn loaded_driver_gets_a_new_agent_at_once() {
         unhealthy(&kubelet, &[2]).await;
         if is_other {
             node.setup.tell("driver 590.44.01");
-            version(&node.setup, "590.44.01");
+            set_version(&node.setup, "590.44.01");
         } else {
             let (module, again) = (node.setup.at("sys/module/nvidia"), node.setup.at("again"));
             std::fs::create_dir(&again).unwrap();
@@ -82,7 +82,7 @@ async fn gone_driver_is_awaited_however_the_agent_ended() {
         node.ready(200, "ready").await;
         node.metric("linkwise_driver_released", 0).await;
         allocation(&kubelet, "meanwhile", GPU, 4).await;
-        version(&node.setup, "590.44.01");
+        set_version(&node.setup, "590.44.01");
         node.setup.tell("init 0");
         node.metric("linkwise_nvml_away", 0).await;
         node.metric(UP, 1).await;
@@ -121,7 +121,7 @@ async fn pauses_double_without_nvml_until_another_cause() {
     let setup = setup.args(["--nvml-pause-ms=100", "--nvml-poll-ms=50"]);
     setup.all_on_bus();
     std::fs::create_dir_all(setup.at("sys/module/nvidia")).unwrap();
-    version(&setup, "580.95.05");
+    set_version(&setup, "580.95.05");
     setup.tell("init 9");
     let (node, kubelet) = setup.start_beside_kubelet().await;
     assert_eq!(next_pauses(&node, UNAVAILABLE, 0, 3).await, ["100ms", "200ms", "400ms"]);
@@ -139,7 +139,7 @@ async fn pauses_double_without_nvml_until_another_cause() {
     registered(&kubelet, 1, 8).await;
     node.setup.tell("init 9");
     let known = pauses(&node, UNAVAILABLE).len();
-    version(&node.setup, "590.44.01");
+    set_version(&node.setup, "590.44.01");
     assert_eq!(next_pauses(&node, UNAVAILABLE, known, 2).await, ["100ms", "200ms"]);
 }
 

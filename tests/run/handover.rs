@@ -71,7 +71,7 @@ async fn strategies_alone_and_combined_answer_allocate() {
     ];
     let mut text = String::new();
     for args in ways {
-        // These arguments bring their own driver root.
+        // These arguments name a driver root that does not exist.
         let has_no_root = args.contains("--driver-root-ctr-path");
         let setup =
             if has_no_root { Setup::with(&machine(&TWO)).arg("--nvidia-driver-root=/run/driver") } else { setup(&TWO) };
@@ -92,7 +92,7 @@ async fn strategies_alone_and_combined_answer_allocate() {
 #[tokio::test]
 async fn strategies_from_the_environment_apply() {
     let setup = setup(&TWO).env("DEVICE_LIST_STRATEGY", "cdi-cri,envvar").env("DEVICE_ID_STRATEGY", "index");
-    // A variable that only a flag reads, and a misspelt one.
+    // A variable that a flag reads, and a misspelt one.
     let (node, kubelet) = setup.env("LINKWISE_POD_UID", "u").env("LINKWISE_STATE_DI", "s").serve(2).await;
     let got = lines(&allocation(&kubelet, "pod", GPU, 1).await);
     assert_eq!(got, ["env NVIDIA_VISIBLE_DEVICES=0", "cdi k8s.device-plugin.nvidia.com/gpu=0"]);

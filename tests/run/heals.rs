@@ -144,9 +144,9 @@ async fn gpu_in_mig_mode_makes_no_peer_unhealthy() {
     let setup = quick();
     setup.tell("mig 6 {enabled: false}");
     let (node, kubelet) = setup.serve(8).await;
-    // The driver shuts down both ends of its links: the GPU's, which polls skip, and its peers'.
+    // The driver shuts down both ends of GPU 6's links: its own, which polls skip, and its peers'.
     node.setup.tell_all(&["mig 6 {enabled: true}", "links 6 down", "calls nvmlDeviceGetTemperature 80"]);
-    // GPU 0 fails last, so that failures of its peers would be known by then.
+    // GPU 0 fails last, so that failures of GPU 6's peers would be known by then.
     node.setup.tell("recovery 0 1");
     unhealthy(&kubelet, &[0]).await;
 }

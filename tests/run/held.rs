@@ -15,7 +15,7 @@ async fn lost_gpu_stays_listed_until_its_pod_ends() {
         kubelet.admit(&Pod::single(pod, GPU, 4), None).await.unwrap();
     }
     let setup = node.end().await;
-    // GPU 7 is lost, GPU 0 is taken out; each is held by another pod.
+    // GPU 7 is lost, GPU 0 is taken out; a different pod holds each.
     setup.tell_all(&["lost 7", "remove 0"]);
     let (lost, removed) = (uuid(1, 7), uuid(1, 0));
     let node = setup.start().await;

@@ -56,7 +56,7 @@ async fn new_gpu_without_driver_begins_with_first_pause() {
     let node = setup.start().await;
     node.ready(200, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
     node.setup.all_on_bus();
-    // The cause of the failures has changed, so that the pauses begin again.
+    // Failures before the GPU appeared no longer count: the pauses begin again.
     let line = node.process.said("NVML unavailable").await;
     assert_eq!(line["again_in"], "1s");
     node.ready(503, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;

@@ -1,4 +1,4 @@
-//! The labels file, written by `gpu-feature-discovery`, a process without a kubelet, and by `linkwise run`.
+//! The labels file, written by `gpu-feature-discovery`, which needs no kubelet, and by `linkwise run`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -107,7 +107,7 @@ async fn labels_file_is_there_throughout_a_restart() {
     let _process = setup.spawn();
     wait_label(&path, "nvidia.com/mig.strategy", "single").await;
     ended.store(true, Ordering::Relaxed);
-    assert_eq!(watch.join().unwrap(), 0, "the file was absent or torn");
+    assert_eq!(watch.join().unwrap(), 0, "the file was always there and whole");
 }
 
 #[tokio::test]

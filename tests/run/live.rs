@@ -47,7 +47,7 @@ fn mapped(setup: Setup, text: &str) -> (Setup, ConfigMap) {
 }
 
 /// Waits until the kubelet lists exactly these devices as unhealthy, and this number of healthy ones.
-async fn lists(kubelet: &KubeletBox, resource: &str, healthy: usize, unhealthy: &[String]) {
+async fn wait_list(kubelet: &KubeletBox, resource: &str, healthy: usize, unhealthy: &[String]) {
     let unhealthy: BTreeSet<String> = unhealthy.iter().cloned().collect();
     let wanted = |state: &linkwise_kubelet_box::State| {
         let resource = &state.resources[resource];
@@ -58,7 +58,7 @@ async fn lists(kubelet: &KubeletBox, resource: &str, healthy: usize, unhealthy: 
 }
 
 /// Restarts the pod's container, and asserts that it keeps its devices.
-async fn keeps(kubelet: &KubeletBox, pod: &str, resource: &str, held: &Allocation) {
+async fn assert_keeps(kubelet: &KubeletBox, pod: &str, resource: &str, held: &Allocation) {
     assert_eq!(&kubelet.restart_container(pod, "main").unwrap()[resource], held);
 }
 
@@ -76,19 +76,19 @@ async fn sharing_changes_while_pods_keep_their_devices() {
     // offered.
     let slots_of_held: Vec<String> =
         whole.devices.iter().flat_map(|gpu| [format!("{gpu}::0"), format!("{gpu}::1")]).collect();
-    lists(&kubelet, GPU, 12, &[whole.devices.clone(), slots_of_held].concat()).await;
-    keeps(&kubelet, "whole", GPU, &whole).await;
+    wait_list(&kubelet, GPU, 12, &[whole.devices.clone(), slots_of_held].concat()).await;
+    assert_keeps(&kubelet, "whole", GPU, &whole).await;
     let slots = allocation(&kubelet, "slots", GPU, 6).await;
     assert!(slots.devices.iter().all(|id| id.ends_with("::0")), "{slots:?}");
     // The first pod ends, and the last old ids leave the list.
     assert!(kubelet.remove_pod("whole"));
-    lists(&kubelet, GPU, 16, &[]).await;
+    wait_list(&kubelet, GPU, 16, &[]).await;
     map.swap("..3", WHOLE);
     let shared: Vec<String> = sees(&slots).into_iter().map(str::to_owned).collect();
-    lists(&kubelet, GPU, 2, &[slots.devices.clone(), shared].concat()).await;
-    keeps(&kubelet, "slots", GPU, &slots).await;
+    wait_list(&kubelet, GPU, 2, &[slots.devices.clone(), shared].concat()).await;
+    assert_keeps(&kubelet, "slots", GPU, &slots).await;
     assert!(kubelet.remove_pod("slots"));
-    lists(&kubelet, GPU, 8, &[]).await;
+    wait_list(&kubelet, GPU, 8, &[]).await;
     assert_eq!((kubelet.state().resources[GPU].registrations, kubelet.violations()), (1, vec![]));
     node.ready(200, "ready").await;
 }
@@ -101,8 +101,8 @@ async fn renamed_shared_resource_gets_its_own_plugin() {
     let held = allocation(&kubelet, "pod", GPU, 1).await;
     map.swap("..2", &SHARED.replace("{timeSlicing: {", "{timeSlicing: {renameByDefault: true, "));
     listed(&kubelet, RENAMED, 16).await;
-    lists(&kubelet, GPU, 0, &held.devices).await;
-    keeps(&kubelet, "pod", GPU, &held).await;
+    wait_list(&kubelet, GPU, 0, &held.devices).await;
+    assert_keeps(&kubelet, "pod", GPU, &held).await;
     let error = kubelet.admit(&Pod::single("late", GPU, 1), None).await.unwrap_err();
     assert!(error.to_string().contains("no device is healthy"), "{error}");
     // A GPU with a held slot under the old name is more used than the others.
@@ -133,10 +133,10 @@ async fn sighup_applies_a_change_without_notification() {
     replace(&file, SHARED);
     node.process.signal("HUP");
     let gpu = &held.devices[0];
-    lists(&kubelet, GPU, 14, &[gpu.clone(), format!("{gpu}::0"), format!("{gpu}::1")]).await;
+    wait_list(&kubelet, GPU, 14, &[gpu.clone(), format!("{gpu}::0"), format!("{gpu}::1")]).await;
     let line = node.process.logged(|line| line["message"] == "configuration applied").await;
     assert_eq!((line["why"].as_str(), line["changed"].as_str()), (Some("SIGHUP"), Some("sharing")));
-    keeps(&kubelet, "pod", GPU, &held).await;
+    assert_keeps(&kubelet, "pod", GPU, &held).await;
     assert_eq!((kubelet.state().resources[GPU].registrations, kubelet.violations()), (1, vec![]));
 }
 
@@ -149,13 +149,13 @@ async fn changed_mig_layout_keeps_the_pods_devices() {
     assert_eq!(held.devices, [mig_uuid(0x10), mig_uuid(0x30)]);
     // An administrator takes GPU 1 out of MIG mode under the pod.
     node.setup.tell("mig 1 {enabled: false}");
-    lists(&kubelet, SEVENTH, 1, &[mig_uuid(0x10)]).await;
+    wait_list(&kubelet, SEVENTH, 1, &[mig_uuid(0x10)]).await;
     registered(&kubelet, 1, 2).await;
-    keeps(&kubelet, "pod", SEVENTH, &held).await;
+    assert_keeps(&kubelet, "pod", SEVENTH, &held).await;
     let error = kubelet.admit(&Pod::single("late", SEVENTH, 1), None).await.unwrap_err();
     assert!(error.to_string().contains("requested 1, available 0"), "{error}");
     assert!(kubelet.remove_pod("pod"));
-    lists(&kubelet, SEVENTH, 1, &[]).await;
+    wait_list(&kubelet, SEVENTH, 1, &[]).await;
     // A new profile on the GPU that was whole is a new resource.
     node.setup.tell(
         "mig 0 {enabled: true, devices: [{index: 0, uuid: MIG-00000077-0000-0000-0000-000000000000, gpu_instance: 0, \

@@ -1,5 +1,5 @@
-//! The lock of the state folder on a disk that hangs, or that cannot be locked at first: there are never two owners,
-//! and the process takes part as soon as the disk answers.
+//! The state folder's lock, if the disk hangs or the folder cannot be locked at first: there are never two owners, and
+//! linkwise serves or stands by once the disk answers.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use super::node::{GPU, KUBELETS, Setup, fifo, machine, ready, registered};
 use crate::upgrade::fleet::{GPUS, World, stage};
 
-/// The most bytes of the owner's name that linkwise reads: a pipe that gives this many has answered.
-const MAX_OWNER: usize = 1 << 16;
+/// The most bytes of the lock's file that linkwise reads: a pipe that gives this many has answered.
+const MAX_CONTENT: usize = 1 << 16;
 
 fn state_folder(setup: &Setup) -> PathBuf {
     setup.kubelet_socket.with_file_name("linkwise")
@@ -24,7 +24,7 @@ fn hang(folder: &Path) -> PathBuf {
 
 /// Answers the read that hangs, with bytes that name no owner.
 fn answer(pipe: &Path) {
-    OpenOptions::new().read(true).write(true).open(pipe).unwrap().write_all(&[b'-'; MAX_OWNER]).unwrap();
+    OpenOptions::new().read(true).write(true).open(pipe).unwrap().write_all(&[b'-'; MAX_CONTENT]).unwrap();
 }
 
 #[tokio::test]
@@ -35,7 +35,7 @@ async fn hung_disk_is_waited_for_and_makes_no_second_owner() {
     let first = world.spawn("first");
     first.said("the state folder does not answer").await;
     ready(first.up().await, 503, "").await;
-    assert!(!kubelet.state().resources.contains_key(GPU), "it serves without knowing the lock");
+    assert!(!kubelet.state().resources.contains_key(GPU), "it serves only once it knows the lock");
     answer(&pipe);
     stage(&first, "Owning").await;
     registered(kubelet, 1, GPUS.len()).await;
@@ -54,7 +54,7 @@ async fn hung_disk_is_waited_for_and_makes_no_second_owner() {
 async fn owner_without_a_lock_takes_it_later() {
     let setup = Setup::with(&machine(&GPUS));
     let folder = state_folder(&setup);
-    // A file in its place keeps linkwise from making the folder.
+    // A file in the folder's place keeps linkwise from making the folder.
     std::fs::create_dir_all(folder.parent().unwrap()).unwrap();
     File::create(&folder).unwrap();
     let world = World::of(setup, KUBELETS[0]);

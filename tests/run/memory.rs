@@ -16,7 +16,7 @@ fn tight() -> Setup {
 }
 
 /// Asserts that an agent works again, that no GPU was blamed, and that the kubelet noticed nothing.
-async fn heals(node: &Node, kubelet: &KubeletBox) {
+async fn assert_healed(node: &Node, kubelet: &KubeletBox) {
     node.metric(UP, 1).await;
     until(async || node.setup.try_tell("xid 7 79")).await;
     unhealthy(kubelet, &[7]).await;
@@ -44,7 +44,7 @@ async fn leaking_library_costs_its_process_only() {
         node.process.logged(is_over_memory).await;
         hung.iter().for_each(|call| node.setup.tell(&format!("unhang {call}")));
         node.setup.tell("leak 0");
-        heals(&node, &kubelet).await;
+        assert_healed(&node, &kubelet).await;
     }
 }
 

@@ -62,7 +62,7 @@ pub struct Setup {
 }
 
 impl Setup {
-    /// A built-in machine's GPUs, on a host of two packages with a NUMA node each, and with nothing on its PCI bus.
+    /// A built-in machine's GPUs, on a host of two packages with a NUMA node each, without a PCI bus in its /sys.
     pub fn on(machine: &str) -> Self {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("crates/host/src/machines/{machine}.yaml"));
         Self::new(|_| file)

@@ -112,7 +112,7 @@ async fn gpu_is_reset_between_release_and_resume() {
     assert!(node.setup.try_tell("reset 3").is_err(), "our processes use the GPU");
     let words = ordered(&node, &["release"]).await;
     assert!(words.contains("no process of linkwise on this node holds the driver"), "{words}");
-    assert!(!driver_is_held(&node), "gpu-feature-discovery holds the driver");
+    assert!(!driver_is_held(&node), "gpu-feature-discovery has released the driver");
     // The release holds for processes that start later.
     let second = discovery(&node);
     said_times(&second, 1, "an operator releases the driver").await;

@@ -22,7 +22,7 @@ async fn new_gpu_is_offered_and_its_events_arrive() {
     let first = node.agent(&[]).await;
     node.setup.tell("add 7");
     registered(&kubelet, 1, 8).await;
-    // Its events need an agent that registers it.
+    // Only a new agent registers the events of GPU 7.
     node.agent(&[first]).await;
     until(async || node.setup.try_tell("xid 7 79")).await;
     unhealthy(&kubelet, &[7]).await;

@@ -99,7 +99,7 @@ async fn exhausted_descriptors_recover() {
     }
     let line = node.process.logged(|line| line["message"] == "cannot accept a connection").await;
     assert!(line["error"].as_str().unwrap().contains("Too many open files"), "{line}");
-    // When they have gone, the next one is served on the same socket.
+    // When they have gone, the next caller is served on the same socket.
     callers.clear();
     let mut client = crate::run::callers::client(own.clone()).await.unwrap();
     timeout(LIMIT, client.get_device_plugin_options(Empty {})).await.expect("an answer in time").unwrap();

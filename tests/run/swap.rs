@@ -50,7 +50,7 @@ fn ids(replicas: Option<u32>) -> Vec<String> {
 type Pods = BTreeMap<&'static str, Allocation>;
 
 /// Asserts that every pod and restarted container keeps its devices, and that no device is held twice.
-async fn untouched(kubelet: &KubeletBox, pods: &Pods) {
+async fn assert_untouched(kubelet: &KubeletBox, pods: &Pods) {
     let state = kubelet.state();
     let held = &state.resources[GPU].allocated;
     let mut seen = BTreeSet::new();
@@ -75,19 +75,19 @@ async fn swapped(setup: Setup, ids: Vec<String>) {
     pods.insert("second", allocation(&kubelet, "second", GPU, 1).await);
     before.end().await;
     kubelet.wait(|state| state.resources[GPU].open_streams == 0).await.unwrap();
-    untouched(&kubelet, &pods).await;
+    assert_untouched(&kubelet, &pods).await;
 
     let node = setup.start().await;
     let listed = registered(&kubelet, 2, all).await;
     assert_eq!(listed.healthy, ids.iter().cloned().collect(), "the same ids");
     node.ready(200, "ready").await;
-    untouched(&kubelet, &pods).await;
+    assert_untouched(&kubelet, &pods).await;
     // linkwise answers for the same devices as the NVIDIA plugin did.
     assert!(kubelet.remove_pod("second"));
     let given = pods.remove("second").unwrap();
     let free = kubelet.state().resources[GPU].free().len();
     pods.insert("third", allocation(&kubelet, "third", GPU, u32::try_from(free).unwrap()).await);
-    untouched(&kubelet, &pods).await;
+    assert_untouched(&kubelet, &pods).await;
     assert!(pods["third"].devices.contains(&given.devices[0]));
     assert!(pods["third"].envs["NVIDIA_VISIBLE_DEVICES"].contains(&given.envs["NVIDIA_VISIBLE_DEVICES"]));
     // Every device is held, so that none could be given twice.
@@ -95,7 +95,7 @@ async fn swapped(setup: Setup, ids: Vec<String>) {
     // A restart of the kubelet between the two changes nothing.
     kubelet.restart(Restart::Kubelet).await.unwrap();
     registered(&kubelet, 3, all).await;
-    untouched(&kubelet, &pods).await;
+    assert_untouched(&kubelet, &pods).await;
     assert!(kubelet.remove_pod("first"));
     pods.remove("first");
     pods.insert("fourth", allocation(&kubelet, "fourth", GPU, 1).await);
@@ -106,9 +106,9 @@ async fn swapped(setup: Setup, ids: Vec<String>) {
     assert!(setup.sockets().is_empty());
     let after = Predecessor::start(&folder, NVIDIA_SOCKET, &ids).await;
     registered(&kubelet, 4, all).await;
-    untouched(&kubelet, &pods).await;
+    assert_untouched(&kubelet, &pods).await;
     pods.insert("fifth", allocation(&kubelet, "fifth", GPU, 1).await);
-    untouched(&kubelet, &pods).await;
+    assert_untouched(&kubelet, &pods).await;
     after.end().await;
 }
 

@@ -109,7 +109,7 @@ async fn assert_outcome((failure, cause): (&str, &str), bus: Bus, must_work: Opt
     }
 }
 
-/// Makes the library work.
+/// Ends the faults of the fake NVML.
 fn mend(setup: &Setup) {
     for mended in ["init 0", "uncrash nvmlInit_v2", "unhang nvmlInit_v2", "leak 0"] {
         setup.tell(mended);
@@ -146,12 +146,12 @@ async fn every_command_names_the_crash_and_fails() {
     every_command_fails(&setup, "the NVML library crashed in nvmlInit_v2").await;
 }
 
-const GOOD: &str = "nvidia.com/gpu.count=8\n";
+const EARLIER_LABELS: &str = "nvidia.com/gpu.count=8\n";
 
-/// gpu-feature-discovery on such a machine, with labels of an earlier start.
+/// gpu-feature-discovery on this machine, with the labels of an earlier start.
 fn with_labels(setup: Setup) -> Setup {
     fs::create_dir(setup.at("features.d")).unwrap();
-    fs::write(file(&setup), GOOD).unwrap();
+    fs::write(file(&setup), EARLIER_LABELS).unwrap();
     discovery(setup).arg("--no-timestamp")
 }
 
@@ -171,7 +171,7 @@ async fn labels_stay_while_an_installed_library_fails() {
             line["message"].to_string().contains("keeping the previous labels") && why.contains(cause)
         };
         process.logged(stays).await;
-        assert_eq!(fs::read_to_string(&file).unwrap(), GOOD, "{failure}");
+        assert_eq!(fs::read_to_string(&file).unwrap(), EARLIER_LABELS, "{failure}");
         mend(&setup);
         wait_label(&file, "nvidia.com/gpu.product", "Tesla-V100-SXM2-32GB").await;
     }
@@ -190,7 +190,7 @@ async fn oneshot_replaces_labels_only_without_gpus() {
                 let words = String::from_utf8(output.stderr).unwrap();
                 let text = fs::read_to_string(file(&setup)).unwrap();
                 let is_written = absent && matches!(bus, Bus::Empty) && option != Some("true");
-                let expected = if is_written { "nvidia.com/vgpu.present=false\n" } else { GOOD };
+                let expected = if is_written { "nvidia.com/vgpu.present=false\n" } else { EARLIER_LABELS };
                 assert_eq!(text, expected, "{failure} {option:?} {bus:?}: {words}");
                 assert_eq!(output.status.success(), is_written, "{failure} {option:?} {bus:?}: {words}");
                 assert!(words.contains(cause), "{failure}: {words}");

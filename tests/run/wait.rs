@@ -28,7 +28,7 @@ async fn ended(mut command: Command) -> (Option<i32>, String, String) {
 }
 
 /// Asserts that the command ends with code 1 after one second, with these words.
-async fn fails(setup: &Setup, words: &[&str]) {
+async fn assert_fails(setup: &Setup, words: &[&str]) {
     let (code, _, text) = ended(command(setup, 1)).await;
     assert_eq!(code, Some(1), "{text}");
     for word in [&["gpu-1 is not served after 1 s"], words].concat() {
@@ -36,17 +36,17 @@ async fn fails(setup: &Setup, words: &[&str]) {
     }
 }
 
-async fn succeeds(setup: &Setup, answer: &str) {
+async fn assert_succeeds(setup: &Setup, answer: &str) {
     assert_eq!(ended(command(setup, 60)).await, (Some(0), answer.to_owned(), String::new()));
 }
 
 #[tokio::test]
 async fn served_node_answers_with_its_devices() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
-    succeeds(&node.setup, "gpu-1: linkwise serves nvidia.com/gpu: 8 healthy, 0 held by pods\n").await;
+    assert_succeeds(&node.setup, "gpu-1: linkwise serves nvidia.com/gpu: 8 healthy, 0 held by pods\n").await;
     // No GPU has to be free.
     kubelet.admit(&Pod::single("all", GPU, 8), None).await.unwrap();
-    succeeds(&node.setup, "gpu-1: linkwise serves nvidia.com/gpu: 8 healthy, 8 held by pods\n").await;
+    assert_succeeds(&node.setup, "gpu-1: linkwise serves nvidia.com/gpu: 8 healthy, 8 held by pods\n").await;
 }
 
 #[tokio::test]
@@ -63,12 +63,12 @@ async fn wait_outlasts_a_late_start() {
 #[tokio::test]
 async fn unserved_node_fails_with_its_cause() {
     let setup = Setup::on("dgx1-v100");
-    fails(&setup, &["No such file", "--root-dir", "kubeletRootDir"]).await;
+    assert_fails(&setup, &["No such file", "--root-dir", "kubeletRootDir"]).await;
     let _kubelet = setup.kubelet();
-    fails(&setup, &["linkwise offers nothing here", "no pod on this node", "no GPU"]).await;
+    assert_fails(&setup, &["linkwise offers nothing here", "no pod on this node", "no GPU"]).await;
     // A killed pod leaves its socket behind.
     drop(UnixListener::bind(setup.kubelet_socket.with_file_name("linkwise-nvidia.com_gpu-1.sock")).unwrap());
-    fails(&setup, &["linkwise-nvidia.com_gpu-1.sock does not answer"]).await;
+    assert_fails(&setup, &["linkwise-nvidia.com_gpu-1.sock does not answer"]).await;
 }
 
 #[tokio::test]
@@ -76,7 +76,7 @@ async fn node_of_unhealthy_gpus_is_not_served() {
     let (node, kubelet) = Setup::with(&machine(&[("GPU-a", "0000:01:00.0", "")])).serve(1).await;
     node.setup.tell("xid 0 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
-    fails(&node.setup, &["no healthy device of nvidia.com/gpu", "linkwise doctor"]).await;
+    assert_fails(&node.setup, &["no healthy device of nvidia.com/gpu", "linkwise doctor"]).await;
 }
 
 #[tokio::test]
@@ -85,7 +85,7 @@ async fn silent_kubelet_is_named() {
     let kubelet = setup.kubelet_with(|options| options.pod_resources = None);
     let node = setup.start().await;
     registered(&kubelet, 1, 8).await;
-    fails(&node.setup, &["the kubelet does not answer on"]).await;
+    assert_fails(&node.setup, &["the kubelet does not answer on"]).await;
 }
 
 /// A node whose GPUs all go through DRA has no resource of the device plugin.
@@ -96,7 +96,7 @@ async fn listening_dra_driver_counts_as_serving() {
     std::fs::create_dir(setup.at("registry")).unwrap();
     let socket = setup.at("registry/linkwise-00000001@gpu.nvidia.com-reg.sock");
     let driver = UnixListener::bind(&socket).unwrap();
-    succeeds(&setup, "gpu-1: linkwise serves claims, by its DRA driver\n").await;
+    assert_succeeds(&setup, "gpu-1: linkwise serves claims, by its DRA driver\n").await;
     drop(driver);
-    fails(&setup, &["linkwise offers nothing here"]).await;
+    assert_fails(&setup, &["linkwise offers nothing here"]).await;
 }

@@ -25,7 +25,7 @@ async fn quarantined(node: &Node, index: u32) -> String {
 }
 
 /// Asserts that the node works as before: pods are admitted, and events of this GPU arrive.
-async fn works(node: &Node, kubelet: &KubeletBox, gpu: u32) {
+async fn assert_works(node: &Node, kubelet: &KubeletBox, gpu: u32) {
     node.metric(UP, 1).await;
     let series = format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"79\"}}", uuid(1, gpu));
     // The agent may be replaced at this moment: the XID is sent until an agent receives it.
@@ -52,7 +52,7 @@ async fn hung_call_costs_its_agent_with_and_without_lock() {
         node.setup.tell(&format!("un{fault} 3 nvmlDeviceGetTemperature"));
         node.agent(&[first]).await;
         node.metric(&ends("hung"), 1).await;
-        works(&node, &kubelet, 3).await;
+        assert_works(&node, &kubelet, 3).await;
     }
 }
 
@@ -82,12 +82,12 @@ async fn gpu_that_crashes_agents_is_quarantined_for_a_time() {
     let trials = || node.process.count("trial of the quarantined GPU 5");
     until(async || if trials() >= 2 { Ok(()) } else { Err(trials()) }).await;
     node.metric("linkwise_gpus", 8).await;
-    works(&node, &kubelet, 6).await;
+    assert_works(&node, &kubelet, 6).await;
     node.setup.tell("uncrash 5 nvmlDeviceGetTemperature");
     let line = node.process.logged(|line| line["message"].to_string().contains("released from quarantine")).await;
     assert_eq!(line["gpu"].as_str(), Some(uuid(1, 5).as_str()));
     kubelet.wait(|state| state.resources[GPU].healthy.contains(&uuid(1, 5))).await.unwrap();
-    works(&node, &kubelet, 5).await;
+    assert_works(&node, &kubelet, 5).await;
     assert_eq!(node.process.count("GPU quarantined"), 1);
 }
 
@@ -114,7 +114,7 @@ async fn gpu_that_crashes_agents_at_start_costs_itself_only() {
         quarantined(&node, 5).await;
         let others = registered(&kubelet, 1, 7).await;
         assert!(!others.healthy.contains(&uuid(1, 5)), "{others:?}");
-        works(&node, &kubelet, 6).await;
+        assert_works(&node, &kubelet, 6).await;
         node.setup.tell("uncrash 5 nvmlDeviceGetTemperature");
         kubelet.wait(|state| state.resources[GPU].healthy.contains(&uuid(1, 5))).await.unwrap();
     }
@@ -147,7 +147,7 @@ async fn no_gpu_is_quarantined_if_each_crashes_agents() {
     allocation(&kubelet, "meanwhile", GPU, 4).await;
     node.setup.tell("uncrash nvmlDeviceGetTemperature");
     node.metric("linkwise_nvml_away", 0).await;
-    works(&node, &kubelet, 0).await;
+    assert_works(&node, &kubelet, 0).await;
 }
 
 #[tokio::test]
@@ -162,7 +162,7 @@ async fn stopped_agent_is_replaced_and_no_gpu_is_blamed() {
         node.metric(&ends("silent"), times).await;
     }
     node.process.said("has been stopped").await;
-    works(&node, &kubelet, 4).await;
+    assert_works(&node, &kubelet, 4).await;
     assert_eq!(node.process.count("GPU quarantined"), 0);
 }
 
@@ -179,10 +179,10 @@ async fn agent_killed_anywhere_is_replaced_without_blame() {
         for _ in 0..point >> 18 {
             tokio::task::yield_now().await;
         }
-        // An agent that has ended by itself meanwhile is as dead, so that a failing kill is ignored.
+        // A failing kill is ignored, because the agent may have ended by itself.
         let _ = std::process::Command::new("sh").args(["-c", &format!("kill -KILL {agent} 2>&1")]).status();
     }
-    works(&node, &kubelet, 1).await;
+    assert_works(&node, &kubelet, 1).await;
     assert_eq!(kubelet.state().resources[GPU].healthy.len(), 7);
     assert_eq!(node.process.count("GPU quarantined"), 0);
 }
@@ -198,5 +198,5 @@ async fn xid_storm_loses_no_event_and_takes_no_memory() {
     node.metric(&format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"31\"}}", uuid(1, 0)), 100_000).await;
     // An event takes about a hundred bytes: keeping them all would exceed this bound.
     assert!(peak() < before + 4 * 1024, "{before} KiB before, {} KiB after", peak());
-    works(&node, &kubelet, 4).await;
+    assert_works(&node, &kubelet, 4).await;
 }

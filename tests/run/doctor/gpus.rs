@@ -16,7 +16,7 @@ fn findings_on(report: &Value, gpu: &str) -> Vec<(String, String, String)> {
 }
 
 /// Asserts that the GPU has one finding, with this status, text and advice.
-fn reports(report: &Value, gpu: &str, status: &str, words: &str, advice: &str) {
+fn check(report: &Value, gpu: &str, status: &str, words: &str, advice: &str) {
     let lines = findings_on(report, gpu);
     let [(found, what, what_to_do)] = lines.as_slice() else { panic!("{gpu}: {lines:?}") };
     assert!(found == status && what.contains(words) && what_to_do.contains(advice), "{gpu}: {lines:?}");
@@ -25,7 +25,7 @@ fn reports(report: &Value, gpu: &str, status: &str, words: &str, advice: &str) {
 /// A linkwise with frequent polls on a machine without faults.
 async fn running(admin: bool) -> (Node, KubeletBox) {
     let (setup, kubelet) = healthy();
-    // The driver reports a recovery action for GPU 4.
+    // The driver reports GPU 4's recovery action, which is none.
     setup.tell("recovery 4 0");
     let socket = admin.then(|| setup.admin_socket());
     let socket = socket.iter().flat_map(|socket| ["--admin-socket".into(), socket.clone().into_os_string()]);
@@ -41,11 +41,11 @@ async fn unhealthy_gpu_reports_reason_and_remedy() {
     // A row that waits for a reset is not a reason.
     setup.tell("rows 6 true false");
     let report = look(&setup, &[]).await;
-    reports(&report, &uuid(1, 0), "ok", "Tesla V100", "");
-    reports(&report, &uuid(1, 1), "failed", "the driver asks for: GPU reset", "the requested action, after which");
-    reports(&report, &uuid(1, 2), "failed", "a row remapping failed", "another GPU in its place");
-    reports(&report, &uuid(1, 5), "failed", "nvmlDeviceGetTemperature failed", "the call passing");
-    reports(&report, &uuid(1, 6), "ok", "Tesla V100", "");
+    check(&report, &uuid(1, 0), "ok", "Tesla V100", "");
+    check(&report, &uuid(1, 1), "failed", "the driver asks for: GPU reset", "the requested action, after which");
+    check(&report, &uuid(1, 2), "failed", "a row remapping failed", "another GPU in its place");
+    check(&report, &uuid(1, 5), "failed", "nvmlDeviceGetTemperature failed", "the call passing");
+    check(&report, &uuid(1, 6), "ok", "Tesla V100", "");
     found(&report, "gpus", "skipped", "no linkwise answers on");
     let text = run(setup.doctor()).await.1;
     assert!(text.contains("the driver asks for: GPU reset\n           -> "), "{text}");
@@ -58,8 +58,8 @@ async fn fabric_joining_warns_and_fabric_failure_fails() {
     let (setup, _kubelet) = with_host(Setup::with(&machine(&gpus)));
     setup.tell_all(&["fabric 0 3 999", "fabric 1 2 0"]);
     let report = look(&setup, &[]).await;
-    reports(&report, "GPU-a", "failed", "not joined to the NVLink fabric: status 999", "joined to its fabric");
-    reports(&report, "GPU-b", "warning", "still joining the NVLink fabric", "the GPU joined to its fabric");
+    check(&report, "GPU-a", "failed", "not joined to the NVLink fabric: status 999", "joined to its fabric");
+    check(&report, "GPU-b", "warning", "still joining the NVLink fabric", "the GPU joined to its fabric");
 }
 
 #[tokio::test]
@@ -68,27 +68,27 @@ async fn reasons_of_running_linkwise_are_reported() {
     let setup = &node.setup;
     let report = look(setup, &[]).await;
     found(&report, "gpus", "ok", "linkwise answers on");
-    reports(&report, &uuid(1, 2), "ok", "Tesla V100", "");
+    check(&report, &uuid(1, 2), "ok", "Tesla V100", "");
     // The driver reports no recovery action for these GPUs, and only the running linkwise saw their events.
     setup.tell_all(&["xid 2 79", "link 3 0 down"]);
     unhealthy(&kubelet, &[2, 3]).await;
     let report = look(setup, &[]).await;
-    reports(&report, &uuid(1, 2), "failed", "XID 79", "linkwise admin clear");
-    reports(&report, &uuid(1, 3), "failed", "NVLinks down: 0", "the links active");
+    check(&report, &uuid(1, 2), "failed", "XID 79", "linkwise admin clear");
+    check(&report, &uuid(1, 3), "failed", "NVLinks down: 0", "the links active");
     // A reason that both NVML and linkwise report is one finding.
     setup.tell("recovery 4 1");
     unhealthy(&kubelet, &[2, 3, 4]).await;
     let report = look(setup, &[]).await;
-    reports(&report, &uuid(1, 4), "failed", "the driver asks for: GPU reset", "the requested action, after which");
+    check(&report, &uuid(1, 4), "failed", "the driver asks for: GPU reset", "the requested action, after which");
     // After an operator has cleared the GPU, linkwise offers it, and the doctor says so.
     assert_eq!(run(setup.admin(&["clear", &uuid(1, 4)])).await.0, Some(0));
     unhealthy(&kubelet, &[2, 3]).await;
-    reports(&look(setup, &[]).await, &uuid(1, 4), "warning", "linkwise has no reason against the GPU", "cleared it");
+    check(&look(setup, &[]).await, &uuid(1, 4), "warning", "linkwise has no reason against the GPU", "cleared it");
     // An unavailable driver changes none of linkwise's reasons.
     setup.tell("init 999");
     let report = look(setup, &[]).await;
     found(&report, "gpus", "skipped", "NVML unavailable");
-    reports(&report, &uuid(1, 2), "failed", "XID 79", "linkwise admin clear");
+    check(&report, &uuid(1, 2), "failed", "XID 79", "linkwise admin clear");
     assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
 }
 
@@ -101,18 +101,18 @@ async fn health_record_counts_on_same_boot() {
     let mut record: HealthRecord = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
     let report = look(&node.setup, &[]).await;
     found(&report, "gpus", "ok", "linkwise_health.json: used as the health record of this boot");
-    reports(&report, &uuid(1, 2), "failed", "XID 79", "linkwise admin clear");
+    check(&report, &uuid(1, 2), "failed", "XID 79", "linkwise admin clear");
     // This link was active while linkwise ran.
     let setup = &node.end().await;
     setup.tell("link 3 0 down");
     let report = look(setup, &[]).await;
-    reports(&report, &uuid(1, 2), "failed", "XID 79", "linkwise admin clear");
-    reports(&report, &uuid(1, 3), "failed", "NVLinks down: 0", "the links active");
+    check(&report, &uuid(1, 2), "failed", "XID 79", "linkwise admin clear");
+    check(&report, &uuid(1, 3), "failed", "NVLinks down: 0", "the links active");
     // Another state folder has no record, and a record of another boot does not count.
-    reports(&look(setup, &["--state-dir", "/no/such"]).await, &uuid(1, 2), "ok", "Tesla V100", "");
+    check(&look(setup, &["--state-dir", "/no/such"]).await, &uuid(1, 2), "ok", "Tesla V100", "");
     record.identity.boot = Some("another".to_owned());
     fs::write(&file, serde_json::to_string(&record).unwrap()).unwrap();
-    reports(&look(setup, &[]).await, &uuid(1, 2), "ok", "Tesla V100", "");
+    check(&look(setup, &[]).await, &uuid(1, 2), "ok", "Tesla V100", "");
     // An invalid file is left as it is.
     for (text, status, words) in [
         ("{", "warning", "linkwise_health.json: the file is not a health record"),
@@ -131,7 +131,7 @@ async fn foreign_admin_socket_warns_without_delay() {
     let hanging = UnixListener::bind(setup.admin_socket()).unwrap();
     let report = look(&setup, &["--timeout", "1"]).await;
     found(&report, "gpus", "warning", "no answer on");
-    reports(&report, &uuid(1, 2), "ok", "Tesla V100", "");
+    check(&report, &uuid(1, 2), "ok", "Tesla V100", "");
     // The first connection is that of the doctor that gave up.
     let speaking = stranger(hanging, 2, b"HTTP/1.1 200 OK\r\n\r\nhello\n");
     found(&look(&setup, &[]).await, "gpus", "warning", "another program answers on");
