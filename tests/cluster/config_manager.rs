@@ -49,7 +49,7 @@ impl Node {
         fs::read_to_string(self.destination()).ok()
     }
 
-    async fn reads(&self, text: &str) {
+    async fn wait_text(&self, text: &str) {
         until(|| self.text().as_deref() == Some(text)).await;
     }
 
@@ -67,14 +67,14 @@ impl Node {
     }
 
     /// Starts config-manager and waits for its end; returns its status and its log.
-    async fn ends(&self, variables: &[(&str, &str)]) -> (ExitStatus, String) {
+    async fn run_to_end(&self, variables: &[(&str, &str)]) -> (ExitStatus, String) {
         let (status, log) = self.run(variables).ended().await;
         (status, log.join("\n"))
     }
 }
 
 /// Waits for a line of the log with this text in it.
-async fn logs(process: &Process, text: &str) -> String {
+async fn wait_log(process: &Process, text: &str) -> String {
     let line = process.logged(|line| line.as_str().is_some_and(|line| line.contains(text))).await;
     line.as_str().unwrap().to_owned()
 }
@@ -118,16 +118,16 @@ async fn sidecar_follows_the_label_and_signals() {
     let name = format!("neighbour-of-{}", std::process::id());
     let mut neighbour = Neighbour::start(&name).await;
     let process = node.run(&[("SEND_SIGNAL", "true"), ("SIGNAL", "10"), ("PROCESS_TO_SIGNAL", &name)]);
-    node.reads("a: 1").await;
+    node.wait_text("a: 1").await;
     neighbour.wait_signal().await;
     node.label("b");
-    node.reads("b: 1").await;
+    node.wait_text("b: 1").await;
     neighbour.wait_signal().await;
-    logs(&process, "configuration=\"b\"").await;
-    logs(&process, "signal sent").await;
+    wait_log(&process, "configuration=\"b\"").await;
+    wait_log(&process, "signal sent").await;
     // A changed ConfigMap is read through the link, so that it needs no signal.
     fs::write(node.at("available-configs/b"), "b: 2").unwrap();
-    node.reads("b: 2").await;
+    node.wait_text("b: 2").await;
     let log = terminate(process).await;
     assert!(log.contains("ending"), "{log}");
     assert_eq!(log.matches("signal sent").count(), 2, "{log}");
@@ -139,18 +139,18 @@ async fn unknown_label_keeps_the_previous_configuration() {
     let node = Node::start(&[("a", "a: 1"), ("b", "b: 1")]).await;
     node.label("a");
     let process = node.run(&[]);
-    node.reads("a: 1").await;
+    node.wait_text("a: 1").await;
     node.label("missing");
-    let line = logs(&process, "no configuration selected, keeping the previous one").await;
+    let line = wait_log(&process, "no configuration selected, keeping the previous one").await;
     assert!(line.contains("the node's label names 'missing', but the folder has 'a', 'b'"), "{line}");
     assert_eq!(node.text().as_deref(), Some("a: 1"));
-    // Once the ConfigMap has this name, it is selected although the label does not change.
+    // Once the ConfigMap has a file of this name, it is selected although the label does not change.
     fs::write(node.at("available-configs/missing"), "m: 1").unwrap();
-    node.reads("m: 1").await;
+    node.wait_text("m: 1").await;
     fs::remove_file(node.at("available-configs/missing")).unwrap();
     until(|| process.lines().iter().filter(|line| line.contains("the folder has 'a', 'b'")).count() == 2).await;
     node.label("b");
-    node.reads("b: 1").await;
+    node.wait_text("b: 1").await;
     let log = terminate(process).await;
     assert_eq!(log.matches("keeping the previous one").count(), 2, "{log}");
 }
@@ -159,12 +159,12 @@ async fn unknown_label_keeps_the_previous_configuration() {
 async fn oneshot_without_configuration_fails_with_reason() {
     let node = Node::start(&[("a", "a: 1"), ("b", "b: 1")]).await;
     node.label("missing");
-    let (status, log) = node.ends(&[("ONESHOT", "true")]).await;
+    let (status, log) = node.run_to_end(&[("ONESHOT", "true")]).await;
     assert_eq!((status.code(), status.signal()), (Some(1), None));
     assert!(log.contains("the node's label names 'missing', but the folder has 'a', 'b'"), "{log}");
     assert_eq!(node.text(), None);
     node.cluster.label_node("n", json!({}));
-    let (status, log) = node.ends(&[("ONESHOT", "true")]).await;
+    let (status, log) = node.run_to_end(&[("ONESHOT", "true")]).await;
     assert!(!status.success() && log.contains("no fallback applies; the folder has 'a', 'b'"), "{log}");
 }
 
@@ -173,11 +173,11 @@ async fn oneshot_that_cannot_select_keeps_the_previous() {
     let node = Node::start(&[("a", "a: 1")]).await;
     fs::write(node.destination(), "kept: 1").unwrap();
     node.label("missing");
-    let (status, log) = node.ends(&[("ONESHOT", "true")]).await;
+    let (status, log) = node.run_to_end(&[("ONESHOT", "true")]).await;
     assert!(status.success() && log.contains("keeping the previous one"), "{log}");
     let unavailable = Answer::Refusal(503, "not ready", None);
     node.cluster.server.fail(Fault::of("GET", "", usize::MAX, unavailable));
-    let (status, log) = node.ends(&[("ONESHOT", "true")]).await;
+    let (status, log) = node.run_to_end(&[("ONESHOT", "true")]).await;
     assert!(status.success() && log.contains("node not read in time, keeping the configuration in place"), "{log}");
     assert_eq!(node.text().as_deref(), Some("kept: 1"));
 }
@@ -187,14 +187,14 @@ async fn server_outage_is_logged_once_and_retried() {
     let node = Node::start(&[("a", "a: 1"), ("b", "b: 1")]).await;
     node.label("a");
     let process = node.run(&[]);
-    node.reads("a: 1").await;
+    node.wait_text("a: 1").await;
     node.cluster.server.wait_for_watches(1).await;
     node.cluster.server.go_away().await;
-    logs(&process, "API server request failed, trying again").await;
+    wait_log(&process, "API server request failed, trying again").await;
     node.label("b");
     node.cluster.server.come_back().await;
-    logs(&process, "API server answers again").await;
-    node.reads("b: 1").await;
+    wait_log(&process, "API server answers again").await;
+    node.wait_text("b: 1").await;
     let log = terminate(process).await;
     assert_eq!(log.matches("unreachable").count(), 1, "{log}");
 }
@@ -206,9 +206,9 @@ async fn forbidden_watch_is_named_in_the_log() {
     let forbidden = Answer::Refusal(403, "nodes is forbidden: User \"x\" cannot list resource \"nodes\"", None);
     node.cluster.server.fail(Fault::of("GET", "nodes?", 3, forbidden));
     let process = node.run(&[]);
-    let line = logs(&process, "API server request failed, trying again").await;
+    let line = wait_log(&process, "API server request failed, trying again").await;
     assert!(line.contains("403") && line.contains("cannot list resource"), "{line}");
-    node.reads("a: 1").await;
+    node.wait_text("a: 1").await;
     let log = terminate(process).await;
     assert_eq!(log.matches("API server request failed").count(), 1, "{log}");
 }
@@ -218,7 +218,7 @@ async fn missing_process_to_signal_is_logged() {
     let node = Node::start(&[("a", "a: 1")]).await;
     node.label("a");
     let process = node.run(&[("SEND_SIGNAL", "true"), ("PROCESS_TO_SIGNAL", "no-such-neighbour")]);
-    logs(&process, "no such process to signal").await;
+    wait_log(&process, "no such process to signal").await;
     assert_eq!(node.text().as_deref(), Some("a: 1"));
     terminate(process).await;
 }
@@ -238,7 +238,7 @@ async fn kubeconfig_is_used_if_given() {
     fs::write(&kubeconfig, config.to_string()).unwrap();
     let variables =
         [("ONESHOT", "true"), ("KUBECONFIG", kubeconfig.to_str().unwrap()), ("KUBERNETES_SERVICE_HOST", "")];
-    let (status, log) = node.ends(&variables).await;
+    let (status, log) = node.run_to_end(&variables).await;
     assert!(status.success() && node.text().as_deref() == Some("a: 1"), "{log}");
 }
 
@@ -250,7 +250,7 @@ async fn missing_option_or_access_is_named() {
         ("CONFIG_FILE_DST", "--config-file-dst (CONFIG_FILE_DST) must not be empty"),
         ("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_HOST is not set"),
     ] {
-        let (status, log) = node.ends(&[(variable, "")]).await;
+        let (status, log) = node.run_to_end(&[(variable, "")]).await;
         assert!(status.code() == Some(1) && log.contains(problem), "{variable}: {log}");
     }
 }
@@ -260,10 +260,10 @@ async fn probes_and_metrics_show_the_selection() {
     let node = Node::start(&[("a", "a: 1")]).await;
     node.label("a");
     let process = node.run(&[("LINKWISE_CONFIG_MANAGER_METRICS_ADDRESS", "127.0.0.1:0")]);
-    let line = logs(&process, "config-manager is up").await;
+    let line = wait_log(&process, "config-manager is up").await;
     let address = line.rsplit_once("metrics=").unwrap().1.parse().unwrap();
-    node.reads("a: 1").await;
-    logs(&process, "configuration selected").await;
+    node.wait_text("a: 1").await;
+    wait_log(&process, "configuration selected").await;
     while get(address, "/readyz").await.status != 200 {}
     let metrics = get(address, "/metrics").await.body;
     for series in

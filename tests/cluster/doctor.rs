@@ -39,7 +39,7 @@ impl Host {
     }
 
     /// Asserts that a check has a finding with this status and text while all GPUs go through DRA.
-    async fn finds(&self, check: &str, status: &str, part: &str) {
+    async fn assert_finding(&self, check: &str, status: &str, part: &str) {
         let found = self.findings(check, "all").await;
         assert!(found.iter().any(|(of, what)| of == status && what.contains(part)), "{part}: {found:#?}");
     }
@@ -101,8 +101,8 @@ async fn missing_class_and_foreign_slices_of_dra_are_named() {
     let host = Host::new().await;
     assert_eq!(host.findings("DRA", "none").await, []);
     let asked_before = host.cluster.server.requests().len();
-    host.finds("DRA", "warning", "no DeviceClass gpu.nvidia.com").await;
-    host.finds("DRA", "failed", "no ResourceSlice of gpu.nvidia.com").await;
+    host.assert_finding("DRA", "warning", "no DeviceClass gpu.nvidia.com").await;
+    host.assert_finding("DRA", "failed", "no ResourceSlice of gpu.nvidia.com").await;
     let expression = "device.driver == 'gpu.nvidia.com'";
     let class = json!({"spec": {"selectors": [{"cel": {"expression": expression}}]}});
     host.cluster.server.put("kubectl", &ResourceType::DEVICE_CLASSES.key(None, "gpu.nvidia.com"), class);
@@ -111,9 +111,9 @@ async fn missing_class_and_foreign_slices_of_dra_are_named() {
         let spec = json!({"driver": "gpu.nvidia.com", "nodeName": node, "pool": pool, "devices": []});
         host.cluster.server.put(manager, &ResourceType::RESOURCE_SLICES.key(None, name), json!({ "spec": spec }));
     }
-    host.finds("DRA", "ok", "there is a DeviceClass gpu.nvidia.com").await;
-    host.finds("DRA", "ok", "ResourceSlice ours is linkwise's").await;
-    host.finds("DRA", "failed", "ResourceSlice theirs was written by 'gpu-kubelet-plugin'").await;
+    host.assert_finding("DRA", "ok", "there is a DeviceClass gpu.nvidia.com").await;
+    host.assert_finding("DRA", "ok", "ResourceSlice ours is linkwise's").await;
+    host.assert_finding("DRA", "failed", "ResourceSlice theirs was written by 'gpu-kubelet-plugin'").await;
     let found = host.findings("DRA", "all").await;
     assert!(!found.iter().any(|(_, what)| what.contains("far")), "{found:?}");
     // The roles of the overlay and the chart do not allow to list DeviceClasses.
@@ -121,7 +121,7 @@ async fn missing_class_and_foreign_slices_of_dra_are_named() {
     assert!(!host.cluster.server.requests()[asked_before..].iter().any(|request| lists_classes(&request.uri)));
     let forbidden = Answer::Refusal(403, "deviceclasses is forbidden", None);
     host.cluster.server.fail(Fault::of("GET", "deviceclasses", 1, forbidden));
-    host.finds("DRA", "skipped", "deviceclasses is forbidden").await;
+    host.assert_finding("DRA", "skipped", "deviceclasses is forbidden").await;
 }
 
 #[tokio::test]
@@ -133,14 +133,14 @@ async fn missing_policy_for_unchanged_pods_is_named() {
         (403, "mutatingadmissionpolicies is forbidden", "cannot read"),
     ] {
         host.cluster.server.fail(Fault::of("GET", kind, 1, Answer::Refusal(code, message, None)));
-        host.finds("DRA", "skipped", part).await;
+        host.assert_finding("DRA", "skipped", part).await;
     }
-    host.finds("DRA", "skipped", "there is no MutatingAdmissionPolicy linkwise-unchanged-pods").await;
+    host.assert_finding("DRA", "skipped", "there is no MutatingAdmissionPolicy linkwise-unchanged-pods").await;
     let name = "linkwise-unchanged-pods";
     host.cluster.server.put("kubectl", &ResourceType::MUTATING_ADMISSION_POLICIES.key(None, name), json!({}));
-    host.finds("DRA", "warning", "linkwise-unchanged-pods has no binding").await;
+    host.assert_finding("DRA", "warning", "linkwise-unchanged-pods has no binding").await;
     host.cluster.server.put("kubectl", &ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS.key(None, name), json!({}));
-    host.finds("DRA", "ok", "linkwise-unchanged-pods makes claims of nvidia.com/gpu: N").await;
+    host.assert_finding("DRA", "ok", "linkwise-unchanged-pods makes claims of nvidia.com/gpu: N").await;
     // The roles of the overlay and the chart allow to read these two objects only, by name.
     let requests = host.cluster.server.requests();
     let others = requests.iter().filter(|it| it.uri.contains(kind) && !it.uri.contains(name));
@@ -159,7 +159,7 @@ async fn resource_of_both_doors_or_an_old_plugin_is_named() {
     let reports = async |allocatable: Value, capacity: Value, status: &str, part: &str| {
         let node = json!({"status": {"allocatable": allocatable, "capacity": capacity}});
         host.cluster.server.put("kubelet", &node_key("n"), node);
-        host.finds("DRA", status, part).await;
+        host.assert_finding("DRA", status, part).await;
     };
     let gpus = |count: &str| json!({"nvidia.com/gpu": count});
     let both = "nvidia.com/gpu is a resource of the device plugin here and of the DeviceClass";

@@ -217,7 +217,7 @@ fn id(gpu: u8) -> String {
 }
 
 /// Makes the kubelet list a pod that holds these GPUs.
-fn holds(node: &Node, name: &str, gpus: &[u8]) {
+fn hold(node: &Node, name: &str, gpus: &[u8]) {
     let place = Place { pod: name.to_owned(), container: "main".to_owned(), resource: GPU.to_owned() };
     node.kubelet.hold(place, gpus.iter().map(|gpu| id(*gpu)));
 }
@@ -244,8 +244,8 @@ async fn first_event(node: &Node) -> Value {
 async fn pod_without_nvlink_gets_an_event_with_bandwidths() {
     let node = node().await;
     // One pair with two NVLinks, and one with none.
-    holds(&node, "good", &[0, 3]);
-    holds(&node, "poor", &[1, 6]);
+    hold(&node, "good", &[0, 3]);
+    hold(&node, "poor", &[1, 6]);
     checkpoint(&node, &[("good", &[0, 3]), ("poor", &[1, 6])]);
     let _running = run(&node);
     let event = first_event(&node).await;
@@ -263,7 +263,7 @@ async fn event_says_why_better_gpus_were_not_given() {
     let node = node().await;
     // Other pods hold all GPUs but 1 and 6, which have no NVLink between them.
     for gpu in [0, 2, 3, 4, 5, 7] {
-        holds(&node, &format!("other-{gpu}"), &[gpu]);
+        hold(&node, &format!("other-{gpu}"), &[gpu]);
     }
     let _running = run(&node);
     until(|| node.healthy(GPU).len() == 8).await;

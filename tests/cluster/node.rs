@@ -44,17 +44,17 @@ fn node_labels<const N: usize>(labels: [(&str, &str); N]) -> NodeLabels {
 
 impl Following {
     /// Waits until these labels are published.
-    async fn publishes(&mut self, expected: NodeLabels) {
+    async fn wait_labels(&mut self, expected: NodeLabels) {
         within(self.labels.wait_for(|now| now.as_ref() == Some(&expected))).await.unwrap();
     }
 
     /// Waits until the label `a` with this value is published, and no other label.
     async fn wait(&mut self, value: &str) {
-        self.publishes(node_labels([("a", value)])).await;
+        self.wait_labels(node_labels([("a", value)])).await;
     }
 
     /// Sets the label `a` to 2, and waits until that is published.
-    async fn follows(&mut self) {
+    async fn relabel(&mut self) {
         self.cluster.label_node("n", json!({"a": "2"}));
         self.wait("2").await;
     }
@@ -72,11 +72,11 @@ async fn labels_follow_the_node() {
     following.wait("1").await;
     following.cluster.server.wait_for_watches(1).await;
     following.cluster.label_node("n", json!({"a": "2", "b": "1"}));
-    following.publishes(node_labels([("a", "2"), ("b", "1")])).await;
+    following.wait_labels(node_labels([("a", "2"), ("b", "1")])).await;
     following.cluster.server.remove(&node_key("n"));
-    following.publishes(NodeLabels::Absent).await;
+    following.wait_labels(NodeLabels::Absent).await;
     following.cluster.label_node("n", json!({}));
-    following.publishes(node_labels([])).await;
+    following.wait_labels(node_labels([])).await;
     let requests = following.cluster.server.requests().len();
     assert_eq!((following.cluster.count("GET", "watch"), requests), (1, 2), "one list, one watch");
     following.running.end().await;
@@ -120,7 +120,7 @@ async fn node_is_listed_again_after_each_watch_fault() {
         cluster.server.fail(Fault::of("GET", "watch=true", 2, answer));
         let mut following = follow(cluster, PACE);
         within(following.cluster.server.wait_for_watches(1)).await;
-        following.follows().await;
+        following.relabel().await;
         assert!(following.requests("watch", outcome) >= 2, "{outcome}");
         following.running.end().await;
     }
@@ -139,7 +139,7 @@ async fn expired_watch_misses_nothing() {
 async fn watch_that_ends_normally_is_continued() {
     let mut following = watching(Pace { watch: Duration::from_secs(1), ..PACE }).await;
     until(|| following.cluster.count("GET", "watch=true") >= 3).await;
-    following.follows().await;
+    following.relabel().await;
     assert_eq!(following.requests("list", "ok"), 1, "the node is not listed again");
 }
 

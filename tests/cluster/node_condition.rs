@@ -64,8 +64,8 @@ impl Writing {
 
     /// Writes the resources into the node's status, as the kubelet does.
     fn write_resources(&self) {
-        let has = |node: &mut Value| node["status"]["allocatable"] = json!({"nvidia.com/gpu": "8"});
-        self.cluster.server.edit("kubelet", &node_key("n"), has);
+        let write = |node: &mut Value| node["status"]["allocatable"] = json!({"nvidia.com/gpu": "8"});
+        self.cluster.server.edit("kubelet", &node_key("n"), write);
     }
 
     fn want(&self, status: &'static str, message: &str) {
@@ -86,7 +86,7 @@ impl Writing {
     }
 
     /// Waits for three more reads of the node, after which the writer has written all that it wants to write.
-    async fn looks(&self) {
+    async fn wait_looks(&self) {
         let before = self.cluster.count("GET", "/nodes/n");
         until(|| self.cluster.count("GET", "/nodes/n") >= before + 3).await;
     }
@@ -116,7 +116,7 @@ async fn condition_follows_changes_and_taints_go_once_a_boot() {
     assert_eq!(own(&writing.cluster)["lastTransitionTime"], since);
     writing.want("True", "8 GPUs");
     writing.wait_condition("8 GPUs", &["other"]).await;
-    writing.looks().await;
+    writing.wait_looks().await;
     // Four conditions and the taint took five requests; reading the node again writes nothing.
     assert_eq!(writing.cluster.count("PATCH", "/nodes/n"), 5);
     let conditions = writing.cluster.server.object(&node).unwrap()["status"]["conditions"].clone();
@@ -125,7 +125,7 @@ async fn condition_follows_changes_and_taints_go_once_a_boot() {
     // A startup taint that is put back stays until the next boot, even if the next process starts.
     writing.taint(&["startup"]);
     writing.restart("1").await;
-    writing.looks().await;
+    writing.wait_looks().await;
     assert_eq!(writing.taints(), ["startup"]);
     writing.restart("2").await;
     writing.wait_condition("8 GPUs", &[]).await;

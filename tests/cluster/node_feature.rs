@@ -24,18 +24,18 @@ struct Writing {
 }
 
 /// A cluster without the object, and a writer.
-async fn started(pace: Pace) -> (Cluster, Writing) {
+async fn start_cluster(pace: Pace) -> (Cluster, Writing) {
     let cluster = Cluster::start().await;
-    let writing = write(&cluster, pace, None);
+    let writing = start(&cluster, pace, None);
     (cluster, writing)
 }
 
-fn write(cluster: &Cluster, pace: Pace, pod: Option<&str>) -> Writing {
-    write_again(cluster, pace, pod, Arc::default())
+fn start(cluster: &Cluster, pace: Pace, pod: Option<&str>) -> Writing {
+    start_another(cluster, pace, pod, Arc::default())
 }
 
 /// Starts another writer in the same process; `replaced` is true once a writer replaced GPU Feature Discovery's object.
-fn write_again(cluster: &Cluster, pace: Pace, pod: Option<&str>, replaced: Arc<AtomicBool>) -> Writing {
+fn start_another(cluster: &Cluster, pace: Pace, pod: Option<&str>, replaced: Arc<AtomicBool>) -> Writing {
     let (labels, follow) = watch::channel(None);
     let (node, namespace) = ("n".to_owned(), "gpu".to_owned());
     let settings = NodeFeatureSettings { node, namespace, pod: pod.map(str::to_owned), replaced };
@@ -53,7 +53,7 @@ impl Writing {
     /// Publishes labels, and waits until the object has exactly these.
     async fn write(&self, cluster: &Cluster, labels: &[(&str, &str)]) {
         self.want(labels);
-        written(cluster, labels).await;
+        wait_labels(cluster, labels).await;
     }
 }
 
@@ -62,14 +62,14 @@ fn key() -> Key {
 }
 
 /// Waits until the object's labels are exactly these.
-async fn written(cluster: &Cluster, labels: &[(&str, &str)]) {
+async fn wait_labels(cluster: &Cluster, labels: &[(&str, &str)]) {
     let labels: Value = labels.iter().map(|(key, value)| ((*key).to_owned(), json!(value))).collect();
     let has = |object: Option<&Value>| object.is_some_and(|it| it["spec"]["labels"] == labels);
     within(cluster.server.wait_for_object(&key(), has)).await;
 }
 
 /// Waits until the writer has decided about the object again.
-async fn read_again(cluster: &Cluster) {
+async fn wait_reads(cluster: &Cluster) {
     let before = cluster.count("GET", "nodefeatures");
     until(|| cluster.count("GET", "nodefeatures") > before + 2).await;
 }
@@ -96,7 +96,7 @@ fn of_gfd() -> Value {
 
 #[tokio::test]
 async fn object_follows_the_labels() {
-    let (cluster, writing) = started(PACE).await;
+    let (cluster, writing) = start_cluster(PACE).await;
     writing.write(&cluster, &[("a", "1"), ("b", "")]).await;
     let object = cluster.server.object(&key()).unwrap();
     let expected = json!({"nfd.node.kubernetes.io/node-name": "n", "app.kubernetes.io/managed-by": "linkwise"});
@@ -113,9 +113,9 @@ async fn object_follows_the_labels() {
 async fn same_labels_cause_no_write_even_after_a_restart() {
     let cluster = Cluster::start().await;
     for _ in 0..2 {
-        let writing = write(&cluster, Pace { reassert: Duration::from_millis(20), ..PACE }, None);
+        let writing = start(&cluster, Pace { reassert: Duration::from_millis(20), ..PACE }, None);
         writing.want(&[("a", "1")]);
-        read_again(&cluster).await;
+        wait_reads(&cluster).await;
         writing.running.end().await;
     }
     assert_eq!(cluster.count("PATCH", "nodefeatures"), 1);
@@ -123,19 +123,19 @@ async fn same_labels_cause_no_write_even_after_a_restart() {
 
 #[tokio::test]
 async fn removed_or_edited_object_is_repaired() {
-    let (cluster, writing) = started(Pace { reassert: Duration::from_millis(20), ..PACE }).await;
+    let (cluster, writing) = start_cluster(Pace { reassert: Duration::from_millis(20), ..PACE }).await;
     writing.write(&cluster, &[("a", "1")]).await;
     cluster.server.remove(&key());
-    written(&cluster, &[("a", "1")]).await;
+    wait_labels(&cluster, &[("a", "1")]).await;
     cluster.server.edit("kubectl-edit", &key(), |object| object["spec"]["labels"]["a"] = json!("9"));
-    written(&cluster, &[("a", "1")]).await;
+    wait_labels(&cluster, &[("a", "1")]).await;
 }
 
 #[tokio::test]
 async fn object_of_gfd_is_replaced_once_whole() {
     let cluster = Cluster::start().await;
     cluster.server.put(GFD, &key(), of_gfd());
-    let writing = write(&cluster, PACE, None);
+    let writing = start(&cluster, PACE, None);
     writing.write(&cluster, &[("nvidia.com/gpu.count", "8")]).await;
     let object = cluster.server.object(&key()).unwrap();
     assert_eq!(object["metadata"]["ownerReferences"], Value::Null, "no pod owns it any more");
@@ -145,7 +145,7 @@ async fn object_of_gfd_is_replaced_once_whole() {
     // GPU Feature Discovery still runs and writes again. The writer does not fight such a second writer.
     cluster.server.put(GFD, &key(), of_gfd());
     writing.want(&[("nvidia.com/gpu.count", "6")]);
-    read_again(&cluster).await;
+    wait_reads(&cluster).await;
     assert_eq!(cluster.server.object(&key()).unwrap()["spec"]["labels"], of_gfd()["spec"]["labels"]);
     assert_eq!(cluster.count("DELETE", "nodefeatures"), 1);
 }
@@ -158,12 +158,12 @@ async fn object_of_gfd_is_replaced_once_by_a_process() {
         // Each new configuration starts a new writer.
         cluster.server.put(GFD, &key(), of_gfd());
         let first = !replaced.load(Relaxed);
-        let writing = write_again(&cluster, PACE, None, Arc::clone(&replaced));
+        let writing = start_another(&cluster, PACE, None, Arc::clone(&replaced));
         writing.want(&[("a", "1")]);
         if first {
-            written(&cluster, &[("a", "1")]).await;
+            wait_labels(&cluster, &[("a", "1")]).await;
         } else {
-            read_again(&cluster).await;
+            wait_reads(&cluster).await;
         }
         writing.running.end().await;
     }
@@ -175,7 +175,7 @@ async fn object_changed_before_its_deletion_is_read_again() {
     let cluster = Cluster::start().await;
     cluster.server.put(GFD, &key(), of_gfd());
     cluster.server.fail(Fault::of("DELETE", "nodefeatures", 1, Answer::Refusal(409, "a precondition fails", None)));
-    let writing = write(&cluster, PACE, None);
+    let writing = start(&cluster, PACE, None);
     writing.write(&cluster, &[("a", "1")]).await;
     assert_eq!(cluster.metrics.requests("nodefeatures", "delete", "conflict"), 1);
 }
@@ -185,14 +185,14 @@ async fn foreign_object_is_left_alone_until_it_is_removed() {
     let cluster = Cluster::start().await;
     let theirs = json!({"spec": {"labels": {"theirs": "1"}}});
     cluster.server.put("kubectl", &key(), theirs.clone());
-    let writing = write(&cluster, PACE, None);
+    let writing = start(&cluster, PACE, None);
     writing.want(&[("a", "1")]);
-    read_again(&cluster).await;
+    wait_reads(&cluster).await;
     writing.want(&[("a", "2")]);
-    read_again(&cluster).await;
+    wait_reads(&cluster).await;
     assert_eq!(cluster.server.object(&key()).unwrap()["spec"], theirs["spec"]);
     cluster.server.remove(&key());
-    written(&cluster, &[("a", "2")]).await;
+    wait_labels(&cluster, &[("a", "2")]).await;
     writing.running.end().await;
 }
 
@@ -205,7 +205,7 @@ async fn rights_of_nvidias_role_are_enough() {
         cluster.server.fail(Fault::of(method, "nodefeatures", usize::MAX, forbidden));
     }
     cluster.server.put(GFD, &key(), of_gfd());
-    let writing = write(&cluster, PACE, None);
+    let writing = start(&cluster, PACE, None);
     writing.write(&cluster, &[("nvidia.com/gpu.count", "8")]).await;
     assert_eq!(cluster.server.object(&key()).unwrap()["metadata"]["ownerReferences"], Value::Null);
     // GPU Feature Discovery stays the manager of fields that the update did not change, but is no second writer.
@@ -215,7 +215,7 @@ async fn rights_of_nvidias_role_are_enough() {
     assert_eq!((cluster.count("DELETE", ""), cluster.count("PATCH", "")), (1, 0), "neither is tried again");
     writing.running.end().await;
     cluster.server.remove(&key());
-    let writing = write(&cluster, PACE, None);
+    let writing = start(&cluster, PACE, None);
     for label in ["1", "2"] {
         writing.write(&cluster, &[("b", label)]).await;
     }
@@ -227,12 +227,12 @@ async fn stale_labels_go_once_patches_are_allowed() {
     let cluster = Cluster::start().await;
     let forbidden = || Answer::Refusal(403, "nodefeatures is forbidden", None);
     cluster.server.fail(Fault::of("PATCH", "nodefeatures", 1, forbidden()));
-    let writing = write(&cluster, PACE, None);
+    let writing = start(&cluster, PACE, None);
     writing.write(&cluster, &[("a", "1"), ("b", "1")]).await;
     writing.running.end().await;
     assert_eq!((cluster.count("POST", ""), cluster.count("PATCH", "")), (1, 1), "created, not applied");
     // The fields of a creation do not belong to server-side apply, so an apply alone would leave `b`.
-    let writing = write(&cluster, PACE, None);
+    let writing = start(&cluster, PACE, None);
     writing.write(&cluster, &[("a", "2")]).await;
 }
 
@@ -243,7 +243,7 @@ async fn one_refused_patch_is_tried_again() {
     // The role allows patch and not create; a webhook refuses the first patch.
     cluster.server.fail(Fault::of("PATCH", "nodefeatures", 1, forbidden()));
     cluster.server.fail(Fault::of("POST", "nodefeatures", usize::MAX, forbidden()));
-    let writing = write(&cluster, PACE, None);
+    let writing = start(&cluster, PACE, None);
     writing.write(&cluster, &[("a", "1")]).await;
 }
 
@@ -256,12 +256,12 @@ async fn daemon_set_of_the_pod_owns_the_object() {
     in_pod["blockOwnerDeletion"] = json!(true);
     let pod = json!({"metadata": {"ownerReferences": [in_pod]}});
     cluster.server.put("kubelet", &ResourceType::PODS.key(Some("gpu"), "p"), pod);
-    let writing = write(&cluster, PACE, Some("p"));
+    let writing = start(&cluster, PACE, Some("p"));
     writing.write(&cluster, &[("a", "1")]).await;
     assert_eq!(cluster.server.object(&key()).unwrap()["metadata"]["ownerReferences"], json!([owner]));
     writing.running.end().await;
     // After a restart the writer finds the object as wanted.
-    let writing = write(&cluster, PACE, Some("p"));
+    let writing = start(&cluster, PACE, Some("p"));
     writing.want(&[("a", "1")]);
     let before = cluster.count("GET", "nodefeatures");
     until(|| cluster.count("GET", "nodefeatures") > before).await;
@@ -274,7 +274,7 @@ async fn unreadable_pod_costs_only_the_owner_reference() {
     let cluster = Cluster::start().await;
     cluster.server.fail(Fault::of("GET", "pods/p", 1, Answer::Refusal(500, "internal error", None)));
     cluster.server.fail(Fault::of("GET", "pods/p", 1, Answer::Refusal(403, "pods is forbidden", None)));
-    let writing = write(&cluster, PACE, Some("p"));
+    let writing = start(&cluster, PACE, Some("p"));
     writing.write(&cluster, &[("a", "1")]).await;
     assert_eq!(cluster.count("GET", "pods/p"), 2);
 }
@@ -292,7 +292,7 @@ async fn each_fault_of_a_write_is_survived() {
     ] {
         let cluster = Cluster::start().await;
         cluster.server.fail(Fault::of("PATCH", "nodefeatures", 2, answer));
-        let writing = write(&cluster, Pace { request: Duration::from_secs(2), ..PACE }, None);
+        let writing = start(&cluster, Pace { request: Duration::from_secs(2), ..PACE }, None);
         writing.write(&cluster, &[("a", "1")]).await;
         assert_eq!(cluster.metrics.requests("nodefeatures", "apply", outcome), 2, "{outcome}");
         writing.running.end().await;
@@ -301,7 +301,7 @@ async fn each_fault_of_a_write_is_survived() {
 
 #[tokio::test]
 async fn last_labels_are_written_after_the_server_was_away() {
-    let (cluster, writing) = started(PACE).await;
+    let (cluster, writing) = start_cluster(PACE).await;
     writing.write(&cluster, &[("a", "1")]).await;
     cluster.server.go_away().await;
     for label in ["2", "3"] {
@@ -310,14 +310,14 @@ async fn last_labels_are_written_after_the_server_was_away() {
         until(|| cluster.metrics.requests("nodefeatures", "get", "unreachable") > before + 2).await;
     }
     cluster.server.come_back().await;
-    written(&cluster, &[("a", "3")]).await;
+    wait_labels(&cluster, &[("a", "3")]).await;
     assert_eq!(cluster.count("PATCH", ""), 2, "labels that were replaced during the outage are never written");
     writing.running.end().await;
 }
 
 #[tokio::test]
 async fn rotated_token_is_used_for_the_next_write() {
-    let (cluster, writing) = started(PACE).await;
+    let (cluster, writing) = start_cluster(PACE).await;
     writing.write(&cluster, &[("a", "1")]).await;
     cluster.write_token("second");
     cluster.server.accept_tokens(&["second"]);

@@ -65,7 +65,7 @@ async fn change(world: &World, mut running: Process, change: Change, uid: &str) 
     next
 }
 
-/// Switches between the programs while claims of each set come and go; a pod with the device `kept` outlives each.
+/// Switches between the programs while claims of each set come and go. At each switch a pod keeps the device `kept`.
 async fn upgrade_and_downgrade(mut world: World, programs: [fn(&Node) -> Command; 2], kept: &'static str, how: Change) {
     world.is_patient = true;
     world.command = programs[0];

@@ -155,7 +155,7 @@ impl SwitchedNode {
 
     /// Waits until the process is ready and offers the free GPUs through the door of its setting. Asserts meanwhile
     /// that no door offers a GPU that is held through the other.
-    async fn serves(&mut self) {
+    async fn wait_serving(&mut self) {
         ready(self.running()).await;
         let held: BTreeSet<u32> = self.gpus_by_pod.values().flatten().copied().collect();
         let claimed: BTreeSet<u32> = self.claims.keys().flat_map(|pod| self.gpus_by_pod[pod].clone()).collect();
@@ -163,9 +163,9 @@ impl SwitchedNode {
         let (through_dra, through_plugin): (BTreeSet<u32>, BTreeSet<u32>) = free.partition(|_| self.setting.dra);
         let serves = || {
             let (by_plugin, by_dra) = self.offered();
-            assert!(by_plugin.is_disjoint(&claimed), "a GPU of a claim is given twice: {by_plugin:?}");
+            assert!(by_plugin.is_disjoint(&claimed), "the plugin offers no GPU of a claim: {by_plugin:?}");
             let of_plugin: BTreeSet<u32> = held.difference(&claimed).copied().collect();
-            assert!(by_dra.is_disjoint(&of_plugin), "a GPU of a pod is given twice: {by_dra:?}");
+            assert!(by_dra.is_disjoint(&of_plugin), "DRA offers no GPU of the plugin's pods: {by_dra:?}");
             // Count all slots, because the previous list may have the same GPUs under other ids.
             let ids = self.node.healthy(GPU).into_iter().filter(|id| through_plugin.contains(&gpu_of(id))).count();
             ids == through_plugin.len() * self.setting.slots && by_dra.is_superset(&through_dra)
@@ -178,7 +178,7 @@ impl SwitchedNode {
     }
 
     /// Admits a pod, which gets a free GPU through the door of the setting. `keep` leaves the pod running.
-    async fn admits(&mut self, keep: bool) {
+    async fn admit(&mut self, keep: bool) {
         let held: BTreeSet<u32> = self.gpus_by_pod.values().flatten().copied().collect();
         let free: BTreeSet<u32> = (0..GPUS).filter(|gpu| !held.contains(gpu)).collect();
         if !self.setting.dra && !free.is_empty() {
@@ -241,14 +241,14 @@ impl SwitchedNode {
 /// Switches a node to another setting under a pod or claim, and back. A reinstalled node goes back without holders.
 async fn forth_and_back(from: Setting, to: Setting, change: Change) {
     let mut node = SwitchedNode::start(from).await;
-    node.serves().await;
-    for (setting, holds) in [(to, true), (from, change == Change::Surged)] {
-        node.admits(holds).await;
+    node.wait_serving().await;
+    for (setting, keep) in [(to, true), (from, change == Change::Surged)] {
+        node.admit(keep).await;
         node.switch(setting, change).await;
-        node.serves().await;
-        node.admits(false).await;
+        node.wait_serving().await;
+        node.admit(false).await;
         node.end_holders().await;
-        node.serves().await;
+        node.wait_serving().await;
         until(|| node.node.checkpoints().is_empty()).await;
     }
     node.assert_alive();
@@ -293,15 +293,15 @@ async fn settings_take_over_from_each_other_under_pods() {
 #[tokio::test]
 async fn claims_left_by_the_previous_setting_are_named() {
     let mut node = SwitchedNode::start(DRA).await;
-    node.serves().await;
-    node.admits(true).await;
+    node.wait_serving().await;
+    node.admit(true).await;
     node.switch(PLUGIN, Change::Reinstalled).await;
     let names = |body: &str| body.contains("the holders to end; GPUs: 1, held by the claim default/claim-1");
     readyz(node.running(), |answer| answer.status == 200 && names(&answer.body)).await;
     node.running().said("GPUs are held through the other door").await;
     node.running().said("without DRA's folders").await;
     node.end_holders().await;
-    node.serves().await;
+    node.wait_serving().await;
     readyz(node.running(), |answer| answer.status == 200 && answer.body.trim_end().ends_with("ready")).await;
 }
 
@@ -318,7 +318,7 @@ async fn gpus_stay_with_the_plugin_where_dra_lacks_rights() {
         let lacks = ["GPUs stay with the device plugin", "set NODE_NAME", "token", "DRA needs CDI"];
         wait_unready(node.running(), &lacks).await;
         until(|| node.node.healthy(GPU).len() == 8).await;
-        node.admits(false).await;
+        node.admit(false).await;
         node.assert_alive();
         if setting.file.is_some() {
             let config = node.node.at("config-by-file.yaml");
@@ -330,7 +330,7 @@ async fn gpus_stay_with_the_plugin_where_dra_lacks_rights() {
         }
         // In a pod with all that DRA needs, DRA serves the GPUs.
         node.switch(DRA, Change::Reinstalled).await;
-        node.serves().await;
+        node.wait_serving().await;
     }
 }
 
@@ -358,8 +358,8 @@ async fn broken_files_keep_no_setting_from_serving() {
             }
         }
         node.running = Some(node.spawn(setting));
-        node.serves().await;
-        node.admits(false).await;
+        node.wait_serving().await;
+        node.admit(false).await;
     }
 }
 
@@ -374,6 +374,6 @@ async fn file_in_place_of_the_checkpoints_stops_dra_alone() {
     wait_unready(node.running(), &["DRA plugin", "cannot keep checkpoints of claims"]).await;
     node.assert_alive();
     fs::remove_file(&claims).unwrap();
-    node.serves().await;
-    node.admits(false).await;
+    node.wait_serving().await;
+    node.admit(false).await;
 }

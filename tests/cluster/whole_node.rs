@@ -91,7 +91,7 @@ impl Node {
     }
 }
 
-async fn offers(kubelet: &KubeletBox, wanted: impl Fn(&ResourceState) -> bool) {
+async fn wait_offered(kubelet: &KubeletBox, wanted: impl Fn(&ResourceState) -> bool) {
     within(kubelet.wait(|state| state.resources.get(GPU).is_some_and(&wanted))).await.unwrap();
 }
 
@@ -130,13 +130,13 @@ async fn node_label_switches_sharing_under_running_pod() {
     assert!(within(node.config_manager(true).status()).await.unwrap().success());
     let kubelet = node.kubelet();
     let mut processes = [node.plugin(), node.labels(), node.config_manager(false)].map(|mut it| it.spawn().unwrap());
-    offers(&kubelet, |gpus| gpus.healthy.len() == 8).await;
+    wait_offered(&kubelet, |gpus| gpus.healthy.len() == 8).await;
     node.wait_labels(json!({"nvidia.com/gpu.count": "8", "nvidia.com/gpu.replicas": "1"})).await;
     within(kubelet.admit(&Pod::single("running", GPU, 2), None)).await.unwrap();
     let held = kubelet.state().resources[GPU].in_use();
 
     node.cluster.label_node("n", json!({ LABEL: "shared" }));
-    offers(&kubelet, |gpus| gpus.healthy.iter().filter(|id| id.contains("::")).count() >= 24).await;
+    wait_offered(&kubelet, |gpus| gpus.healthy.iter().filter(|id| id.contains("::")).count() >= 24).await;
     node.wait_labels(json!({
         "nvidia.com/gpu.count": "8", "nvidia.com/gpu.replicas": "4", "nvidia.com/gpu.sharing-strategy": "time-slicing",
     }))
@@ -147,9 +147,9 @@ async fn node_label_switches_sharing_under_running_pod() {
 
     // Without the label the default configuration is selected again.
     node.cluster.label_node("n", json!({}));
-    offers(&kubelet, |gpus| gpus.healthy.len() == 8).await;
+    wait_offered(&kubelet, |gpus| gpus.healthy.len() == 8).await;
     node.wait_labels(json!({"nvidia.com/gpu.replicas": "1", "nvidia.com/gpu.sharing-strategy": "none"})).await;
     let gpus = kubelet.state().resources[GPU].clone();
     assert_eq!((gpus.registrations, kubelet.violations().len()), (1, 0));
-    assert!(processes.iter_mut().all(still_runs), "a process has ended");
+    assert!(processes.iter_mut().all(still_runs), "each process still runs");
 }

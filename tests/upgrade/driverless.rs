@@ -18,16 +18,16 @@ async fn serving(setup: Setup) -> (World, Running) {
 }
 
 /// Makes the driver fail for the running agent and for new ones.
-fn breaks(setup: &Setup) {
+fn break_driver(setup: &Setup) {
     setup.tell_all(&["init 9", "fail * nvmlDeviceGetCount_v2 9"]);
 }
 
-fn mends(setup: &Setup) {
+fn mend_driver(setup: &Setup) {
     setup.tell_all(&["init 0", "unfail * nvmlDeviceGetCount_v2"]);
 }
 
-/// Asserts that devices stay offered without a gap, and that the new pod uses the driver once it is back.
-async fn goes_on(world: World, old: Running, mend: impl AsyncFnOnce(&World, &Running)) {
+/// Replaces the old pod. Asserts that devices stay offered without a gap, and that the new pod uses the driver again.
+async fn replace_without_gap(world: World, old: Running, mend: impl AsyncFnOnce(&World, &Running)) {
     let new = world.replace(old, "pod-2").await;
     let state = world.kubelet.state();
     assert_eq!(state.resources[GPU].healthy.len(), GPUS.len(), "{state:#?}");
@@ -40,9 +40,9 @@ async fn goes_on(world: World, old: Running, mend: impl AsyncFnOnce(&World, &Run
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn node_without_a_driver_stops_no_rollout() {
     let (world, old) = serving(setup()).await;
-    breaks(&world.setup);
+    break_driver(&world.setup);
     old.process.said("NVML unavailable for longer than the grace period").await;
-    goes_on(world, old, async |world, _| mends(&world.setup)).await;
+    replace_without_gap(world, old, async |world, _| mend_driver(&world.setup)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -50,7 +50,7 @@ async fn node_with_a_released_driver_stops_no_rollout() {
     let (world, old) = serving(setup()).await;
     old.process.signal("USR1");
     old.process.said("an operator releases the driver").await;
-    goes_on(world, old, async |_, new| new.process.signal("USR2")).await;
+    replace_without_gap(world, old, async |_, new| new.process.signal("USR2")).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -69,13 +69,13 @@ async fn owner_with_its_driver_keeps_its_node() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn withheld_gpus_stay_withheld_over_takeovers() {
     let (world, old) = serving(setup().arg("--on-nvml-loss=unhealthy")).await;
-    breaks(&world.setup);
+    break_driver(&world.setup);
     world.kubelet.wait(|state| state.resources[GPU].healthy.is_empty()).await.unwrap();
     let new = world.replace(old, "pod-2").await;
     let state = world.kubelet.state();
     assert_eq!((state.resources[GPU].healthy.len(), state.resources[GPU].unhealthy.len()), (0, GPUS.len()));
     // The next pod takes over from an owner that has never seen the GPUs itself.
     let _newest = world.replace(new, "pod-3").await;
-    mends(&world.setup);
+    mend_driver(&world.setup);
     world.kubelet.wait(|state| state.resources[GPU].healthy.len() == GPUS.len()).await.unwrap();
 }
