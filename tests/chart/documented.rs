@@ -84,9 +84,9 @@ fn nvidias_values_are_all_in_values_yaml() {
 #[test]
 fn documentation_has_every_value() {
     let text = fs::read_to_string(repository("docs/chart.md")).unwrap();
-    let named = |place: &&String| !text.contains(&format!("`{place}`"));
+    let is_missing = |place: &&String| !text.contains(&format!("`{place}`"));
     let all: BTreeSet<String> = values().into_iter().chain(UNLISTED[1..].iter().map(|&name| name.to_owned())).collect();
-    let missing: Vec<&String> = all.iter().filter(named).collect();
+    let missing: Vec<&String> = all.iter().filter(is_missing).collect();
     assert!(missing.is_empty(), "docs/chart.md lacks {missing:?}");
 }
 

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::chart::helm::{Helm, containers, daemon_sets};
 
-/// The MPS daemon mounts, sets compute modes and runs servers for other users.
+/// The privileged containers: the MPS daemon mounts, sets compute modes and runs servers for other users.
 const PRIVILEGED: [&str; 2] = ["mps-control-daemon-mounts", "mps-control-daemon-ctr"];
 
 fn names(containers: &[&Value], holds: impl Fn(&Value) -> bool) -> BTreeSet<String> {
@@ -19,7 +19,7 @@ fn set(names: &[&str]) -> BTreeSet<String> {
     names.iter().map(|name| (*name).to_owned()).collect()
 }
 
-/// Checks that exactly `admins` have SYS_ADMIN, and that other unprivileged containers have no capability.
+/// Checks that exactly `admins` add SYS_ADMIN, and that each unprivileged container drops all capabilities.
 fn check(objects: &[Value], values: &[&str], admins: &[&str]) {
     let all: Vec<&Value> = daemon_sets(objects).flat_map(containers).collect();
     let security = |container: &Value| container["securityContext"].clone();
@@ -111,7 +111,7 @@ async fn server(values: &[&str], other: &str) -> ApiServerBox {
 }
 
 /// Asserts that a request was refused with this text in the message, or was not refused.
-fn answered(answer: Result<Value, Value>, why: Option<&str>, request: &str) {
+fn assert_answer(answer: Result<Value, Value>, why: Option<&str>, request: &str) {
     let refusal = answer.err().map(|status| status["message"].as_str().unwrap().to_owned());
     let is_expected = match (&refusal, why) {
         (Some(refusal), Some(why)) => refusal.contains(why),
@@ -137,7 +137,7 @@ async fn gpu_feature_discovery_labels_its_own_node_only() {
         let feature = json!({"metadata": {"name": object, "labels": labels}, "spec": {"labels": {}}});
         let made = server.create_as(token, &key, feature);
         server.remove(&key);
-        answered(made, why, &format!("{token} {object} {node}"));
+        assert_answer(made, why, &format!("{token} {object} {node}"));
     }
 }
 
@@ -174,6 +174,6 @@ async fn node_condition_may_patch_only_its_part_of_its_node() {
         let key = ResourceType::NODES.key(None, name);
         server.put("kubelet", &key, node.clone());
         let patched = server.patch_as(token, &key, path == "/status", &change);
-        answered(patched, why, &format!("{token} {name} {path} {change}"));
+        assert_answer(patched, why, &format!("{token} {name} {path} {change}"));
     }
 }

@@ -1,4 +1,4 @@
-//! Tests for NVIDIA's rendered manifests with only the image replaced by ours: it has each command, and each program
+//! Tests for NVIDIA's rendered manifests with only the image replaced by ours, which has each command. Each program
 //! takes the variables that NVIDIA's chart sets. (`tests/run/chart.rs` runs the plugin with all of them.)
 
 use std::fs;

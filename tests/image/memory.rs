@@ -2,7 +2,7 @@
 
 use linkwise_kubelet_box::Pod as Workload;
 
-use crate::node::{GPU, Node, PLUGIN, PLUGIN_CONTAINER, succeeds};
+use crate::node::{GPU, Node, PLUGIN, PLUGIN_CONTAINER, output_of};
 
 const OVER_MEMORY: &str = "linkwise_nvml_agent_ends_total{cause=\"memory\"}";
 
@@ -11,7 +11,7 @@ async fn every_command_reads_a_library_that_maps_a_gibibyte() {
     let node = Node::start("dgx1-v100").await;
     node.tell("runtime");
     let pod = node.deploy(PLUGIN, &[]).await;
-    node.offers(&pod, GPU, 8).await;
+    node.wait_offered(&pod, GPU, 8).await;
     for (command, part) in [
         (&["linkwise", "topology"][..], "NV2"),
         (&["linkwise", "snapshot"], "V100"),
@@ -19,10 +19,10 @@ async fn every_command_reads_a_library_that_maps_a_gibibyte() {
         (&["linkwise", "doctor"], "0 failed"),
     ] {
         let printed = pod.container(PLUGIN_CONTAINER).exec(command).await;
-        assert!(succeeds(&printed).contains(part), "{command:?}: {}", printed.out);
+        assert!(output_of(&printed).contains(part), "{command:?}: {}", printed.out);
     }
     pod.stop().await;
-    node.discovers().await;
+    node.run_discovery().await;
 }
 
 #[tokio::test]
@@ -30,7 +30,7 @@ async fn leak_ends_agents_but_neither_container_nor_pods() {
     let node = Node::start("dgx1-v100").await;
     node.tell("leak 20");
     let mut pod = node.deploy(PLUGIN, &[]).await;
-    node.offers(&pod, GPU, 8).await;
+    node.wait_offered(&pod, GPU, 8).await;
     let (mut number, mut ends) = (0, 0.0);
     let deadline = tokio::time::Instant::now() + crate::node::LIMIT;
     while ends < 3.0 {

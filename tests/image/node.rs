@@ -198,7 +198,7 @@ impl Node {
     }
 
     /// Waits until the kubelet has exactly this number of healthy devices of a resource.
-    pub async fn offers(&self, pod: &Pod, resource: &str, count: usize) {
+    pub async fn wait_offered(&self, pod: &Pod, resource: &str, count: usize) {
         let has = |state: &linkwise_kubelet_box::State| {
             state.resources.get(resource).map_or(count == 0, |it| it.healthy.len() == count)
         };
@@ -217,7 +217,7 @@ impl Node {
     }
 
     /// Waits until exactly this number of devices is published.
-    pub async fn publishes(&self, pod: &mut Pod, count: usize) {
+    pub async fn wait_published(&self, pod: &mut Pod, count: usize) {
         until(pod, &format!("{count} devices in slices"), || self.published().len() == count).await;
     }
 
@@ -229,7 +229,7 @@ impl Node {
     }
 
     /// Runs the chart's gpu-feature-discovery until it has written its NodeFeature.
-    pub async fn discovers(&self) {
+    pub async fn run_discovery(&self) {
         let values = ["gfd.enabled=true", "devicePlugin.enabled=false"];
         let mut pod = self.deploy("nvdp-nvidia-device-plugin-gpu-feature-discovery", &values).await;
         self.wait_node_feature(&mut pod).await;
@@ -329,7 +329,7 @@ pub async fn get(port: u16, path: &str) -> Option<(u16, String)> {
 }
 
 /// The output of a command, which has to have succeeded.
-pub fn succeeds(printed: &Printed) -> &str {
+pub fn output_of(printed: &Printed) -> &str {
     assert!(printed.status.success(), "{}\n{}\n{}", printed.status, printed.out, printed.error);
     &printed.out
 }

@@ -10,7 +10,7 @@ use linkwise_kubelet_box::Pod as Workload;
 use serde_json::{Value, json};
 
 use crate::helm::{POD, list, object, repository};
-use crate::node::{GPU, Node, succeeds};
+use crate::node::{GPU, Node, output_of};
 use crate::pod::Pod;
 use crate::rights::report_skipped;
 use crate::rootfs::below;
@@ -122,9 +122,9 @@ fn has(set: &Value, variable: &str) -> bool {
 }
 
 /// Admits a pod with two GPUs, and checks the allocation by the plugin of this DaemonSet.
-async fn admits(node: &Node, pod: &Pod, set: &Value) {
+async fn admit(node: &Node, pod: &Pod, set: &Value) {
     let cdi = has(set, "CDI_ENABLED");
-    node.offers(pod, GPU, 8).await;
+    node.wait_offered(pod, GPU, 8).await;
     let admitted = node.kubelet.admit(&Workload::single("default/p", GPU, 2), None).await;
     let admitted = admitted.unwrap_or_else(|error| panic!("CDI {cdi}: {error}\n{}", pod.logs()));
     let allocation = &admitted.grant("main", GPU).unwrap().allocation;
@@ -146,7 +146,7 @@ async fn admits(node: &Node, pod: &Pod, set: &Value) {
     let name = |line: &str| line.split_whitespace().next().unwrap_or_default().to_owned();
     let loaded = fs::read_to_string("/proc/modules").unwrap_or_default();
     let listed = plugin.exec(&["lsmod"]).await;
-    assert_eq!(succeeds(&listed).lines().map(name).collect::<Vec<_>>(), loaded.lines().map(name).collect::<Vec<_>>());
+    assert_eq!(output_of(&listed).lines().map(name).collect::<Vec<_>>(), loaded.lines().map(name).collect::<Vec<_>>());
 }
 
 /// A ConfigMap for `devicePlugin.config`.
@@ -168,7 +168,7 @@ async fn operators_plugin_serves_by_each_driver_and_cdi() {
         prepare(&node, driver);
         let objects = objects("plugin", cdi);
         let pod = start(&node, &objects, &objects[0]).await;
-        admits(&node, &pod, &objects[0]).await;
+        admit(&node, &pod, &objects[0]).await;
         pod.stop().await;
     }
 }
@@ -202,7 +202,7 @@ async fn gpu_cluster_prepares(driver: &str) {
     set_variable(spec, &json!({"name": "FAKE_NVML_CONTROL", "value": "/run/nvml"}));
     let mut pod = start(&node, &objects, &objects[0]).await;
     node.wait_driver(&pod).await;
-    node.publishes(&mut pod, 8).await;
+    node.wait_published(&mut pod, 8).await;
     let claim = node.claim("c", "gpu-3", &[]);
     let names = node.start_claim(&pod, "p", &claim).await;
     let name = names[0].split_once('=').unwrap().1;
@@ -225,9 +225,9 @@ async fn operators_config_manager_follows_the_nodes_label() {
     add_configs(&mut objects[0]);
     objects.push(configs());
     let pod = start(&node, &objects, &objects[0]).await;
-    node.offers(&pod, GPU, 8).await;
+    node.wait_offered(&pod, GPU, 8).await;
     node.label(json!({"nvidia.com/device-plugin.config": "shared"}));
-    node.offers(&pod, GPU, 32).await;
+    node.wait_offered(&pod, GPU, 32).await;
     pod.stop().await;
 }
 
@@ -261,13 +261,13 @@ async fn own_objects_serve(file: &Path, driver: &str) {
     let set = |name: &str| object(&objects, "DaemonSet", name);
     let plugin = set("nvidia-device-plugin-daemonset");
     let pod = start(&node, &objects, plugin).await;
-    admits(&node, &pod, plugin).await;
+    admit(&node, &pod, plugin).await;
     if has(plugin, "CONFIG_FILE") {
         node.label(json!({"nvidia.com/device-plugin.config": "shared"}));
-        node.offers(&pod, GPU, 32).await;
+        node.wait_offered(&pod, GPU, 32).await;
         node.label(json!({"nvidia.com/device-plugin.config": "mps"}));
         let daemons = start(&node, &objects, set("nvidia-device-plugin-mps-control-daemon")).await;
-        node.offers(&pod, GPU, 24).await;
+        node.wait_offered(&pod, GPU, 24).await;
         daemons.stop().await;
     }
     pod.stop().await;

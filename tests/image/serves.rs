@@ -5,14 +5,14 @@ use linkwise_kubelet_box::{Place, Pod as Workload};
 use serde_json::json;
 
 use crate::helm::object;
-use crate::node::{GPU, Node, PLUGIN, PLUGIN_CONTAINER, succeeds, until};
+use crate::node::{GPU, Node, PLUGIN, PLUGIN_CONTAINER, output_of, until};
 use crate::pod::Pod;
 
 #[tokio::test]
 async fn plugin_registers_and_allocates() {
     let node = Node::start("dgx1-v100").await;
     let pod = node.deploy(PLUGIN, &[]).await;
-    node.offers(&pod, GPU, 8).await;
+    node.wait_offered(&pod, GPU, 8).await;
     let admitted = node.kubelet.admit(&Workload::single("default/p", GPU, 2), None).await.unwrap();
     let grant = admitted.grant("main", GPU).unwrap();
     assert_eq!(grant.allocation.devices.len(), 2, "{grant:?}");
@@ -24,7 +24,7 @@ async fn plugin_registers_and_allocates() {
         (&["linkwise", "doctor"], "0 failed"),
     ] {
         let printed = pod.container(PLUGIN_CONTAINER).exec(command).await;
-        assert!(succeeds(&printed).contains(part), "{command:?}: {}", printed.out);
+        assert!(output_of(&printed).contains(part), "{command:?}: {}", printed.out);
     }
     let sockets = || std::fs::read_dir(node.host().join("var/lib/kubelet/device-plugins")).unwrap().flatten();
     pod.stop().await;
@@ -36,7 +36,7 @@ async fn plugin_registers_and_allocates() {
 async fn dra_publishes_and_prepares() {
     let node = Node::start("dgx1-v100").await;
     let mut pod = node.deploy(PLUGIN, &["dra.enabled=true"]).await;
-    node.publishes(&mut pod, 8).await;
+    node.wait_published(&mut pod, 8).await;
     node.wait_driver(&pod).await;
     let claim = node.claim("one", "gpu-5", &[]);
     let cdi = node.start_claim(&pod, "p", &claim).await;
@@ -48,7 +48,7 @@ async fn dra_publishes_and_prepares() {
 
 #[tokio::test]
 async fn gpu_feature_discovery_writes_its_node_feature() {
-    Node::start("dgx1-v100").await.discovers().await;
+    Node::start("dgx1-v100").await.run_discovery().await;
 }
 
 /// Configuration files for two kinds of nodes: one device a GPU, and four slots a GPU.
@@ -59,9 +59,9 @@ const FILES: &str = r#"config.map={"default": "version: v1\n", "shared":
 async fn config_manager_follows_the_nodes_label() {
     let node = Node::start("dgx1-v100").await;
     let pod = node.deploy(PLUGIN, &[FILES]).await;
-    node.offers(&pod, GPU, 8).await;
+    node.wait_offered(&pod, GPU, 8).await;
     node.label(json!({"nvidia.com/device-plugin.config": "shared"}));
-    node.offers(&pod, GPU, 32).await;
+    node.wait_offered(&pod, GPU, 32).await;
     pod.stop().await;
 }
 
@@ -72,7 +72,7 @@ async fn mps_daemon_serves_what_the_plugin_then_offers() {
         "version: v1\nsharing: {mps: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}\n"}"#;
     let daemons = node.deploy("nvdp-nvidia-device-plugin-mps-control-daemon", &[files]).await;
     let pod = node.deploy(PLUGIN, &[files]).await;
-    node.offers(&pod, GPU, 32).await;
+    node.wait_offered(&pod, GPU, 32).await;
     let admitted = node.kubelet.admit(&Workload::single("default/p", GPU, 1), None).await.unwrap();
     let allocation = &admitted.grant("main", GPU).unwrap().allocation;
     assert!(allocation.envs.contains_key("CUDA_MPS_PIPE_DIRECTORY"), "{allocation:?}");
@@ -113,7 +113,7 @@ async fn container_has_the_rights_of_the_chart_and_no_more() {
     let pod = node.deploy(PLUGIN, &[]).await;
     let plugin = pod.container(PLUGIN_CONTAINER);
     let printed = plugin.exec(&["grep", "-E", "^(CapEff|CapBnd|NoNewPrivs)", "/proc/self/status"]).await;
-    let fields: Vec<&str> = succeeds(&printed).split_whitespace().collect();
+    let fields: Vec<&str> = output_of(&printed).split_whitespace().collect();
     assert_eq!(fields, ["CapEff:", "0000000000000000", "CapBnd:", "0000000000000000", "NoNewPrivs:", "1"]);
     assert!(!plugin.exec(&["touch", "/written"]).await.status.success(), "the root is read-only");
     if let Some(limit) = plugin.memory_limit() {

@@ -75,21 +75,21 @@ async fn every_setting_follows_every_other() {
 async fn dra_on_and_off_and_on_under_a_claim() {
     let node = Node::start("dgx1-v100").await;
     let mut pod = node.deploy(PLUGIN, DRA.values).await;
-    node.publishes(&mut pod, 8).await;
+    node.wait_published(&mut pod, 8).await;
     node.wait_driver(&pod).await;
     let claim = node.claim("one", "gpu-5", &[]);
     let cdi = node.start_claim(&pod, "p", &claim).await;
     end(&node, pod, &ALONE).await;
     // The claim keeps its GPU, and the others change doors.
     let pod = node.deploy(PLUGIN, ALONE.values).await;
-    node.offers(&pod, GPU, 7).await;
+    node.wait_offered(&pod, GPU, 7).await;
     assert!(!offered(&node).0.contains(&5), "the claim's pod has GPU 5");
     let seven = node.kubelet.admit(&Workload::single("default/seven", GPU, 7), None).await.unwrap();
     assert_eq!(seven.grant("main", GPU).unwrap().allocation.devices.len(), 7);
     assert!(node.kubelet.remove_pod("default/seven"));
     end(&node, pod, &DRA).await;
     let mut pod = node.deploy(PLUGIN, DRA.values).await;
-    node.publishes(&mut pod, 8).await;
+    node.wait_published(&mut pod, 8).await;
     node.wait_driver(&pod).await;
     assert_eq!(node.start_claim(&pod, "p", &claim).await, cdi, "the claim keeps its devices");
     node.dra.stop_pod("p").await.unwrap();
