@@ -37,13 +37,13 @@ async fn main() {
     let mut registered = Vec::new();
     for _ in 0..STARTS {
         let node = Node::start("");
-        node.lists(8).await;
+        node.wait_listed(8).await;
         registered.push(node.begin.elapsed());
     }
     println!("start to registered, 8 GPUs listed: {} of {STARTS} starts", spread(&mut registered));
 
     let node = Node::start("");
-    node.lists(8).await;
+    node.wait_listed(8).await;
     let mut registered = Vec::new();
     for _ in 0..RESTARTS {
         node.kubelet.stop().await.unwrap();
@@ -51,7 +51,7 @@ async fn main() {
         tokio::time::sleep(Duration::from_millis(500)).await;
         let begin = Instant::now();
         node.kubelet.start_again(Restart::Kubelet).unwrap();
-        node.lists(8).await;
+        node.wait_listed(8).await;
         registered.push(begin.elapsed());
     }
     println!("kubelet.sock new to registered, 8 GPUs listed: {} of {RESTARTS} restarts", spread(&mut registered));
@@ -67,7 +67,7 @@ async fn main() {
 
     // A new node, on which nothing was restarted and nothing has failed.
     let node = Node::start("");
-    node.lists(8).await;
+    node.wait_listed(8).await;
     tokio::time::sleep(SETTLE_DELAY).await;
     node.memory("8 GPUs");
     let pids = [node.process.id(), child_of(node.process.id())];
@@ -87,7 +87,7 @@ async fn main() {
 
     let sharing = format!("resources: [{{name: nvidia.com/gpu, replicas: {REPLICAS}}}]");
     let node = Node::start(&format!("version: v1\nsharing:\n  timeSlicing:\n    {sharing}\n"));
-    node.lists(8 * REPLICAS).await;
+    node.wait_listed(8 * REPLICAS).await;
     tokio::time::sleep(SETTLE_DELAY).await;
     node.memory(&format!("8 GPUs in {} slots", 8 * REPLICAS));
     drop(node);
@@ -169,7 +169,7 @@ impl Node {
     }
 
     /// Waits until the kubelet lists this number of healthy devices.
-    async fn lists(&self, devices: usize) {
+    async fn wait_listed(&self, devices: usize) {
         self.kubelet.wait(|state| state.resources[RESOURCE].healthy.len() == devices).await.unwrap();
     }
 

@@ -173,7 +173,7 @@ fn kubectl_names_installed_objects() {
 #[test]
 fn make_targets_exist_and_run() {
     let ci = fs::read_to_string(repository(".ci/run")).unwrap();
-    let line = ci.lines().find_map(|line| line.strip_prefix(".ci/commits && ")).expect("it checks the commits first");
+    let line = ci.lines().find_map(|line| line.strip_prefix(".ci/commits && ")).expect(".ci/run checks commits first");
     assert_eq!(line.split(" && ").collect::<Vec<_>>(), CI.map(|target| format!("make {target}")), ".ci/run");
     let printed = |target: &str| {
         let mut make = Command::new("make");

@@ -18,7 +18,7 @@ use linkwise_core::state::{
 use linkwise_kubelet::dra::parse_checkpoint;
 
 use super::bytes::Bytes;
-use super::machine::is_one_line;
+use super::machine::assert_one_line;
 
 const DRIVER: &str = "gpu.nvidia.com";
 const POOL: &str = "node/gpu";
@@ -49,19 +49,19 @@ pub fn claim(bytes: &[u8]) {
     let mut claim = match bytes.first() {
         Some(b'{') => match Claim::from_json(bytes) {
             Ok(claim) => claim,
-            Err(error) => return is_one_line(&error.to_string()),
+            Err(error) => return assert_one_line(&error.to_string()),
         },
         _ => claim_from_numbers(&mut Bytes(bytes)),
     };
     let asked = ClaimName { namespace: "ml".to_owned(), name: "claim".to_owned(), uid: UID.to_owned() };
     if claim.metadata != asked {
         let refused = plan_claim(&claim, &asked, &[]);
-        is_one_line(&refused.expect_err("a claim with another name is refused").to_string());
+        assert_one_line(&refused.expect_err("a claim with another name is refused").to_string());
         claim.metadata = asked.clone();
     }
     let prepared = match plan_claim(&claim, &asked, &[]) {
         Ok(prepared) => prepared,
-        Err(error) => return is_one_line(&error.to_string()),
+        Err(error) => return assert_one_line(&error.to_string()),
     };
     check_prepared(&claim, &prepared);
     let own = [(asked.clone(), prepared.clone())];
@@ -198,7 +198,7 @@ fn parameters(bytes: &mut Bytes<'_>) -> String {
 pub fn checkpoint(bytes: &[u8]) {
     let record = match parse_checkpoint(bytes, UID) {
         Ok(record) => record,
-        Err(error) => return is_one_line(&error),
+        Err(error) => return assert_one_line(&error),
     };
     let text = record.text().expect("a checkpoint can be written");
     assert_eq!(parse_checkpoint(&text, UID).as_ref(), Ok(&record), "read back as another checkpoint");

@@ -4,7 +4,7 @@
 use linkwise::config::{Environment, Flags, Settings};
 use linkwise_core::state::{MAX_SLOTS, SharedDevices};
 
-use super::machine::is_one_line;
+use super::machine::assert_one_line;
 
 /// Checks any text as a configuration file.
 pub fn config(bytes: &[u8]) {
@@ -14,7 +14,7 @@ pub fn config(bytes: &[u8]) {
     let lines =
         u64::try_from(text.split(['\n', '\r', '\u{85}', '\u{2028}', '\u{2029}']).count()).expect("a number of lines");
     for finding in &findings {
-        is_one_line(&finding.to_string());
+        assert_one_line(&finding.to_string());
         if let Some(line) = finding.line {
             assert!((1..=lines + 1).contains(&line), "line {line} of {lines}: {finding}");
         }

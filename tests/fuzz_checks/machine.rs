@@ -18,7 +18,7 @@ pub fn node_file(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else { return };
     match Machine::parse(text) {
         Ok(machine) => check_machine(&machine),
-        Err(error) => is_one_line(&error.to_string()),
+        Err(error) => assert_one_line(&error.to_string()),
     }
 }
 
@@ -26,12 +26,12 @@ pub fn node_file(bytes: &[u8]) {
 pub fn nccl_xml(bytes: &[u8]) {
     match of_bytes("dumps/fuzz.xml", bytes.to_vec()) {
         Ok(machine) => check_machine(&machine),
-        Err(error) => is_one_line(&error.to_string()),
+        Err(error) => assert_one_line(&error.to_string()),
     }
 }
 
 /// Asserts that a message is one line without control characters, also if it repeats input.
-pub(super) fn is_one_line(message: &str) {
+pub(super) fn assert_one_line(message: &str) {
     let breaks = |c: char| c.is_control() || matches!(c, '\u{2028}' | '\u{2029}');
     assert!(!message.contains(breaks), "a message with a control character or line break: {message:?}");
     assert!(message.len() < 4096, "a message of {} bytes", message.len());
@@ -45,7 +45,7 @@ fn check_machine(machine: &Machine) {
     }
     let (topology, warnings) = NodeTopology::assemble(&machine.observed);
     for warning in &warnings {
-        is_one_line(&warning.to_string());
+        assert_one_line(&warning.to_string());
     }
     let gpus = topology.gpus();
     assert!(gpus.len() <= machine.observed.gpus.len().min(NodeTopology::MAX_GPUS), "more GPUs than the file has");

@@ -44,7 +44,7 @@ fn receive(bytes: &[u8], piece: usize) -> (Vec<FromAgent>, Option<String>) {
                 Ok(None) => break,
                 Err(error) => {
                     let error = error.to_string();
-                    machine::is_one_line(&error);
+                    machine::assert_one_line(&error);
                     assert!(error.len() < 512, "an error of {} bytes", error.len());
                     return (messages, Some(error));
                 }

@@ -6,7 +6,7 @@ use linkwise_core::benchmark::{Comparison, NcclReport};
 use linkwise_core::topology::NodeObservation;
 use linkwise_host::machines;
 
-use super::machine::is_one_line;
+use super::machine::assert_one_line;
 
 /// Checks a text, and compares its rows with machines of each kind.
 pub fn nccl_tests(bytes: &[u8]) {
@@ -14,7 +14,7 @@ pub fn nccl_tests(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     let report = match NcclReport::read(&text) {
         Ok(report) => report,
-        Err(error) => return is_one_line(&error.to_string()),
+        Err(error) => return assert_one_line(&error.to_string()),
     };
     assert!(!report.rows.is_empty(), "a report without a row");
     for row in &report.rows {
@@ -37,8 +37,8 @@ pub fn nccl_tests(bytes: &[u8]) {
     for machine in machines {
         for named in [None, Some(&[0, 1][..])] {
             match Comparison::of(&report, machine, named) {
-                Ok(comparison) => comparison.causes.iter().for_each(|cause| is_one_line(&cause.to_string())),
-                Err(error) => is_one_line(&error.to_string()),
+                Ok(comparison) => comparison.causes.iter().for_each(|cause| assert_one_line(&cause.to_string())),
+                Err(error) => assert_one_line(&error.to_string()),
             }
         }
     }

@@ -118,7 +118,7 @@ async fn old_streams_end_loses_new_registration() {
     let both = kubelet.wait(|s| s.resources[GPU].healthy.len() == 3).await.unwrap();
     assert_eq!((both.resources[GPU].open_streams, both.resources[GPU].registrations), (2, 2));
     old.end_streams();
-    new.streams_gone().await;
+    new.wait_streams_gone().await;
     let state = kubelet.wait(|s| s.resources[GPU].open_streams == 0).await.unwrap();
     assert!(!state.resources[GPU].connected && state.resources[GPU].unhealthy.len() == 3);
 }
@@ -140,7 +140,7 @@ async fn restart_keeps_allocations_not_registrations() {
     let (dir, kubelet, plugin) = node("a b", unchanged, |_| {}).await;
     kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
     kubelet.restart(Restart::Kubelet).await.unwrap();
-    plugin.streams_gone().await;
+    plugin.wait_streams_gone().await;
     assert!(!dir.path().join("gpu.sock").exists(), "a kubelet removes plugins' sockets when it starts");
     let state = kubelet.state();
     assert_eq!((state.resources[GPU].healthy.len(), state.resources[GPU].in_use().len()), (0, 1));
@@ -197,12 +197,12 @@ async fn allocate_on_replaced_connection_is_answered() {
         node("a b", unchanged, |plugin| plugin.script(|script| script.allocate_waits = true)).await;
     let new = Plugin::serve(dir.path(), "new.sock", "a b");
     let replace = async {
-        old.called().await;
+        old.wait_called().await;
         new.register().await.unwrap();
         kubelet.wait(|s| s.resources[GPU].open_streams == 2).await.unwrap();
         old.end_streams();
         kubelet.wait(|s| s.resources[GPU].healthy.is_empty()).await.unwrap();
-        new.streams_gone().await;
+        new.wait_streams_gone().await;
         let third = Plugin::serve(dir.path(), "third.sock", "a b");
         third.register().await.unwrap();
         kubelet.wait(|s| s.resources[GPU].healthy.len() == 2).await.unwrap();

@@ -150,12 +150,12 @@ impl Plugin {
     }
 
     /// Waits until the kubelet follows no stream of this plugin.
-    pub async fn streams_gone(&self) {
+    pub async fn wait_streams_gone(&self) {
         tokio::time::timeout(std::time::Duration::from_secs(20), self.shared.devices.closed()).await.unwrap();
     }
 
     /// Waits for an Allocate call.
-    pub async fn called(&self) {
+    pub async fn wait_called(&self) {
         self.shared.called.notified().await;
     }
 

@@ -1,7 +1,7 @@
 //! Tests the query of docs/monitoring.md with DCGM exporter's metrics by promtool and tests/monitoring/dcgm.yaml.
 
 use crate::chart::helm::repository;
-use crate::monitoring::{list, passes, read, text};
+use crate::monitoring::{assert_passes, list, read, text};
 
 const CASES: &str = "tests/monitoring/dcgm.yaml";
 
@@ -15,5 +15,5 @@ fn documented_query_is_the_one_that_promtool_tests() {
     let section = page.split_once("\n## With DCGM exporter\n").unwrap().1;
     let shown = section.lines().filter(|line| line.starts_with("    ")).flat_map(str::split_whitespace);
     assert_eq!(shown.collect::<Vec<_>>(), tested.split_whitespace().collect::<Vec<_>>());
-    passes("test", &repository(CASES));
+    assert_passes("test", &repository(CASES));
 }

@@ -2,8 +2,8 @@
 
 usage: PYTHONPATH=target/tools/grafana grafana.py DASHBOARD.json...
 
-The package reads leniently: it drops what it does not know. So this walks its types itself: a key that a type does not
-have, one that it lacks, and a value of another type are errors, each with its place. A panel's options and custom
+The package reads leniently: it drops what it does not know. So this walks its types itself: an unknown key, a missing
+required key, and a value of another type are errors, each with its place. A panel's options and custom
 fields, and its queries, are held against the types of their plugin.
 """
 

@@ -26,7 +26,7 @@ fn list<'a>(value: &'a Value, key: &str) -> impl Iterator<Item = &'a Value> {
 }
 
 /// Asserts that promtool's `check` or `test` of a file succeeds.
-fn passes(command: &str, file: &Path) {
+fn assert_passes(command: &str, file: &Path) {
     let output = Command::new(tool("promtool")).args([command, "rules"]).arg(file).output().unwrap();
     let [stdout, stderr] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
     assert!(output.status.success(), "promtool {command} rules:\n{stdout}{stderr}");

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use serde_json::Value;
 
 use crate::chart::helm::repository;
-use crate::monitoring::{list, passes, read, text};
+use crate::monitoring::{assert_passes, list, read, text};
 
 const RULES: &str = "manifests/monitoring/rules.yaml";
 const CASES: &str = "tests/monitoring/rules.yaml";
@@ -24,8 +24,8 @@ fn promtool_passes_every_case_of_the_rules() {
     // promtool reads JSON too, because JSON is YAML.
     std::fs::write(&rules, read(RULES)["spec"].to_string()).unwrap();
     std::fs::copy(repository(CASES), &cases).unwrap();
-    passes("check", &rules);
-    passes("test", &cases);
+    assert_passes("check", &rules);
+    assert_passes("test", &cases);
 }
 
 /// The names that a query of the cases expects: alerts that fire, or recorded series.

@@ -102,9 +102,9 @@ impl Node {
     }
 
     /// Supervises a resource of one GPU in two shares, and waits until it is served.
-    pub async fn serving(&self) -> Supervised {
+    pub async fn start_serving(&self) -> Supervised {
         let mut gpu = self.supervise(shared("nvidia.com/gpu", [0], 2));
-        gpu.serving().await;
+        gpu.wait_serving().await;
         gpu
     }
 
@@ -166,7 +166,7 @@ impl Supervised {
         timeout(LIMIT, self.events.recv()).await.expect("an event comes in time").expect("the supervisor runs")
     }
 
-    pub async fn serving(&mut self) {
+    pub async fn wait_serving(&mut self) {
         while !matches!(self.next().await, DaemonEvent::Serving) {}
     }
 

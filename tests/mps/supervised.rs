@@ -17,7 +17,7 @@ async fn daemon_serves_once_limits_hold_and_ends_in_order() {
     let node = Node::new();
     let mut gpu = node.supervise(shared("nvidia.com/gpu", [0, 1], 3));
     assert!(waiting(gpu.readiness()).contains("does not serve"));
-    gpu.serving().await;
+    gpu.wait_serving().await;
     assert_eq!(gpu.readiness(), Ok(()));
     assert_eq!(node.kept(&gpu.name, "threads"), "33.0");
     assert_eq!((node.kept(&gpu.name, "memory-0"), node.kept(&gpu.name, "memory-1")), ("13653".into(), "13653".into()));
@@ -43,14 +43,14 @@ async fn daemon_serves_once_limits_hold_and_ends_in_order() {
 async fn hung_daemon_is_withdrawn_and_replaced() {
     let mut node = Node::new();
     node.settings.pace.answer = Duration::from_millis(500);
-    let mut gpu = node.serving().await;
+    let mut gpu = node.start_serving().await;
     let hung = node.pid(&gpu.name);
     node.misbehave("hang");
     while !gpu.failure().await.contains("'get_default_active_thread_percentage': no answer") {}
     assert!(waiting(gpu.readiness()).contains("does not serve"));
     until(|| !runs(hung)).await;
     node.behave("hang");
-    gpu.serving().await;
+    gpu.wait_serving().await;
     assert_eq!(gpu.readiness(), Ok(()));
     gpu.end().await;
 }
@@ -59,7 +59,7 @@ async fn hung_daemon_is_withdrawn_and_replaced() {
 async fn limit_changed_by_a_client_is_set_again() {
     let node = Node::new();
     let mut gpu = node.supervise(shared("nvidia.com/gpu", [0, 1], 2));
-    gpu.serving().await;
+    gpu.wait_serving().await;
     let state = node.layout().pipe(&gpu.name).join("state");
     // Rename a whole file into place, because the supervisor may query the daemon at any time.
     let change = |what: &str, to: &str| {
@@ -79,7 +79,7 @@ async fn limit_changed_by_a_client_is_set_again() {
     let withdrawn = "'get_default_device_pinned_mem_limit 1' answered '1M', not 20480M: the limit does not hold";
     assert!(failure.ends_with(withdrawn), "{failure}");
     node.behave("refuse-memory");
-    gpu.serving().await;
+    gpu.wait_serving().await;
     gpu.end().await;
 }
 
@@ -105,7 +105,7 @@ async fn daemon_without_its_limits_never_serves() {
         assert!(failure.ends_with(why), "{how}: {failure}");
         assert!(waiting(gpu.readiness()).contains("does not serve"));
         node.behave(how);
-        gpu.serving().await;
+        gpu.wait_serving().await;
         gpu.end().await;
     }
 }
@@ -126,15 +126,15 @@ async fn each_resource_has_its_own_daemon() {
     let some = |name, index, replicas| (name, MpsShare { whole_node: false, ..shared(name, [index], replicas).1 });
     let mut small = node.supervise(some("nvidia.com/gpu.small", 2, 10));
     let mut large = node.supervise(some("nvidia.com/gpu.large", 5, 2));
-    small.serving().await;
-    large.serving().await;
+    small.wait_serving().await;
+    large.wait_serving().await;
     assert_eq!(node.kept(&small.name, "memory-0"), "4096");
     assert_eq!(node.kept(&large.name, "memory-0"), "20480");
     assert!(node.kept(&large.name, "environment").contains("CUDA_VISIBLE_DEVICES=GPU-5"));
     let untouched = node.pid(&large.name);
     signal("KILL", node.pid(&small.name));
     small.failure().await;
-    small.serving().await;
+    small.wait_serving().await;
     assert_eq!((large.readiness(), node.pid(&large.name)), (Ok(()), untouched));
     large.end().await;
     assert_eq!(small.readiness(), Ok(()));
@@ -145,7 +145,7 @@ async fn each_resource_has_its_own_daemon() {
 async fn daemon_that_does_not_quit_is_killed() {
     let mut node = Node::new();
     node.settings.pace.quit = Duration::from_millis(200);
-    let gpu = node.serving().await;
+    let gpu = node.start_serving().await;
     node.misbehave("refuse-quit");
     let pid = node.pid(&gpu.name);
     assert_eq!(gpu.end().await, None);
@@ -188,7 +188,7 @@ async fn partly_set_compute_mode_is_restored() {
 #[tokio::test]
 async fn unrestored_compute_mode_stays_on_record() {
     let node = Node::new();
-    let gpu = node.serving().await;
+    let gpu = node.start_serving().await;
     node.misbehave("refuse-mode");
     let error = gpu.end().await.unwrap();
     assert!(error.starts_with("cannot set the compute mode of GPU-0 to DEFAULT"), "{error}");
@@ -257,7 +257,7 @@ async fn pipe_directory_is_labelled_for_containers() {
         let event = gpu.next().await;
         let DaemonEvent::NotLabelled(why) = &event else { panic!("{event:?}") };
         assert!(chain(why).starts_with("cannot label "), "{event:?}");
-        gpu.serving().await;
+        gpu.wait_serving().await;
         return;
     }
     assert!(matches!(gpu.next().await, DaemonEvent::Serving));

@@ -1,4 +1,4 @@
-//! Tests of every code of every NVML call of the agent: a failed call costs its own facts, and nothing else.
+//! Tests of the agent with each code of its NVML calls: a failed call costs its own facts, and nothing else.
 
 use std::collections::BTreeSet;
 
@@ -31,7 +31,7 @@ const fn mig(name: &'static str, silent: &'static [u32]) -> Call {
     Call { name, scan: &["mig"], poll: &[], silent, mig: true }
 }
 
-/// Every call about a GPU but those that identify it.
+/// The tested calls about a GPU, without those that identify it.
 pub const CALLS: [Call; 29] = [
     call("nvmlDeviceGetName", &["model"], &[]),
     call("nvmlDeviceGetMinorNumber", &["minor"], &[]),

@@ -193,7 +193,7 @@ impl Fault {
                 let word = if self == CallHangs { "hang" } else { "hold" };
                 world.tell(&format!("{word} {gpu} {POLL_CALL}")).await;
                 if alone {
-                    soak.agent_gone(agent).await;
+                    soak.wait_agent_gone(agent).await;
                 }
             }
             CallCrashes => world.tell(&format!("crash {gpu} {POLL_CALL}")).await,
@@ -216,7 +216,7 @@ impl Fault {
                 soak.wait_metric(&series, |value| value == Some(before + 5000)).await;
             }
             XidUntilRecovery | XidUntilCleared => {
-                // A driver reports both at once. After an XID alone, a hold time without recovery action could end it.
+                // A driver reports both: after an XID alone, a hold time without recovery action could end its reason.
                 world.tell(&format!("recovery {gpu} 1")).await;
                 world.tell(&format!("xid {gpu} 79")).await;
                 if alone {

@@ -394,10 +394,10 @@ impl Soak {
     pub async fn signal_agent(&self, name: &str) {
         let agent = self.agent();
         let _ = std::panic::catch_unwind(|| agent.map(|agent| signal(name, agent)));
-        self.agent_gone(agent).await;
+        self.wait_agent_gone(agent).await;
     }
 
-    pub async fn agent_gone(&self, agent: Option<u32>) {
+    pub async fn wait_agent_gone(&self, agent: Option<u32>) {
         let lives = || agent.is_some_and(|agent| children(self.process.id()).contains(&agent));
         until(async || if lives() { Err(agent) } else { Ok(()) }).await;
     }
@@ -428,7 +428,7 @@ impl Soak {
         self.wait_metric(&series, |value| value.is_some()).await;
     }
 
-    /// Checks, until it is dropped, that no GPU is withdrawn but those that had a fault.
+    /// Checks, until the returned task is dropped, that no GPU is withdrawn but those that had a fault.
     pub fn watch(&self, faulty: [Option<u32>; 2]) -> JoinSet<()> {
         let (world, mut task) = (Arc::clone(&self.world), JoinSet::new());
         task.spawn(async move {
@@ -544,6 +544,6 @@ impl Soak {
         assert!(status.success(), "{status}: {log:?}");
         assert_eq!(self.sockets(), Vec::<PathBuf>::new());
         let left: Vec<Footprint> = agents.into_iter().filter_map(footprint).collect();
-        assert!(left.is_empty(), "an agent was left behind");
+        assert!(left.is_empty(), "no agent is left behind");
     }
 }
