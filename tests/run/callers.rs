@@ -19,7 +19,7 @@ use tonic::transport::{Channel, Endpoint};
 use wire::device_plugin_client::DevicePluginClient;
 
 use crate::run::kubelet::Alone;
-use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, registered, sockets_in, uuid};
+use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, sockets_in, uuid, wait_registered};
 
 pub async fn client(path: PathBuf) -> Result<DevicePluginClient<Channel>, tonic::transport::Error> {
     Ok(DevicePluginClient::new(channel(path).await?))
@@ -79,7 +79,7 @@ async fn stream_of_another_process_does_not_count() {
     let answer = node.ready(503, "waiting for the kubelet's ListAndWatch").await;
     assert!(answer.body.contains(GPU));
     kubelet.set_fault(Fault::None);
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     node.ready(200, "").await;
     // The session ended because the kubelet opened no stream, although the other process had one all the time.
     node.process.said("the kubelet did not open ListAndWatch within").await;
@@ -114,7 +114,7 @@ async fn refused_user_is_counted_and_logged_once() {
         let output = String::from_utf8(output).unwrap();
         assert!(!output.contains("linkwise serves linkwise-nvidia.com_gpu-"), "{output}");
     }
-    undisturbed(&node, &kubelet, "pod").await;
+    assert_undisturbed(&node, &kubelet, "pod").await;
     node.metric(&refused, 2).await;
     let line = node.process.said("refused a caller").await;
     assert_eq!((line["uid"].as_u64(), line["pid"].as_u64()), (Some(NOBODY.into()), pids[0].map(Into::into)));
@@ -122,7 +122,7 @@ async fn refused_user_is_counted_and_logged_once() {
 }
 
 /// Asserts that the one registration stands, and that pods are admitted.
-async fn undisturbed(node: &crate::run::node::Node, kubelet: &KubeletBox, pod: &str) {
+async fn assert_undisturbed(node: &crate::run::node::Node, kubelet: &KubeletBox, pod: &str) {
     let state = kubelet.state().resources[GPU].clone();
     assert_eq!((state.registrations, state.open_streams, state.connected), (1, 1, true));
     kubelet.admit(&Pod::single(pod, GPU, 1), None).await.unwrap();
@@ -154,7 +154,7 @@ async fn non_http2_client_disturbs_no_other() {
         let mut answer = Vec::new();
         let end = timeout(LIMIT, stream.read_to_end(&mut answer)).await;
         assert!(end.is_ok(), "{what}: not closed");
-        undisturbed(&node, &kubelet, &format!("pod-{index}")).await;
+        assert_undisturbed(&node, &kubelet, &format!("pod-{index}")).await;
     }
     // A client that sends nothing, or half a request, delays no other.
     let mut silent = Vec::new();
@@ -163,7 +163,7 @@ async fn non_http2_client_disturbs_no_other() {
         stream.write_all(bytes).await.unwrap();
         silent.push(stream);
     }
-    undisturbed(&node, &kubelet, "last").await;
+    assert_undisturbed(&node, &kubelet, "last").await;
 }
 
 #[tokio::test]
@@ -177,7 +177,7 @@ async fn oversized_message_is_refused() {
     let mut request = tonic::Request::new(wire::Empty {});
     request.metadata_mut().insert("x-long", "x".repeat(1 << 20).parse().unwrap());
     assert!(client.get_device_plugin_options(request).await.is_err());
-    undisturbed(&node, &kubelet, "pod").await;
+    assert_undisturbed(&node, &kubelet, "pod").await;
 }
 
 #[tokio::test]

@@ -3,7 +3,7 @@
 use std::os::unix::fs::symlink;
 
 use crate::run::handover::{cdi_setup, lines};
-use crate::run::mig::{listed, mixed};
+use crate::run::mig::{mixed, wait_listed};
 use crate::run::node::{GPU, Setup, allocation};
 
 /// The binary installed under the NVIDIA plugin's name, without a subcommand.
@@ -30,7 +30,7 @@ const EXPECTED: [&str; 6] = [
 
 async fn serves(setup: Setup) {
     let (node, kubelet) = setup.serve(1).await;
-    listed(&kubelet, HALF, 1).await;
+    wait_listed(&kubelet, HALF, 1).await;
     let got = lines(&allocation(&kubelet, "pod", HALF, 1).await);
     assert_eq!(got[..6], EXPECTED);
     assert_eq!(kubelet.state().resources[GPU].healthy.len(), 1);

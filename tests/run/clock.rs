@@ -7,8 +7,8 @@ use std::time::SystemTime;
 use linkwise_kubelet_box::Restart;
 use serde_json::Value;
 
-use crate::run::health::{file, kept};
-use crate::run::node::{GPU, Node, Setup, registered, replace, unhealthy, until, uuid};
+use crate::run::health::{file, wait_kept};
+use crate::run::node::{GPU, Node, Setup, replace, until, uuid, wait_registered, wait_unhealthy};
 
 /// Seconds of twenty years.
 const TWENTY_YEARS: i64 = 20 * 31_556_952;
@@ -61,7 +61,7 @@ async fn wall_clock_jump_changes_no_state() {
     let began = now();
     let (node, kubelet) = movable(setup).serve(8).await;
     node.setup.tell("fail 2 nvmlDeviceGetTemperature 999");
-    unhealthy(&kubelet, &[2]).await;
+    wait_unhealthy(&kubelet, &[2]).await;
     // The GPU answers again, and three polls of all GPUs show it: the hold time of an hour has begun.
     node.setup.tell_all(&["unfail 2 nvmlDeviceGetTemperature", "calls nvmlDeviceGetTemperature 24"]);
     let this_year = year_of(&node, 13).await;
@@ -76,13 +76,13 @@ async fn wall_clock_jump_changes_no_state() {
     }
     assert_eq!(kubelet.state().resources[GPU].registrations, 1);
     node.setup.tell("xid 4 79");
-    unhealthy(&kubelet, &[2, 4]).await;
+    wait_unhealthy(&kubelet, &[2, 4]).await;
     for (gpu, reason) in [(2, "call_failed"), (4, "xid")] {
         let since = since(&node, gpu, reason).await;
         assert!((began..=now()).contains(&since), "GPU {gpu} since {since}, the test since {began}");
     }
     kubelet.restart(Restart::Kubelet).await.unwrap();
-    registered(&kubelet, 2, 6).await;
+    wait_registered(&kubelet, 2, 6).await;
     node.ready(200, "ready").await;
 }
 
@@ -92,10 +92,10 @@ async fn hold_ends_despite_wall_clock_jumps() {
     let (node, kubelet) = movable(setup).serve(8).await;
     for (gpu, jumped) in [(2, -TWENTY_YEARS), (3, -2 * TWENTY_YEARS), (6, TWENTY_YEARS)] {
         node.setup.tell(&format!("fail {gpu} nvmlDeviceGetTemperature 999"));
-        unhealthy(&kubelet, &[gpu]).await;
+        wait_unhealthy(&kubelet, &[gpu]).await;
         node.setup.tell(&format!("unfail {gpu} nvmlDeviceGetTemperature"));
         jump(&node.setup, jumped);
-        unhealthy(&kubelet, &[]).await;
+        wait_unhealthy(&kubelet, &[]).await;
     }
 }
 
@@ -103,23 +103,23 @@ async fn hold_ends_despite_wall_clock_jumps() {
 async fn record_is_read_under_an_earlier_wall_clock() {
     let (node, kubelet) = movable(Setup::on("dgx1-v100")).serve(8).await;
     node.setup.tell("xid 2 79");
-    kept(&node.setup, &uuid(1, 2)).await;
+    wait_kept(&node.setup, &uuid(1, 2)).await;
     let began = since(&node, 2, "xid").await;
     let setup = node.end().await;
     // As on a board whose clock lost its battery. Linux sets no clock before 1970 (clock_settime(2)).
     let an_hour = 3600;
     jump(&setup, an_hour - i64::try_from(now()).unwrap());
     let node = setup.start().await;
-    registered(&kubelet, 2, 7).await;
+    wait_registered(&kubelet, 2, 7).await;
     assert_eq!(since(&node, 2, "xid").await, began);
     node.setup.tell("xid 3 79");
-    kept(&node.setup, &uuid(1, 3)).await;
+    wait_kept(&node.setup, &uuid(1, 3)).await;
     let early = since(&node, 3, "xid").await;
     assert!((3600..7200).contains(&early), "the time follows the clock at the start: {early}");
     let setup = node.end().await;
     jump(&setup, TWENTY_YEARS);
     let node = setup.start().await;
-    registered(&kubelet, 3, 6).await;
+    wait_registered(&kubelet, 3, 6).await;
     assert_eq!((since(&node, 2, "xid").await, since(&node, 3, "xid").await), (began, early));
     let record: Value = serde_json::from_str(&std::fs::read_to_string(file(&node.setup)).unwrap()).unwrap();
     assert_eq!(record["gpus"][uuid(1, 2)]["reasons"][0]["since"], began);

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use linkwise_kubelet_box::{KubeletBox, Pod};
 
-use crate::run::node::{GPU, Node, Setup, allocation, replace, unhealthy};
+use crate::run::node::{GPU, Node, Setup, allocation, replace, wait_unhealthy};
 
 const VALID: &str = "linkwise_config_valid";
 
@@ -16,7 +16,7 @@ async fn serve(text: &str) -> (Node, KubeletBox, PathBuf) {
 }
 
 /// Waits until every GPU has a NUMA hint, or none has.
-pub async fn hinted(kubelet: &KubeletBox, hinted: bool) {
+pub async fn wait_hinted(kubelet: &KubeletBox, hinted: bool) {
     let wanted = |numa: &BTreeMap<String, BTreeSet<i64>>| {
         numa.len() == 8 && numa.values().all(|nodes| nodes.is_empty() != hinted)
     };
@@ -26,11 +26,11 @@ pub async fn hinted(kubelet: &KubeletBox, hinted: bool) {
 #[tokio::test]
 async fn changed_file_applies_while_pods_keep_their_gpus() {
     let (node, kubelet, file) = serve("version: v1\n").await;
-    hinted(&kubelet, true).await;
+    wait_hinted(&kubelet, true).await;
     kubelet.admit(&Pod::single("before", GPU, 2), None).await.unwrap();
     let held = kubelet.state().resources[GPU].in_use();
     replace(&file, "version: v1\nlinkwise:\n  numaHints: off\n");
-    hinted(&kubelet, false).await;
+    wait_hinted(&kubelet, false).await;
     let line = node.process.logged(|line| line["message"] == "configuration applied").await;
     assert_eq!((&line["changed"], &line["why"]), (&"linkwise.numaHints".into(), &"the file changed".into()));
     let state = &kubelet.state().resources[GPU];
@@ -41,7 +41,7 @@ async fn changed_file_applies_while_pods_keep_their_gpus() {
 #[tokio::test]
 async fn rejected_file_leaves_the_previous_one() {
     let (node, kubelet, file) = serve("linkwise: {numaHints: off}\n").await;
-    hinted(&kubelet, false).await;
+    wait_hinted(&kubelet, false).await;
     replace(&file, "linkwise: {numaHints: socket}\n");
     node.metric(VALID, 0).await;
     let line = node.process.logged(|line| line["level"] == "ERROR" && line["key"] == "linkwise.numaHints").await;
@@ -49,12 +49,12 @@ async fn rejected_file_leaves_the_previous_one() {
     node.process.said("configuration rejected, keeping the previous one").await;
     // Pods are admitted as before, and a restarted container keeps its devices. A missing file is rejected too.
     let held = allocation(&kubelet, "meanwhile", GPU, 1).await;
-    hinted(&kubelet, false).await;
+    wait_hinted(&kubelet, false).await;
     assert_eq!(kubelet.restart_container("meanwhile", "main").unwrap()[GPU], held);
     std::fs::remove_file(&file).unwrap();
     node.process.said("cannot read the configuration file").await;
     replace(&file, "linkwise: {numaHints: node}\n");
-    hinted(&kubelet, true).await;
+    wait_hinted(&kubelet, true).await;
     node.metric(VALID, 1).await;
 }
 
@@ -76,7 +76,7 @@ async fn key_without_effect_warns_and_file_applies() {
         ("resources:\n  gpus:\n  - {pattern: '*', name: v100}\n", "resources", "linkwise: {naming: true}"),
     ] {
         let (node, kubelet, _file) = serve(&format!("{text}linkwise: {{numaHints: off}}\n")).await;
-        hinted(&kubelet, false).await;
+        wait_hinted(&kubelet, false).await;
         let line = node.process.logged(|line| line["key"] == key).await;
         assert!(line["level"] == "WARN" && line["problem"].as_str().unwrap().contains(problem), "{line}");
         assert!(key == "resources" || line["line"] == 2, "{line}");
@@ -120,5 +120,5 @@ async fn file_overrides_the_class_of_an_xid() {
     let (node, kubelet, _file) = serve(text).await;
     // The built-in table says the opposite.
     node.setup.tell_all(&["xid 1 79", "xid 2 31"]);
-    unhealthy(&kubelet, &[2]).await;
+    wait_unhealthy(&kubelet, &[2]).await;
 }

@@ -73,7 +73,7 @@ async fn stream_cut_at_any_byte_leads_to_registration() {
     let mut alone = Alone::start(Settings { stream_timeout, ..quick(socket) });
     let (number, devices) = timeout(LIMIT, lists.recv()).await.unwrap().unwrap();
     assert!(number > 10 && devices == 8, "a whole list after {number} registrations");
-    alone.reaches(Phase::Serving).await;
+    alone.wait_phase(Phase::Serving).await;
     alone.end().await;
     server.abort();
     let left: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();

@@ -12,7 +12,7 @@ use tokio::process::Command;
 use tokio::time::timeout;
 
 use crate::dra::published::golden;
-use crate::run::node::{LIMIT, Setup, fifo, machine, registered, started_by, stranger};
+use crate::run::node::{LIMIT, Setup, fifo, machine, started_by, stranger, wait_registered};
 
 /// A machine without faults; the test's folder stands for the file system that a container sees.
 fn healthy() -> (Setup, KubeletBox) {
@@ -333,7 +333,7 @@ async fn absent_kubelet_is_reported_by_cause() {
 async fn other_plugins_in_kubelet_folder_are_named() {
     let (setup, kubelet) = healthy();
     let node = setup.start().await;
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     let setup = &node.setup;
     let own = setup.sockets().remove(0);
     let report = look(setup, &[]).await;

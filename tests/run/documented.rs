@@ -8,14 +8,14 @@ use std::path::Path;
 use linkwise_kubelet_box::{KubeletBox, Pod};
 
 use crate::run::handover::{cdi_setup, lines};
-use crate::run::mig::{listed, mixed, with_minors};
+use crate::run::mig::{mixed, wait_listed, with_minors};
 use crate::run::node::{GPU, Node, Setup};
 
 /// Starts linkwise, waits for these numbers of healthy devices by resource, and checks that there is no other resource.
 async fn offers(setup: Setup, wanted: &[(&str, usize)]) -> (Node, KubeletBox) {
     let (node, kubelet) = setup.start_beside_kubelet().await;
     for (resource, healthy) in wanted {
-        listed(&kubelet, resource, *healthy).await;
+        wait_listed(&kubelet, resource, *healthy).await;
     }
     let wanted: BTreeSet<&str> = wanted.iter().map(|(resource, _)| *resource).collect();
     let found = |text: &str| {

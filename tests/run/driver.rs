@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::run::node::{GPU, Setup, allocation, signal, unhealthy};
+use crate::run::node::{GPU, Setup, allocation, signal, wait_unhealthy};
 
 const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";
@@ -17,7 +17,7 @@ async fn agent_restarts_after_its_binary_was_deleted() {
     let (node, kubelet) = setup.serve(8).await;
     std::fs::remove_file(&node.setup.program).unwrap();
     node.setup.tell("ecc 1");
-    unhealthy(&kubelet, &[1]).await;
+    wait_unhealthy(&kubelet, &[1]).await;
     let first = node.agent(&[]).await;
     signal("KILL", first);
     // Admissions go on, a new agent starts, and GPU 1 stays unhealthy.
@@ -26,7 +26,7 @@ async fn agent_restarts_after_its_binary_was_deleted() {
     node.metric(STARTS, 2).await;
     node.metric(UP, 1).await;
     node.setup.tell("xid 7 79");
-    unhealthy(&kubelet, &[1, 7]).await;
+    wait_unhealthy(&kubelet, &[1, 7]).await;
     assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
     assert_eq!(kubelet.violations(), []);
 }
@@ -63,7 +63,7 @@ async fn library_in_the_driver_root_is_loaded() {
     node.metric(STARTS, 2).await;
     node.metric(UP, 1).await;
     node.setup.tell("xid 2 79");
-    unhealthy(&kubelet, &[2]).await;
+    wait_unhealthy(&kubelet, &[2]).await;
     assert_eq!(node.process.count("NVML library loaded"), 1);
 }
 

@@ -7,7 +7,9 @@ use std::path::Path;
 use linkwise_kubelet_box::Pod;
 use serde_json::Value;
 
-use crate::run::node::{GPU, Node, Setup, allocation, registered, replace, seen, signal, unhealthy, until, uuid};
+use crate::run::node::{
+    GPU, Node, Setup, allocation, replace, seen, signal, until, uuid, wait_registered, wait_unhealthy,
+};
 
 const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";
@@ -31,7 +33,7 @@ async fn loaded_driver_gets_a_new_agent_at_once() {
         let (node, kubelet) = quick().serve(8).await;
         let first = node.agent(&[]).await;
         node.setup.tell("xid 2 79");
-        unhealthy(&kubelet, &[2]).await;
+        wait_unhealthy(&kubelet, &[2]).await;
         if is_other {
             node.setup.tell("driver 590.44.01");
             set_version(&node.setup, "590.44.01");
@@ -49,7 +51,7 @@ async fn loaded_driver_gets_a_new_agent_at_once() {
         node.process.logged(|line| line["message"] == "NVML available" && line["driver"] == driver).await;
         node.metric(UP, 1).await;
         // Loading a driver resets the GPUs.
-        unhealthy(&kubelet, &[]).await;
+        wait_unhealthy(&kubelet, &[]).await;
         assert_eq!(kubelet.state().resources[GPU].registrations, 1);
     }
 }
@@ -136,7 +138,7 @@ async fn pauses_double_without_nvml_until_another_cause() {
     assert_eq!(next_pauses(&node, UNAVAILABLE, known, 2).await, ["100ms", "200ms"]);
     // Another driver, after an agent that has worked.
     node.setup.tell("init 0");
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     node.setup.tell("init 9");
     let known = pauses(&node, UNAVAILABLE).len();
     set_version(&node.setup, "590.44.01");
@@ -147,10 +149,10 @@ async fn pauses_double_without_nvml_until_another_cause() {
 async fn on_nvml_loss_unhealthy_withholds_every_gpu() {
     let (node, kubelet) = quick().arg("--on-nvml-loss=unhealthy").serve(8).await;
     node.setup.tell_all(&["init 9", "fail * nvmlDeviceGetCount_v2 9"]);
-    unhealthy(&kubelet, &[0, 1, 2, 3, 4, 5, 6, 7]).await;
+    wait_unhealthy(&kubelet, &[0, 1, 2, 3, 4, 5, 6, 7]).await;
     assert!(kubelet.admit(&Pod::single("none", GPU, 1), None).await.is_err());
     node.setup.tell_all(&["unfail * nvmlDeviceGetCount_v2", "init 0"]);
-    unhealthy(&kubelet, &[]).await;
+    wait_unhealthy(&kubelet, &[]).await;
     allocation(&kubelet, "all", GPU, 8).await;
 }
 
@@ -169,7 +171,7 @@ async fn replaced_library_is_loaded_by_the_next_agent() {
     // A truncated library: the agent goes on with the one that it has loaded.
     replace(&|new| std::fs::write(new, b"\x7fELF").unwrap());
     node.setup.tell_all(&["calls nvmlDeviceGetTemperature 16", "xid 1 79"]);
-    unhealthy(&kubelet, &[1]).await;
+    wait_unhealthy(&kubelet, &[1]).await;
     node.metric(STARTS, 1).await;
     // The next agents cannot load it, and pods are admitted.
     signal("KILL", node.agent(&[]).await);
@@ -199,5 +201,5 @@ async fn first_poll_finds_what_happened_between_two_agents() {
     node.setup.tell_all(&["recovery 4 1", "rows 5 false true", "lost 6"]);
     allocation(&kubelet, "meanwhile", GPU, 8).await;
     node.setup.tell("unhang nvmlInit_v2");
-    unhealthy(&kubelet, &[4, 5, 6]).await;
+    wait_unhealthy(&kubelet, &[4, 5, 6]).await;
 }

@@ -6,9 +6,9 @@ use std::path::Path;
 use linkwise_kubelet_box::{KubeletBox, Pod};
 
 use crate::nvml::codes::{CALLS, IDENTITY};
-use crate::run::config::hinted;
+use crate::run::config::wait_hinted;
 use crate::run::mig;
-use crate::run::node::{GPU, Setup, allocation, registered, replace, seen, unhealthy, until};
+use crate::run::node::{GPU, Setup, allocation, replace, seen, until, wait_registered, wait_unhealthy};
 
 /// A machine with frequent polls and almost no hold time, whose driver reports recovery actions.
 fn quick(setup: Setup) -> Setup {
@@ -30,10 +30,10 @@ async fn gpus_lost_during_a_scan_return_with_all_facts() {
     // These calls fail even after GPU 6 is back, so that each further scan is incomplete.
     node.setup.tell_all(&["fail 6 nvmlDeviceGetMinorNumber 999", "fail 6 nvmlDeviceGetNvLinkState 999"]);
     node.setup.tell("unhang 4 nvmlDeviceGetName");
-    unhealthy(&kubelet, &[0, 2, 6]).await;
+    wait_unhealthy(&kubelet, &[0, 2, 6]).await;
     node.metric("linkwise_gpus", 8).await;
     node.setup.tell_all(&["back 2", "back 6", "link 0 0 up"]);
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     allocation(&kubelet, "all", GPU, 8).await;
     node.metric("linkwise_nvml_agent_starts_total", 1).await;
 }
@@ -79,13 +79,13 @@ async fn failed_host_scan_keeps_the_host_and_is_repeated() {
     let setup = setup.env("HWLOC_COMPONENTS", "xml,stop").host(file.to_str().unwrap());
     let (node, kubelet) = setup.serve(8).await;
     node.process.said("hwloc_topology_load").await;
-    hinted(&kubelet, false).await;
+    wait_hinted(&kubelet, false).await;
     host(&std::fs::read_to_string(valid).unwrap());
-    hinted(&kubelet, true).await;
+    wait_hinted(&kubelet, true).await;
     let before = listed(&kubelet);
     host(broken);
     node.setup.tell("link 0 0 down");
-    unhealthy(&kubelet, &[0]).await;
+    wait_unhealthy(&kubelet, &[0]).await;
     // The host was scanned again, in vain.
     seen(async || node.process.count("hwloc_topology_load"), |times| *times == 2).await;
     assert_eq!(listed(&kubelet), before);
@@ -103,12 +103,12 @@ async fn failed_call_costs_its_gpu_and_no_known_fact() {
         node.setup.tell(&format!("fail 2 {call} {code}"));
         // A change elsewhere causes a full scan.
         node.setup.tell("link 0 0 down");
-        unhealthy(&kubelet, if needed { &[0, 2] } else { &[0] }).await;
+        wait_unhealthy(&kubelet, if needed { &[0, 2] } else { &[0] }).await;
         node.setup.tell("link 0 0 up");
-        unhealthy(&kubelet, if needed { &[2] } else { &[] }).await;
+        wait_unhealthy(&kubelet, if needed { &[2] } else { &[] }).await;
         assert_eq!(listed(&kubelet), before, "{call} {code}");
         node.setup.tell(&format!("unfail 2 {call}"));
-        registered(&kubelet, 1, 8).await;
+        wait_registered(&kubelet, 1, 8).await;
     }
     allocation(&kubelet, "all", GPU, 8).await;
     node.metric("linkwise_nvml_agent_starts_total", 1).await;

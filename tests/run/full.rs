@@ -10,8 +10,10 @@ use std::path::PathBuf;
 use linkwise_kubelet_box::{Pod, Restart};
 
 use crate::run::handover::{cdi_setup, spec_file};
-use crate::run::health::{file, kept};
-use crate::run::node::{GPU, Setup, allocation, kubelet_in, limit, machine, registered, unhealthy, until, uuid};
+use crate::run::health::{file, wait_kept};
+use crate::run::node::{
+    GPU, Setup, allocation, kubelet_in, limit, machine, until, uuid, wait_registered, wait_unhealthy,
+};
 
 /// A machine whose linkwise survives the limit's signal, SIGXFSZ: a script ignores it, and exec keeps it ignored.
 fn ignoring_sigxfsz(setup: Setup) -> Setup {
@@ -30,17 +32,17 @@ async fn full_disk_delays_only_the_health_record() {
     limit(node.process.id(), "fsize=0:unlimited");
     node.setup.tell("xid 2 79");
     node.process.said("cannot write the health record").await;
-    unhealthy(&kubelet, &[2]).await;
+    wait_unhealthy(&kubelet, &[2]).await;
     // After a kubelet restart linkwise creates its socket again, on the full disk.
     kubelet.restart(Restart::Kubelet).await.unwrap();
-    registered(&kubelet, 2, 7).await;
+    wait_registered(&kubelet, 2, 7).await;
     kubelet.admit(&Pod::single("meanwhile", GPU, 4), None).await.unwrap();
     let text = std::fs::read_to_string(file(&node.setup)).unwrap_or_default();
     let record: serde_json::Value = serde_json::from_str(&text).unwrap();
     assert_eq!(record["gpus"][uuid(1, 2)]["reasons"], serde_json::json!([]), "the last written record is whole");
     limit(node.process.id(), "fsize=unlimited:unlimited");
     // Without a new event the write is repeated every 10 s.
-    kept(&node.setup, &uuid(1, 2)).await;
+    wait_kept(&node.setup, &uuid(1, 2)).await;
     node.process.said("health record written again").await;
 }
 
@@ -89,7 +91,7 @@ async fn full_disk_delays_our_socket_and_is_named() {
     node.ready(503, "No space left on device").await;
     assert_eq!((node.get("/livez").await.status, kubelet.state().resources.len()), (200, 0));
     std::fs::remove_file(seen.join("1")).unwrap();
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     node.ready(200, "ready").await;
     kubelet.admit(&Pod::single("after", GPU, 8), None).await.unwrap();
 }

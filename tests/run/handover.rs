@@ -7,7 +7,7 @@ use linkwise_kubelet_box::Allocation;
 
 use crate::cdi::root::Root;
 use crate::cdi::schema;
-use crate::run::node::{GPU, Node, Setup, allocation, fifo, machine, registered, seen, writer};
+use crate::run::node::{GPU, Node, Setup, allocation, fifo, machine, seen, wait_registered, writer};
 use crate::run::refusals::refused;
 
 const TWO: [(&str, &str, &str); 2] = [("GPU-a", "0000:01:00.0", ""), ("GPU-b", "0000:41:00.0", "")];
@@ -30,7 +30,7 @@ pub fn spec_file(setup: &Setup) -> PathBuf {
 }
 
 /// Waits until the CDI spec has exactly these devices, and checks it against the schema.
-pub async fn spec_with(node: &Node, wanted: &[&str]) {
+pub async fn wait_spec_with(node: &Node, wanted: &[&str]) {
     let has_wanted = |text: &String| {
         let names = text.lines().filter_map(|line| line.trim().strip_prefix("\"name\": \""));
         names.map(|name| name.trim_end_matches("\",")).eq(wanted.iter().copied())
@@ -106,7 +106,7 @@ async fn cdi_spec_follows_the_machine() {
     let (node, kubelet) = setup(&TWO).arg("--device-list-strategy=cdi-cri").serve(2).await;
     let text = fs::read_to_string(spec_file(&node.setup)).unwrap();
     assert!(text.contains("/run/driver/usr/lib/x86_64-linux-gnu/libcuda.so.550.54.15"), "{text}");
-    spec_with(&node, &["0", "GPU-a", "1", "GPU-b", "all"]).await;
+    wait_spec_with(&node, &["0", "GPU-a", "1", "GPU-b", "all"]).await;
     node.process.said("libraries are mounted under the names of their links").await;
     node.metric("linkwise_cdi_spec_writes_total{outcome=\"ok\"}", 1).await;
     // A third GPU comes with a new agent; then the first GPU leaves.
@@ -116,12 +116,12 @@ async fn cdi_spec_follows_the_machine() {
     };
     let first = node.agent(&[]).await;
     change(&[TWO[0], TWO[1], ("GPU-c", "0000:81:00.0", "")]);
-    spec_with(&node, &["0", "GPU-a", "1", "GPU-b", "2", "GPU-c", "all"]).await;
-    registered(&kubelet, 1, 3).await;
+    wait_spec_with(&node, &["0", "GPU-a", "1", "GPU-b", "2", "GPU-c", "all"]).await;
+    wait_registered(&kubelet, 1, 3).await;
     node.agent(&[first]).await;
     change(&[TWO[1], ("GPU-c", "0000:81:00.0", "")]);
     // GPU-a stays under its UUID, because its containers may be restarted. Its index is now GPU-b's.
-    spec_with(&node, &["GPU-a", "0", "GPU-b", "1", "GPU-c", "all"]).await;
+    wait_spec_with(&node, &["GPU-a", "0", "GPU-b", "1", "GPU-c", "all"]).await;
     node.metric("linkwise_cdi_spec_writes_total{outcome=\"ok\"}", 3).await;
 }
 
@@ -141,8 +141,8 @@ async fn no_plugin_registers_before_its_cdi_spec_exists() {
     }
     assert_eq!(node.process.count("\"phase\":\"registering\""), 0);
     drop(writer(&slow).await);
-    registered(&kubelet, 1, 1).await;
-    spec_with(&node, &["0", "GPU-a", "1", "GPU-b", "all"]).await;
+    wait_registered(&kubelet, 1, 1).await;
+    wait_spec_with(&node, &["0", "GPU-a", "1", "GPU-b", "all"]).await;
 }
 
 #[tokio::test]
@@ -166,11 +166,11 @@ async fn cdi_folder_lost_later_is_logged_once() {
     node.metric("linkwise_cdi_spec_writes_total{outcome=\"failed\"}", 1).await;
     node.setup.tell("xid 1 79");
     node.metric("linkwise_cdi_spec_writes_total{outcome=\"failed\"}", 2).await;
-    registered(&kubelet, 1, 0).await;
+    wait_registered(&kubelet, 1, 0).await;
     assert_eq!(node.process.count("keeping the previous ones"), 1);
     // The spec is back as soon as the folder is.
     fs::remove_file(&folder).unwrap();
-    spec_with(&node, &["0", "GPU-a", "1", "GPU-b", "all"]).await;
+    wait_spec_with(&node, &["0", "GPU-a", "1", "GPU-b", "all"]).await;
 }
 
 #[tokio::test]

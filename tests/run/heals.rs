@@ -1,6 +1,6 @@
 //! GPUs that fail and recover: only the failed GPU is unhealthy, and polls make it healthy again without an operator.
 
-use crate::run::node::{Node, Setup, registered, signal, unhealthy, until, uuid};
+use crate::run::node::{Node, Setup, signal, until, uuid, wait_registered, wait_unhealthy};
 
 const UP: &str = "linkwise_nvml_agent_up";
 const UNHEARD: &str = "linkwise_nvml_unheard_gpus";
@@ -18,7 +18,7 @@ fn without_trials() -> Setup {
 }
 
 /// Waits until a GPU is unhealthy for this reason.
-async fn reason(node: &Node, gpu: u32, reason: &str) {
+async fn wait_reason(node: &Node, gpu: u32, reason: &str) {
     let wanted = |line: &serde_json::Value| {
         let why = line["reason"].as_str().unwrap_or_default();
         line["message"] == "the GPU is unhealthy" && line["gpu"] == uuid(1, gpu).as_str() && why.contains(reason)
@@ -31,17 +31,17 @@ async fn gpu_lost_to_one_agent_returns_with_a_new_one() {
     let (node, kubelet) = quick().serve(8).await;
     let first = node.agent(&[]).await;
     node.setup.tell("fall 3");
-    unhealthy(&kubelet, &[3]).await;
-    reason(&node, 3, "says that the GPU is lost").await;
+    wait_unhealthy(&kubelet, &[3]).await;
+    wait_reason(&node, 3, "says that the GPU is lost").await;
     // New agents do not find GPU 3 either; the other GPUs are served, and their events arrive.
     until(async || if node.agent_ids().contains(&first) { Err("the first agent lives") } else { Ok(()) }).await;
     node.process.said("GPU GPU-00000001-0000-4000-8000-000000000003 is out of reach").await;
     until(async || node.setup.try_tell("xid 5 63")).await;
-    unhealthy(&kubelet, &[3]).await;
+    wait_unhealthy(&kubelet, &[3]).await;
     node.setup.tell("revive 3");
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     until(async || node.setup.try_tell("xid 3 79")).await;
-    reason(&node, 3, "XID 79").await;
+    wait_reason(&node, 3, "XID 79").await;
     assert_eq!(kubelet.violations(), []);
 }
 
@@ -56,11 +56,11 @@ async fn gpus_an_agent_misses_are_unhealthy_until_found() {
         let (node, kubelet) = quick().serve(8).await;
         node.setup.tell(&format!("fail {which} {call} {code}"));
         signal("KILL", node.agent(&[]).await);
-        unhealthy(&kubelet, gpus).await;
-        reason(&node, 3, &format!("{call} {why}")).await;
+        wait_unhealthy(&kubelet, gpus).await;
+        wait_reason(&node, 3, &format!("{call} {why}")).await;
         node.metric("linkwise_gpus", 8).await;
         node.setup.tell(&format!("unfail {which} {call}"));
-        registered(&kubelet, 1, 8).await;
+        wait_registered(&kubelet, 1, 8).await;
     }
 }
 
@@ -73,12 +73,12 @@ async fn unidentified_gpu_is_unhealthy_until_identified() {
     ] {
         let (node, kubelet) = quick().serve(8).await;
         node.setup.tell_all(&[&format!("fail 3 {call} {code}"), "link 0 0 down"]);
-        unhealthy(&kubelet, &[0, 3]).await;
-        reason(&node, 3, why).await;
+        wait_unhealthy(&kubelet, &[0, 3]).await;
+        wait_reason(&node, 3, why).await;
         node.setup.tell("link 0 0 up");
-        unhealthy(&kubelet, &[3]).await;
+        wait_unhealthy(&kubelet, &[3]).await;
         node.setup.tell(&format!("unfail 3 {call}"));
-        registered(&kubelet, 1, 8).await;
+        wait_registered(&kubelet, 1, 8).await;
     }
 }
 
@@ -95,14 +95,14 @@ async fn lost_gpu_costs_no_event_of_others() {
     node.metric(UP, 1).await;
     node.setup.tell_all(&["recovery 4 1", "xid 4 79"]);
     node.metric(&format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"79\"}}", uuid(1, 4)), 1).await;
-    unhealthy(&kubelet, &[2, 4]).await;
+    wait_unhealthy(&kubelet, &[2, 4]).await;
     node.metric("linkwise_nvml_event_failures_total", 1).await;
     node.setup.tell_all(&["recovery 4 0", "back 2"]);
     node.agent(&[first, second]).await;
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     node.metric(UNHEARD, 0).await;
     node.setup.tell("xid 2 79");
-    reason(&node, 2, "XID 79").await;
+    wait_reason(&node, 2, "XID 79").await;
 }
 
 #[tokio::test]
@@ -117,7 +117,7 @@ async fn later_agent_registers_the_events_of_all_gpus() {
         until(async || node.setup.try_tell(&format!("unfail {which} {call}"))).await;
         node.metric(UNHEARD, 0).await;
         until(async || node.setup.try_tell("xid 1 79")).await;
-        reason(&node, 1, "XID 79").await;
+        wait_reason(&node, 1, "XID 79").await;
         assert_eq!(kubelet.violations(), []);
     }
 }
@@ -128,15 +128,15 @@ async fn gpu_in_mig_mode_has_no_missing_links() {
     setup.tell("mig 6 {enabled: false}");
     let (node, kubelet) = setup.serve(8).await;
     node.setup.tell("link 6 1 down");
-    unhealthy(&kubelet, &[6]).await;
+    wait_unhealthy(&kubelet, &[6]).await;
     node.setup.tell("mig 6 {enabled: true}");
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     // Out of MIG mode, polls cover the whole GPU again.
     node.setup.tell_all(&["rows 6 false true", "mig 6 {enabled: false}"]);
-    unhealthy(&kubelet, &[6]).await;
-    reason(&node, 6, "a row remapping failed").await;
+    wait_unhealthy(&kubelet, &[6]).await;
+    wait_reason(&node, 6, "a row remapping failed").await;
     node.setup.tell_all(&["link 6 1 up", "rows 6 false false"]);
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
 }
 
 #[tokio::test]
@@ -148,5 +148,5 @@ async fn gpu_in_mig_mode_makes_no_peer_unhealthy() {
     node.setup.tell_all(&["mig 6 {enabled: true}", "links 6 down", "calls nvmlDeviceGetTemperature 80"]);
     // GPU 0 fails last, so that failures of GPU 6's peers would be known by then.
     node.setup.tell("recovery 0 1");
-    unhealthy(&kubelet, &[0]).await;
+    wait_unhealthy(&kubelet, &[0]).await;
 }

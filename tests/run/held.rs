@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use linkwise_kubelet_box::Pod;
 use serde_json::{Value, json};
 
-use crate::run::node::{GPU, Setup, registered, unhealthy, uuid};
+use crate::run::node::{GPU, Setup, uuid, wait_registered, wait_unhealthy};
 use crate::run::rediscovery::quick;
 
 #[tokio::test]
@@ -19,8 +19,8 @@ async fn lost_gpu_stays_listed_until_its_pod_ends() {
     setup.tell_all(&["lost 7", "remove 0"]);
     let (lost, removed) = (uuid(1, 7), uuid(1, 0));
     let node = setup.start().await;
-    registered(&kubelet, 2, 6).await;
-    unhealthy(&kubelet, &[0, 7]).await;
+    wait_registered(&kubelet, 2, 6).await;
+    wait_unhealthy(&kubelet, &[0, 7]).await;
     // No list, not even the first one, lacked a device that the kubelet looks up.
     assert_eq!(kubelet.violations(), []);
     node.ready(200, "").await;
@@ -31,13 +31,13 @@ async fn lost_gpu_stays_listed_until_its_pod_ends() {
 
     // GPU 0 is back and healthy.
     node.setup.tell("add 0");
-    unhealthy(&kubelet, &[7]).await;
+    wait_unhealthy(&kubelet, &[7]).await;
     // Once its pod has ended, GPU 7 leaves the list.
     for pod in ["first", "second"] {
         assert!(kubelet.remove_pod(pod));
     }
     kubelet.wait(|state| state.resources[GPU].unhealthy.is_empty()).await.unwrap();
-    registered(&kubelet, 1, 7).await;
+    wait_registered(&kubelet, 1, 7).await;
     assert_eq!(kubelet.violations(), []);
 }
 

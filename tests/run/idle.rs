@@ -1,6 +1,6 @@
 //! Nodes without GPUs: linkwise is up, ready and idle, and serves once a GPU appears.
 
-use crate::run::node::{GPU, Setup, machine, registered};
+use crate::run::node::{GPU, Setup, machine, wait_registered};
 
 const BARE: &str = "version: 1\nname: bare\nobserved: {gpus: []}\n";
 /// Makes linkwise check the PCI bus every 50 ms, instead of every 10 s.
@@ -77,7 +77,7 @@ async fn late_gpu_is_served_without_a_restart() {
         node.metric(STARTS, 1).await;
         node.setup.tell("init 0");
         std::fs::rename(&later, &bus).unwrap();
-        registered(&kubelet, 1, 8).await;
+        wait_registered(&kubelet, 1, 8).await;
         node.ready(200, "ready").await;
         node.metric("linkwise_idle", 0).await;
         node.metric(STARTS, 2).await;
@@ -124,7 +124,7 @@ async fn late_driver_below_a_mounted_root_is_used_in_place() {
     // Drivers install such a link to the file that has the version in its name.
     std::fs::copy(&library, folder.join("libnvidia-ml.so.580.95.05")).unwrap();
     std::os::unix::fs::symlink("libnvidia-ml.so.580.95.05", folder.join("libnvidia-ml.so.1")).unwrap();
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     node.ready(200, "ready").await;
 }
 
@@ -150,7 +150,7 @@ async fn foreign_driver_idles_node_until_gpus_are_back() {
         assert_eq!(node.process.count("GPU is bound to another kernel driver"), 1);
         node.setup.tell("init 0");
         std::fs::remove_file(link).unwrap();
-        registered(&kubelet, 1, 1).await;
+        wait_registered(&kubelet, 1, 1).await;
         node.metric("linkwise_idle", 0).await;
     }
 }

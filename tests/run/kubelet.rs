@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::Code;
 
 use crate::run::log::Log;
-use crate::run::node::{GPU, LIMIT, Node, Setup, allocation, kubelet_in, registered};
+use crate::run::node::{GPU, LIMIT, Node, Setup, allocation, kubelet_in, wait_registered};
 
 const CONNECTED: &str = "linkwise_kubelet_connected{resource=\"nvidia.com/gpu\"}";
 
@@ -34,8 +34,8 @@ fn socket(node: &Node) -> PathBuf {
 }
 
 /// Waits for the second registration, and asserts that nothing else has changed.
-async fn registered_again(node: &Node, kubelet: &KubeletBox) {
-    let state = registered(kubelet, 2, 8).await;
+async fn wait_registered_again(node: &Node, kubelet: &KubeletBox) {
+    let state = wait_registered(kubelet, 2, 8).await;
     assert_eq!((state.registrations, state.open_streams, kubelet.violations().len()), (2, 1, 0));
     node.metric(&registrations("ok"), 2).await;
     node.metric(CONNECTED, 1).await;
@@ -48,7 +48,7 @@ async fn kubelet_restart_keeps_pods_devices() {
         let held = allocation(&kubelet, "pod", GPU, 4).await;
         let first = socket(&node);
         kubelet.restart(after).await.unwrap();
-        registered_again(&node, &kubelet).await;
+        wait_registered_again(&node, &kubelet).await;
         assert!(socket(&node) != first, "a kubelet may still hold the connection behind an old name");
         let in_use = kubelet.state().resources[GPU].in_use();
         assert_eq!(in_use.into_iter().collect::<Vec<_>>(), held.devices);
@@ -65,7 +65,7 @@ async fn deleted_socket_leads_to_registration() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let first = socket(&node);
     std::fs::remove_file(&first).unwrap();
-    registered_again(&node, &kubelet).await;
+    wait_registered_again(&node, &kubelet).await;
     assert!(socket(&node) != first && !first.exists());
     node.process.said("is gone or was replaced").await;
 }
@@ -77,7 +77,7 @@ async fn foreign_file_in_our_sockets_place_stays() {
     let other = node.setup.at("k/other");
     std::fs::write(&other, "another's").unwrap();
     std::fs::rename(&other, &first).unwrap();
-    registered_again(&node, &kubelet).await;
+    wait_registered_again(&node, &kubelet).await;
     node.process.end().await;
     assert_eq!(std::fs::read_to_string(&first).unwrap(), "another's");
     assert_eq!(node.setup.sockets(), [first]);
@@ -93,7 +93,7 @@ async fn late_kubelet_folder_is_found() {
     assert!(answer.body.contains("nvidia.com/gpu: waiting for kubelet.sock"), "{answer:?}");
     assert_eq!(node.get("/livez").await.status, 200);
     let kubelet = node.setup.kubelet();
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     assert_eq!(node.ready(200, "ready").await.body, "ready\n");
     // linkwise follows a folder that is removed and created again, as when an operator cleans up.
     kubelet.stop().await.unwrap();
@@ -102,7 +102,7 @@ async fn late_kubelet_folder_is_found() {
     std::fs::remove_dir_all(node.setup.at("k")).unwrap();
     node.ready(503, "waiting for kubelet.sock; there is no folder").await;
     let kubelet = node.setup.kubelet();
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
 }
 
 #[tokio::test]
@@ -137,7 +137,7 @@ async fn refused_registration_is_retried() {
     assert!(line["error"].as_str().unwrap().contains("refused to register nvidia.com/gpu: not today"), "{line}");
     node.ready(503, "not today").await;
     kubelet.set_fault(Fault::None);
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     node.metric(&registrations("ok"), 1).await;
     node.ready(200, "").await;
 }
@@ -164,14 +164,14 @@ async fn replaced_kubelet_folder_is_followed() {
     // A plugin that polls every hour depends on inotify in the second folder.
     let poll = Duration::from_secs(3600);
     let mut alone = Alone::start(Settings { poll, ..Settings::new(at("k/kubelet.sock")) });
-    registered(&first, 1, 8).await;
+    wait_registered(&first, 1, 8).await;
     std::fs::create_dir(at("second")).unwrap();
     std::os::unix::fs::symlink("second", at("new")).unwrap();
     std::fs::rename(at("new"), at("k")).unwrap();
     first.stop().await.unwrap();
-    alone.reaches(Phase::WaitingForKubelet).await;
+    alone.wait_phase(Phase::WaitingForKubelet).await;
     let second = kubelet_in(at("second"), |_| {});
-    registered(&second, 1, 8).await;
+    wait_registered(&second, 1, 8).await;
     alone.end().await;
 }
 
@@ -179,7 +179,7 @@ async fn replaced_kubelet_folder_is_followed() {
 async fn dropped_stream_leads_to_registration() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     assert!(kubelet.disconnect(GPU));
-    registered_again(&node, &kubelet).await;
+    wait_registered_again(&node, &kubelet).await;
     node.process.said("ListAndWatch stream is gone").await;
 }
 
@@ -205,7 +205,7 @@ impl Alone {
         Self { phase, log, shutdown, running }
     }
 
-    pub async fn reaches(&mut self, wanted: Phase) {
+    pub async fn wait_phase(&mut self, wanted: Phase) {
         timeout(LIMIT, self.phase.wait_for(|phase| *phase == wanted)).await.unwrap().unwrap();
     }
 
@@ -241,8 +241,8 @@ async fn returning_kubelet_ends_the_pause() {
     let mut alone = Alone::start(Settings { longest_pause, ..Settings::new(socket) });
     // The immediate retry (logged as `Ended`, not `ended`) has failed too: the next pause is half an hour at least.
     alone.log.wait_times(2, &["nded", "the registration failed: cannot connect"]).await;
-    alone.reaches(Phase::Pausing).await;
+    alone.wait_phase(Phase::Pausing).await;
     let kubelet = kubelet_in(folder.path(), |_| {});
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     alone.end().await;
 }

@@ -8,8 +8,8 @@ use std::path::PathBuf;
 
 use linkwise_kubelet_box::{Allocation, KubeletBox, Pod};
 
-use crate::run::mig::{four_gpus, listed, mig_uuid};
-use crate::run::node::{GPU, Setup, allocation, registered, replace};
+use crate::run::mig::{four_gpus, mig_uuid, wait_listed};
+use crate::run::node::{GPU, Setup, allocation, replace, wait_registered};
 
 const SHARED: &str = "version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2}]}}\n";
 const WHOLE: &str = "version: v1\n";
@@ -100,7 +100,7 @@ async fn renamed_shared_resource_gets_its_own_plugin() {
     let (node, kubelet) = setup.serve(16).await;
     let held = allocation(&kubelet, "pod", GPU, 1).await;
     map.swap("..2", &SHARED.replace("{timeSlicing: {", "{timeSlicing: {renameByDefault: true, "));
-    listed(&kubelet, RENAMED, 16).await;
+    wait_listed(&kubelet, RENAMED, 16).await;
     wait_list(&kubelet, GPU, 0, &held.devices).await;
     assert_keeps(&kubelet, "pod", GPU, &held).await;
     let error = kubelet.admit(&Pod::single("late", GPU, 1), None).await.unwrap_err();
@@ -144,13 +144,13 @@ async fn sighup_applies_a_change_without_notification() {
 async fn changed_mig_layout_keeps_the_pods_devices() {
     const SEVENTH: &str = "nvidia.com/mig-1g.10gb";
     let (node, kubelet) = four_gpus().arg("--nvml-poll-ms=50").env("MIG_STRATEGY", "mixed").serve(1).await;
-    listed(&kubelet, SEVENTH, 8).await;
+    wait_listed(&kubelet, SEVENTH, 8).await;
     let held = allocation(&kubelet, "pod", SEVENTH, 2).await;
     assert_eq!(held.devices, [mig_uuid(0x10), mig_uuid(0x30)]);
     // An administrator takes GPU 1 out of MIG mode under the pod.
     node.setup.tell("mig 1 {enabled: false}");
     wait_list(&kubelet, SEVENTH, 1, &[mig_uuid(0x10)]).await;
-    registered(&kubelet, 1, 2).await;
+    wait_registered(&kubelet, 1, 2).await;
     assert_keeps(&kubelet, "pod", SEVENTH, &held).await;
     let error = kubelet.admit(&Pod::single("late", SEVENTH, 1), None).await.unwrap_err();
     assert!(error.to_string().contains("requested 1, available 0"), "{error}");
@@ -161,8 +161,8 @@ async fn changed_mig_layout_keeps_the_pods_devices() {
         "mig 0 {enabled: true, devices: [{index: 0, uuid: MIG-00000077-0000-0000-0000-000000000000, gpu_instance: 0, \
          compute_instance: 0, gpu_slices: 7, compute_slices: 7, memory_mib: 80128, extension: none}]}",
     );
-    listed(&kubelet, "nvidia.com/mig-7g.80gb", 1).await;
-    registered(&kubelet, 1, 1).await;
+    wait_listed(&kubelet, "nvidia.com/mig-7g.80gb", 1).await;
+    wait_registered(&kubelet, 1, 1).await;
     assert_eq!(allocation(&kubelet, "big", "nvidia.com/mig-7g.80gb", 1).await.devices, [mig_uuid(0x77)]);
     assert_eq!(kubelet.violations(), []);
 }

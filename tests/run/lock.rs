@@ -5,7 +5,7 @@ use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use super::node::{GPU, KUBELETS, Setup, fifo, machine, ready, registered};
+use super::node::{GPU, KUBELETS, Setup, fifo, machine, ready, wait_registered};
 use crate::upgrade::fleet::{GPUS, World, stage};
 
 /// The most bytes of the lock's file that linkwise reads: a pipe that gives this many has answered.
@@ -38,7 +38,7 @@ async fn hung_disk_is_waited_for_and_makes_no_second_owner() {
     assert!(!kubelet.state().resources.contains_key(GPU), "it serves only once it knows the lock");
     answer(&pipe);
     stage(&first, "Owning").await;
-    registered(kubelet, 1, GPUS.len()).await;
+    wait_registered(kubelet, 1, GPUS.len()).await;
     // The second one waits for the disk too, learns that the lock is held, and takes over.
     let second = world.spawn("second");
     second.said("the state folder does not answer").await;
@@ -61,7 +61,7 @@ async fn owner_without_a_lock_takes_it_later() {
     let kubelet = &world.kubelet;
     let first = world.spawn("first");
     first.said("cannot lock the state folder").await;
-    registered(kubelet, 1, GPUS.len()).await;
+    wait_registered(kubelet, 1, GPUS.len()).await;
     // Now there is a folder, in which another process has the lock.
     let other = folder.with_file_name("other");
     std::fs::create_dir(&other).unwrap();
@@ -74,7 +74,7 @@ async fn owner_without_a_lock_takes_it_later() {
     kubelet.wait(|state| state.resources[GPU].open_streams == 0).await.unwrap();
     // The other process ends.
     drop(lock);
-    registered(kubelet, 2, GPUS.len()).await;
+    wait_registered(kubelet, 2, GPUS.len()).await;
     let _second = world.spawn("second");
     first.said("another linkwise has taken over this node").await;
 }

@@ -5,7 +5,7 @@ use linkwise_kubelet_box::KubeletBox;
 use serde_json::Value;
 use tokio::time::timeout;
 
-use crate::run::node::{GPU, LIMIT, Node, Setup, allocation, kib, unhealthy, until};
+use crate::run::node::{GPU, LIMIT, Node, Setup, allocation, kib, until, wait_unhealthy};
 
 const UP: &str = "linkwise_nvml_agent_up";
 const OVER_MEMORY: &str = "linkwise_nvml_agent_ends_total{cause=\"memory\"}";
@@ -19,7 +19,7 @@ fn tight() -> Setup {
 async fn assert_healed(node: &Node, kubelet: &KubeletBox) {
     node.metric(UP, 1).await;
     until(async || node.setup.try_tell("xid 7 79")).await;
-    unhealthy(kubelet, &[7]).await;
+    wait_unhealthy(kubelet, &[7]).await;
     assert_eq!(node.process.count("GPU quarantined"), 0);
     assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
     assert_eq!(kubelet.violations(), []);

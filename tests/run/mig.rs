@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 
-use crate::run::handover::{cdi_setup, spec_file, spec_with};
+use crate::run::handover::{cdi_setup, spec_file, wait_spec_with};
 use crate::run::node::{GPU, Node, Setup, allocation};
 use linkwise_core::topology::NodeObservation;
 use linkwise_host::machines;
@@ -67,9 +67,9 @@ pub fn mig_uuid(number: u32) -> String {
     format!("MIG-{number:08x}-0000-0000-0000-000000000000")
 }
 
-async fn spec(node: &Node, gpus: &[u32], migs: &[(u32, u32, u32)]) {
+async fn wait_spec(node: &Node, gpus: &[u32], migs: &[(u32, u32, u32)]) {
     let names = names(gpus, migs);
-    spec_with(node, &names.iter().map(String::as_str).collect::<Vec<_>>()).await;
+    wait_spec_with(node, &names.iter().map(String::as_str).collect::<Vec<_>>()).await;
 }
 
 /// All MIG devices of the machine: parent, index, and the number in the UUID.
@@ -80,7 +80,7 @@ fn all() -> Vec<(u32, u32, u32)> {
 }
 
 /// Waits until the kubelet lists this many healthy devices of a resource.
-pub async fn listed(kubelet: &KubeletBox, resource: &str, healthy: usize) {
+pub async fn wait_listed(kubelet: &KubeletBox, resource: &str, healthy: usize) {
     let wanted = |state: &linkwise_kubelet_box::State| {
         let resource = &state.resources[resource];
         resource.connected && resource.healthy.len() == healthy
@@ -93,8 +93,8 @@ pub async fn listed(kubelet: &KubeletBox, resource: &str, healthy: usize) {
 async fn cdi_spec_has_each_mig_device_with_its_nodes() {
     let setup = setup().arg("--device-list-strategy=cdi-cri");
     let (node, kubelet) = setup.serve(1).await;
-    listed(&kubelet, "nvidia.com/mig-1g.10gb", 8).await;
-    spec(&node, &[0, 1, 2, 3], &all()).await;
+    wait_listed(&kubelet, "nvidia.com/mig-1g.10gb", 8).await;
+    wait_spec(&node, &[0, 1, 2, 3], &all()).await;
     let text = fs::read_to_string(spec_file(&node.setup)).unwrap();
     let spec: serde_json::Value = serde_json::from_str(&text).unwrap();
     let mut golden = format!("{} {}\n", spec["kind"], spec["cdiVersion"]);
@@ -113,8 +113,8 @@ async fn mig_device_without_capabilities_is_refused_by_name() {
     let text = fs::read_to_string(&list).unwrap().replace("gpu3/gi3/access 435\n", "");
     fs::write(&list, text).unwrap();
     let (node, kubelet) = setup.serve(1).await;
-    listed(&kubelet, "nvidia.com/mig-2g.20gb", 1).await;
-    spec(&node, &[0, 1, 2, 3], &all()[..12]).await;
+    wait_listed(&kubelet, "nvidia.com/mig-2g.20gb", 1).await;
+    wait_spec(&node, &[0, 1, 2, 3], &all()[..12]).await;
     node.process.said(&format!("no capabilities of {}", mig_uuid(0x34))).await;
     let pod = linkwise_kubelet_box::Pod::single("pod", "nvidia.com/mig-2g.20gb", 1);
     let error = kubelet.admit(&pod, None).await.unwrap_err();
@@ -125,7 +125,7 @@ async fn mig_device_without_capabilities_is_refused_by_name() {
 async fn spec_follows_mig_layout_and_drops_old_devices() {
     let setup = setup().arg("--device-list-strategy=cdi-cri").arg("--nvml-poll-ms=50");
     let (node, kubelet) = setup.serve(1).await;
-    listed(&kubelet, "nvidia.com/mig-3g.40gb", 1).await;
+    wait_listed(&kubelet, "nvidia.com/mig-3g.40gb", 1).await;
     let held = allocation(&kubelet, "pod", "nvidia.com/mig-3g.40gb", 1).await;
     assert_eq!(held.devices, [mig_uuid(0x20)]);
     // Another device gets the same instance numbers, and with them the same device nodes.
@@ -135,8 +135,8 @@ async fn spec_follows_mig_layout_and_drops_old_devices() {
     );
     let mut now = all();
     now.splice(7..10, [(2, 0, 0x99)]);
-    spec(&node, &[0, 1, 2, 3], &now).await;
-    listed(&kubelet, "nvidia.com/mig-3g.40gb", 1).await;
+    wait_spec(&node, &[0, 1, 2, 3], &now).await;
+    wait_listed(&kubelet, "nvidia.com/mig-3g.40gb", 1).await;
     // The pod that lost its device is still known to hold it.
     kubelet.wait(|state| state.resources["nvidia.com/mig-3g.40gb"].unhealthy.contains(&mig_uuid(0x20))).await.unwrap();
     assert_eq!(kubelet.state().resources[GPU].registrations, 1);

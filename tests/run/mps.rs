@@ -11,7 +11,7 @@ use tokio::process::Command;
 
 use crate::mps::node::{kill_groups, link_programs, pid_in};
 use crate::run::handover::{cdi_setup, lines};
-use crate::run::node::{GPU, Node, Process, Setup, allocation, machine, registered, replace, seen, signal, uuid};
+use crate::run::node::{GPU, Node, Process, Setup, allocation, machine, replace, seen, signal, uuid, wait_registered};
 
 /// The example of the NVIDIA plugin's README, which promises 80 of `nvidia.com/gpu` on a node with 8 GPUs.
 const README: &str = "version: v1\nsharing:\n  mps:\n    resources:\n    - name: nvidia.com/gpu\n      replicas: 10\n";
@@ -117,7 +117,7 @@ async fn serve((shared, setup): (Shared, Setup), slots: usize) -> (Shared, Proce
 }
 
 /// Waits for these numbers of healthy and unhealthy slots.
-async fn slots(kubelet: &KubeletBox, healthy: usize, unhealthy: usize) {
+async fn wait_slots(kubelet: &KubeletBox, healthy: usize, unhealthy: usize) {
     let counts = |resource: &linkwise_kubelet_box::ResourceState| (resource.healthy.len(), resource.unhealthy.len());
     kubelet.wait(|state| counts(&state.resources[GPU]) == (healthy, unhealthy)).await.unwrap();
 }
@@ -129,7 +129,7 @@ async fn nvidia_example_is_offered_once_limits_hold() {
     node.ready(503, "nvidia.com/gpu: its MPS control daemon is not ready: the MPS daemon does not serve").await;
     assert_eq!(kubelet.state().resources[GPU].registrations, 0);
     let daemons = shared.daemons();
-    registered(&kubelet, 1, 80).await;
+    wait_registered(&kubelet, 1, 80).await;
     let line = daemons.said("limits confirmed").await;
     assert_eq!((line["resource"].as_str(), line["threads"].as_u64()), (Some(GPU), Some(10)));
     node.ready(200, "ready").await;
@@ -182,13 +182,13 @@ async fn dead_control_daemon_withdraws_its_slots() {
     shared.refuse_start(true);
     signal("KILL", shared.control());
     // Each slot stays on the list, because a pod may hold it.
-    slots(&kubelet, 0, 6).await;
+    wait_slots(&kubelet, 0, 6).await;
     let line = daemons.said("nvidia-cuda-mps-control ended: signal: 9 (SIGKILL)").await;
     assert_eq!(line["level"], "WARN");
     let line = node.process.said("MPS daemon not ready").await;
     assert!(line["why"].as_str().unwrap().starts_with("the MPS daemon does not serve"), "{line}");
     shared.refuse_start(false);
-    slots(&kubelet, 6, 0).await;
+    wait_slots(&kubelet, 6, 0).await;
     kubelet.admit(&Pod::single("after", GPU, 1), None).await.unwrap();
     let state = &kubelet.state().resources[GPU];
     assert!(state.in_use().is_superset(&held));
@@ -200,14 +200,14 @@ async fn killed_daemon_process_withdraws_its_slots() {
     let (shared, daemons, node, kubelet) = serve(Shared::two(&replicas(3)), 6).await;
     let left_behind = shared.control();
     daemons.signal("KILL");
-    slots(&kubelet, 0, 6).await;
+    wait_slots(&kubelet, 0, 6).await;
     node.process.said("the MPS daemon is gone and left").await;
     let daemons = shared.daemons();
-    slots(&kubelet, 6, 0).await;
+    wait_slots(&kubelet, 6, 0).await;
     assert_ne!(shared.control(), left_behind);
     // A daemon that ends in order leaves nothing behind; its slots are unhealthy too.
     daemons.signal("TERM");
-    slots(&kubelet, 0, 6).await;
+    wait_slots(&kubelet, 0, 6).await;
     assert_eq!((kubelet.state().resources[GPU].registrations, kubelet.violations().len()), (1, 0));
 }
 
@@ -218,10 +218,10 @@ async fn released_driver_has_no_mps_daemons() {
     node.process.signal("USR1");
     let line = daemons.said("ending the MPS daemon").await;
     assert_eq!(line["why"], "an operator released the driver");
-    slots(&kubelet, 0, 6).await;
+    wait_slots(&kubelet, 0, 6).await;
     seen(async || Path::new(&format!("/proc/{first}")).exists(), |is_there| !*is_there).await;
     node.process.signal("USR2");
-    slots(&kubelet, 6, 0).await;
+    wait_slots(&kubelet, 6, 0).await;
     assert_ne!(shared.control(), first);
     assert_eq!((kubelet.state().resources[GPU].registrations, kubelet.violations().len()), (1, 0));
 }
@@ -231,7 +231,7 @@ async fn plugin_restart_leaves_mps_daemons_alone() {
     let (shared, _daemons, node, kubelet) = serve(Shared::two(&replicas(3)), 6).await;
     let control = shared.control();
     let _again = node.end().await.start().await;
-    registered(&kubelet, 2, 6).await;
+    wait_registered(&kubelet, 2, 6).await;
     assert_eq!(shared.control(), control);
 }
 
@@ -245,15 +245,15 @@ async fn new_replicas_are_offered_with_their_limits() {
     daemons.signal("HUP");
     replace(&shared.config(), &replicas(5));
     daemons.said("its limits changed").await;
-    slots(&kubelet, 0, 4).await;
+    wait_slots(&kubelet, 0, 4).await;
     shared.refuse_start(false);
-    slots(&kubelet, 10, 0).await;
+    wait_slots(&kubelet, 10, 0).await;
     assert_ne!(shared.control(), before);
     daemons.logged(|line| line["message"] == "MPS daemon serving, limits confirmed" && line["threads"] == 20).await;
     // The GPUs are offered whole again once no pod can hold a slot.
     assert!(kubelet.remove_pod("before"));
     replace(&shared.config(), "version: v1\n");
-    registered(&kubelet, 1, 2).await;
+    wait_registered(&kubelet, 1, 2).await;
     daemons.said("it is no longer shared by MPS").await;
     let got = lines(&allocation(&kubelet, "whole", GPU, 1).await);
     assert!(got.len() == 1 && got[0].starts_with("env NVIDIA_VISIBLE_DEVICES=GPU-"), "{got:?}");
@@ -267,11 +267,11 @@ async fn mps_daemon_survives_a_lost_gpu_and_takes_a_new_one() {
     let (shared, daemons, node, kubelet) = serve(Shared::two(&replicas(3)), 6).await;
     let (control, orders) = (shared.control(), shared.root().join(".dra/orders.json"));
     shared.replace_gpus(&node, &GPUS[..1]);
-    slots(&kubelet, 3, 3).await;
+    wait_slots(&kubelet, 3, 3).await;
     seen(async || fs::read_to_string(&orders).unwrap(), |orders| !orders.contains("GPU-b")).await;
     assert_eq!(shared.control(), control, "clients on the remaining GPU go on");
     shared.replace_gpus(&node, &GPUS);
-    slots(&kubelet, 9, 0).await;
+    wait_slots(&kubelet, 9, 0).await;
     assert_ne!(shared.control(), control);
     assert_eq!((daemons.count("limits confirmed"), kubelet.violations()), (2, vec![]), "the lost GPU ended no daemon");
 }
@@ -282,7 +282,7 @@ async fn unsupported_mps_sharing_is_named() {
     let _daemons = shared.daemons();
     let node = setup.start().await;
     let kubelet = node.setup.kubelet();
-    registered(&kubelet, 1, 96).await;
+    wait_registered(&kubelet, 1, 96).await;
     let long = ["a".repeat(60), "b".repeat(40)].join(".");
     let naming = format!("linkwise: {{naming: true}}\nresources:\n  gpus: [{{pattern: '*', name: {long}/gpu}}]\n");
     replace(&shared.config(), &(naming + &replicas(2).replace(GPU, &format!("{long}/gpu"))));

@@ -288,7 +288,7 @@ impl Setup {
     /// list can be there before the answer to Register is.
     pub async fn serve(self, gpus: usize) -> (Node, KubeletBox) {
         let (node, kubelet) = self.start_beside_kubelet().await;
-        registered(&kubelet, 1, gpus).await;
+        wait_registered(&kubelet, 1, gpus).await;
         node.ready(200, "ready").await;
         (node, kubelet)
     }
@@ -303,7 +303,7 @@ pub fn kubelet_in(folder: impl Into<PathBuf>, change: impl FnOnce(&mut Options))
 }
 
 /// Waits until exactly these of eight GPUs, by their index on dgx1-v100, are unhealthy on the kubelet's list.
-pub async fn unhealthy(kubelet: &KubeletBox, gpus: &[u32]) {
+pub async fn wait_unhealthy(kubelet: &KubeletBox, gpus: &[u32]) {
     let wanted: BTreeSet<String> = gpus.iter().map(|index| uuid(1, *index)).collect();
     let state = kubelet.wait(|state| state.resources[GPU].unhealthy == wanted).await.unwrap();
     assert_eq!(state.resources[GPU].healthy.len(), 8 - gpus.len(), "{state:?}");
@@ -322,7 +322,7 @@ pub fn place(pod: &str, resource: &str) -> Place {
 }
 
 /// Waits until the kubelet has taken at least this many registrations and lists `gpus` healthy devices.
-pub async fn registered(kubelet: &KubeletBox, times: u64, gpus: usize) -> ResourceState {
+pub async fn wait_registered(kubelet: &KubeletBox, times: u64, gpus: usize) -> ResourceState {
     let wanted = |state: &ResourceState| {
         let listed = state.connected && state.open_streams == 1 && state.healthy.len() == gpus;
         state.registrations >= times && listed
@@ -441,8 +441,7 @@ impl Process {
         let mut log = self.log.clone();
         let seen = timeout(LIMIT, log.wait_for(|log| log.ended || find(log).is_some())).await;
         let last = || self.lines().split_off(self.lines().len().saturating_sub(20)).join("\n");
-        let seen =
-            seen.unwrap_or_else(|_| panic!("the line is not logged in time; the last lines:\n{}", last())).unwrap();
+        let seen = seen.unwrap_or_else(|_| panic!("not logged in time; the last lines:\n{}", last())).unwrap();
         find(&seen).expect("the line is logged before the process ends")
     }
 

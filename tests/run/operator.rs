@@ -11,7 +11,8 @@ use tokio::process::Command;
 
 use crate::run::memory::ran;
 use crate::run::node::{
-    GPU, Node, Process, Setup, allocation, children, registered, seen, signal, stranger, unhealthy, until, uuid,
+    GPU, Node, Process, Setup, allocation, children, seen, signal, stranger, until, uuid, wait_registered,
+    wait_unhealthy,
 };
 
 /// A machine whose linkwise has an admin socket.
@@ -49,7 +50,7 @@ async fn taken_metrics_port_is_retried_until_free() {
     let (node, kubelet) = setup.start_beside_kubelet().await;
     let line = node.process.said("metrics port taken").await;
     assert_eq!(line["address"], node.address.to_string());
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     let part = async || {
         let state = state(&node).await;
         let part = &state["parts"]["metrics and probes"];
@@ -83,7 +84,7 @@ async fn pods_are_admitted_while_driver_is_released() {
     node.metric("linkwise_nvml_agent_up", 1).await;
     node.metric("linkwise_nvml_agent_starts_total", 2).await;
     node.setup.tell("xid 3 79");
-    unhealthy(&kubelet, &[3]).await;
+    wait_unhealthy(&kubelet, &[3]).await;
     assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
 }
 
@@ -108,7 +109,7 @@ async fn gpu_is_reset_between_release_and_resume() {
     let labels = discovery(&node);
     said_times(&labels, 1, "NVML available").await;
     node.setup.tell_all(&["recovery 3 1", "fall 3"]);
-    unhealthy(&kubelet, &[3]).await;
+    wait_unhealthy(&kubelet, &[3]).await;
     assert!(node.setup.try_tell("reset 3").is_err(), "our processes use the GPU");
     let words = ordered(&node, &["release"]).await;
     assert!(words.contains("no process of linkwise on this node holds the driver"), "{words}");
@@ -124,7 +125,7 @@ async fn gpu_is_reset_between_release_and_resume() {
     assert!(!driver_is_held(&node));
     node.setup.tell("reset 3");
     ordered(&node, &["resume"]).await;
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     said_times(&labels, 2, "NVML available").await;
     said_times(&second, 1, "NVML available").await;
     assert_eq!(kubelet.violations(), []);
@@ -141,7 +142,7 @@ async fn release_holds_over_a_restart() {
     node.metric("linkwise_driver_released", 1).await;
     assert!(!driver_is_held(&node));
     ordered(&node, &["resume"]).await;
-    registered(&kubelet, 2, 8).await;
+    wait_registered(&kubelet, 2, 8).await;
     node.ready(200, "ready").await;
 }
 
@@ -209,20 +210,20 @@ async fn release_during_nvml_init_ends_no_process() {
     node.setup.tell("unhang nvmlInit_v2");
     let kubelet = node.setup.kubelet();
     ordered(&node, &["resume"]).await;
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
 }
 
 #[tokio::test]
 async fn cleared_gpu_is_healthy_again() {
     let (node, kubelet) = setup().serve(8).await;
     node.setup.tell("xid 2 79");
-    unhealthy(&kubelet, &[2]).await;
+    wait_unhealthy(&kubelet, &[2]).await;
     let gpu = state(&node).await["gpus"][2].clone();
     let reason = &gpu["reasons"][0];
     assert_eq!((&gpu["uuid"], &reason["reason"]), (&uuid(1, 2).into(), &"XID 79".into()));
     assert!(reason["since"].as_u64().unwrap() > 1_700_000_000 && gpu["healthy"] == false, "{gpu}");
     ordered(&node, &["clear", &uuid(1, 2)]).await;
-    unhealthy(&kubelet, &[]).await;
+    wait_unhealthy(&kubelet, &[]).await;
     let seen = state(&node).await;
     assert_eq!(seen["gpus"][2]["reasons"], Value::Array(Vec::new()));
     let resource = &seen["resources"][GPU];
@@ -240,7 +241,7 @@ async fn cordoned_gpu_gets_no_new_pod_until_uncordon() {
     let gpu = uuid(1, 2);
     let answer = ordered(&node, &["cordon", &gpu, "--reason", "a \"hot\"\u{1b}[7m cable", "--by", "ada"]).await;
     assert_eq!(answer, format!("{gpu} is given to no new pod; pods keep it until they end\n"));
-    unhealthy(&kubelet, &[2]).await;
+    wait_unhealthy(&kubelet, &[2]).await;
     // A second cordon of a GPU replaces the first.
     ordered(&node, &["cordon", &gpu, "--reason", "a hot cable", "--by", "ada", "--evict"]).await;
     let reported = async |node: &Node| {
@@ -260,14 +261,14 @@ async fn cordoned_gpu_gets_no_new_pod_until_uncordon() {
 
     kubelet.remove_pod("before");
     let node = node.end().await.start().await;
-    registered(&kubelet, 2, 7).await;
-    unhealthy(&kubelet, &[2]).await;
+    wait_registered(&kubelet, 2, 7).await;
+    wait_unhealthy(&kubelet, &[2]).await;
     node.metric("linkwise_gpus_by_availability{availability=\"cordoned\"}", 1).await;
     let page = node.get("/").await.body;
     let [count, summary] = ["<dt>Cordoned</dt><dd>1</dd>", "7 free, 1 cordoned, 0 unhealthy."];
     assert!(page.contains(count) && page.contains(summary), "{page}");
     ordered(&node, &["uncordon", &gpu]).await;
-    unhealthy(&kubelet, &[]).await;
+    wait_unhealthy(&kubelet, &[]).await;
     allocation(&kubelet, "after", GPU, 8).await;
 
     for (order, words) in [
@@ -295,7 +296,7 @@ async fn missing_gpu_is_reported_until_back_or_accepted() {
     let setup = node.end().await;
     setup.tell("remove 7");
     let node = setup.start().await;
-    registered(&kubelet, 2, 7).await;
+    wait_registered(&kubelet, 2, 7).await;
     let lacking = shortfalls(&node).await;
     let lacks: Vec<&Value> = lacking.iter().map(|it| &it["what"]).collect();
     assert_eq!(lacks, [what.as_str(), "this node: 7 GPUs, 8 are expected"]);
@@ -317,7 +318,7 @@ async fn missing_gpu_is_reported_until_back_or_accepted() {
     assert_eq!(accepted, format!("accepted: {what}; this node: 7 GPUs, 8 are expected\n"));
     seen(async || shortfalls(&node).await, Vec::is_empty).await;
     let node = node.end().await.start().await;
-    registered(&kubelet, 3, 7).await;
+    wait_registered(&kubelet, 3, 7).await;
     assert_eq!(shortfalls(&node).await, Vec::<Value>::new());
     assert_eq!(ordered(&node, &["accept"]).await, "this node lacks no hardware\n");
 }

@@ -15,7 +15,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use crate::run::kubelet::Alone;
-use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, place, registered, uuid};
+use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, place, uuid, wait_registered};
 
 #[tokio::test]
 async fn forgotten_registration_is_made_again() {
@@ -28,7 +28,7 @@ async fn forgotten_registration_is_made_again() {
     node.ready(503, "waiting for PodResources to list our devices").await;
     kubelet.set_fault(Fault::None);
     // The kubelet has forgotten the registration, so that only a new one helps.
-    registered(&kubelet, 2, 8).await;
+    wait_registered(&kubelet, 2, 8).await;
     node.process.said("PodResources does not list our devices").await;
     node.ready(200, "").await;
 }
@@ -45,7 +45,7 @@ async fn stream_confirms_without_pod_resources() {
         let kubelet = kubelet_in(&dir, |_| {});
         let settings = Settings { pod_resources_socket: Some(at(socket)), ..Settings::new(dir.join("kubelet.sock")) };
         let mut alone = Alone::start(settings);
-        alone.reaches(Phase::Serving).await;
+        alone.wait_phase(Phase::Serving).await;
         assert_eq!(kubelet.state().resources[GPU].registrations, 1, "{socket}");
         alone.end().await;
     }

@@ -6,7 +6,7 @@ use std::io::Write;
 use linkwise_kubelet_box::KubeletBox;
 
 use crate::run::node::{
-    GPU, LIMIT, Setup, allocation, fifo, machine, registered, replace, unhealthy, until, uuid, writer,
+    GPU, LIMIT, Setup, allocation, fifo, machine, replace, until, uuid, wait_registered, wait_unhealthy, writer,
 };
 
 /// A DGX-1 whose NVML is polled often, and whose next agent starts soon.
@@ -21,15 +21,15 @@ async fn new_gpu_is_offered_and_its_events_arrive() {
     let (node, kubelet) = setup.serve(7).await;
     let first = node.agent(&[]).await;
     node.setup.tell("add 7");
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     // Only a new agent registers the events of GPU 7.
     node.agent(&[first]).await;
     until(async || node.setup.try_tell("xid 7 79")).await;
-    unhealthy(&kubelet, &[7]).await;
+    wait_unhealthy(&kubelet, &[7]).await;
     assert_eq!(kubelet.state().resources[GPU].registrations, 1);
     // A GPU that is removed is unhealthy.
     node.setup.tell("remove 0");
-    unhealthy(&kubelet, &[0, 7]).await;
+    wait_unhealthy(&kubelet, &[0, 7]).await;
 }
 
 #[tokio::test]
@@ -41,7 +41,7 @@ async fn changed_pci_bus_gets_a_new_agent() {
     node.setup.on_bus("0000:77:00.0");
     node.process.said("the PCI bus has other GPUs than before").await;
     until(async || if node.agent_ids().contains(&first) { Err("the first agent lives") } else { Ok(()) }).await;
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
 }
 
 #[tokio::test]
@@ -53,7 +53,7 @@ async fn links_that_are_down_leave_the_topology() {
     // The other ends still report their links as up: the topology was built again, and the two ends differ.
     let line = node.process.said("seen from one end, 0 from the other").await;
     assert_eq!(line["level"], "WARN");
-    unhealthy(&kubelet, &[2]).await;
+    wait_unhealthy(&kubelet, &[2]).await;
     allocation(&kubelet, "seven", GPU, 7).await;
 }
 
@@ -63,7 +63,7 @@ async fn gpu_gone_from_the_bus_is_unhealthy() {
     setup.all_on_bus();
     let (node, kubelet) = setup.serve(8).await;
     std::fs::remove_dir_all(node.setup.at("sys/bus/pci/devices/0000:8a:00.0")).unwrap();
-    unhealthy(&kubelet, &[7]).await;
+    wait_unhealthy(&kubelet, &[7]).await;
     let line = node.process.logged(|line| line["message"] == "the GPU is unhealthy").await;
     assert_eq!(line["gpu"], uuid(1, 7).as_str());
 }
@@ -79,9 +79,9 @@ async fn hung_files_delay_neither_polls_nor_events() {
     std::fs::rename(&new, &device).unwrap();
     let _silent = writer(&device.join("vendor")).await;
     node.setup.tell("lost 3");
-    unhealthy(&kubelet, &[3]).await;
+    wait_unhealthy(&kubelet, &[3]).await;
     node.setup.tell("xid 4 79");
-    unhealthy(&kubelet, &[3, 4]).await;
+    wait_unhealthy(&kubelet, &[3, 4]).await;
 }
 
 /// A machine of two packages with a GPU each, whose host hwloc reads from a file that the test writes.
@@ -143,7 +143,7 @@ async fn hung_driver_version_delays_nothing() {
     fifo(&module.join("version"));
     let (node, kubelet) = setup.serve(8).await;
     node.setup.tell("xid 4 79");
-    unhealthy(&kubelet, &[4]).await;
+    wait_unhealthy(&kubelet, &[4]).await;
     let driver = async || {
         let text = std::fs::read_to_string(node.setup.at("k/linkwise/linkwise_health.json")).unwrap_or_default();
         let record: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();

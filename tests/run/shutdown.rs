@@ -8,7 +8,7 @@ use linkwise_kubelet_api::v1beta1::Empty;
 use linkwise_kubelet_box::{Fault, Pod};
 use tokio::time::timeout;
 
-use crate::run::node::{GPU, LIMIT, Setup, fifo, registered, signal, until, writer};
+use crate::run::node::{GPU, LIMIT, Setup, fifo, signal, until, wait_registered, writer};
 
 #[tokio::test]
 async fn signal_ends_streams_and_sockets_with_success() {
@@ -53,7 +53,7 @@ async fn unread_log_loses_lines_not_time() {
     full.set_nonblocking(false).unwrap();
     let setup = setup.arg("--log=debug");
     let mut process = setup.command().stderr(OwnedFd::from(full)).spawn().unwrap();
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     // More lines than the log's queue takes.
     let mut client = crate::run::callers::client(setup.sockets().remove(0)).await.unwrap();
     for _ in 0..2_000 {
@@ -97,7 +97,7 @@ async fn only_dead_predecessors_socket_is_removed() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
     let mut predecessor = setup.spawn();
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     predecessor.signal("KILL");
     assert!(!predecessor.ended().await.0.success());
     let left = setup.sockets();
@@ -110,7 +110,7 @@ async fn only_dead_predecessors_socket_is_removed() {
     drop([&dead, &others[1]].map(|path| UnixListener::bind(path).unwrap()));
     let _alive = [&foreign, &others[0]].map(|path| UnixListener::bind(path).unwrap());
     let node = setup.start().await;
-    registered(&kubelet, 2, 8).await;
+    wait_registered(&kubelet, 2, 8).await;
     let sockets = node.setup.sockets();
     // The new socket may have its second name already, because linkwise takes the foreign socket for a live owner's.
     assert!(sockets.contains(&foreign) && !sockets.contains(&left[0]), "{sockets:?}");

@@ -12,7 +12,7 @@ use tokio::net::UnixStream;
 use tokio::time::timeout;
 
 use crate::run::kubelet::Alone;
-use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, limit, registered, sockets_in, until};
+use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, limit, sockets_in, until, wait_registered};
 
 #[tokio::test]
 async fn kubelet_found_after_any_file_at_its_socket() {
@@ -43,7 +43,7 @@ async fn kubelet_found_after_any_file_at_its_socket() {
     drop(silent);
     std::fs::remove_file(&path).unwrap();
     kubelet.start_again(Restart::Kubelet).unwrap();
-    registered(&kubelet, 2, 8).await;
+    wait_registered(&kubelet, 2, 8).await;
     node.ready(200, "").await;
     assert_eq!((node.setup.sockets().len(), kubelet.violations().len()), (1, 0));
 }
@@ -54,7 +54,7 @@ async fn chmod_of_kubelet_sock_ends_no_session() {
     std::fs::set_permissions(&node.setup.kubelet_socket, std::fs::Permissions::from_mode(0o660)).unwrap();
     // A linkwise that notices this removal has checked the mode too, and would report a kubelet restart first.
     std::fs::remove_file(&node.setup.sockets()[0]).unwrap();
-    registered(&kubelet, 2, 8).await;
+    wait_registered(&kubelet, 2, 8).await;
     node.ready(200, "").await;
     node.process.said("our socket is gone").await;
     assert_eq!(node.process.count("the kubelet restarted"), 0);
@@ -67,15 +67,15 @@ async fn polling_suffices_without_inotify() {
     let settings = Settings { inotify: false, poll, ..Settings::new(folder.path().join("k/kubelet.sock")) };
     let mut alone = Alone::start(settings);
     let kubelet = kubelet_in(folder.path().join("k"), |_| {});
-    alone.reaches(Phase::Serving).await;
+    alone.wait_phase(Phase::Serving).await;
     // Only a look at the file shows this change.
     std::fs::remove_file(&sockets_in(&folder.path().join("k"))[0]).unwrap();
     alone.log.wait(&["the session with the kubelet ended", "why=\"our socket is gone or was replaced\""]).await;
-    registered(&kubelet, 2, 8).await;
-    alone.reaches(Phase::Serving).await;
+    wait_registered(&kubelet, 2, 8).await;
+    alone.wait_phase(Phase::Serving).await;
     kubelet.restart(Restart::Kubelet).await.unwrap();
-    registered(&kubelet, 3, 8).await;
-    alone.reaches(Phase::Serving).await;
+    wait_registered(&kubelet, 3, 8).await;
+    alone.wait_phase(Phase::Serving).await;
     alone.end().await;
 }
 
@@ -89,7 +89,7 @@ async fn exhausted_descriptors_recover() {
     std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o700)).unwrap();
     setup.program = script;
     let node = setup.start().await;
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     node.ready(200, "").await;
     // As many callers as there is room for, and more.
     let own = node.setup.sockets().remove(0);
@@ -110,7 +110,7 @@ async fn exhausted_descriptors_recover() {
     // The kubelet restarts while no socket can be bound and no call made.
     kubelet.restart(Restart::Kubelet).await.unwrap();
     drop(callers);
-    registered(&kubelet, 2, 8).await;
+    wait_registered(&kubelet, 2, 8).await;
     node.ready(200, "").await;
     assert_eq!(node.setup.sockets().len(), 1);
     let times = node.process.count("cannot accept a connection");
@@ -139,7 +139,7 @@ async fn failed_inotify_watch_is_retried() {
     let line = node.process.logged(|line| line["why"].as_str().is_some_and(|why| why.contains("open files"))).await;
     assert_eq!((line["message"].as_str(), watches()), (Some("the session with the kubelet ended"), 0), "{line}");
     limit(node.process.id(), "nofile=1024:");
-    registered(&kubelet, 2, 8).await;
+    wait_registered(&kubelet, 2, 8).await;
     node.ready(200, "").await;
     // The next look, at most a second later, adds the watch.
     until(async || if watches() == 1 { Ok(()) } else { Err("the new folder is not watched") }).await;

@@ -5,7 +5,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-use crate::run::node::{GPU, LIMIT, Setup, registered, signal, unhealthy};
+use crate::run::node::{GPU, LIMIT, Setup, signal, wait_registered, wait_unhealthy};
 
 #[tokio::test]
 async fn stopped_process_catches_up() {
@@ -17,7 +17,7 @@ async fn stopped_process_catches_up() {
     let state = kubelet.state();
     assert!(!state.resources[GPU].connected && state.resources[GPU].in_use().len() == 4);
     node.process.signal("CONT");
-    registered(&kubelet, 2, 8).await;
+    wait_registered(&kubelet, 2, 8).await;
     node.ready(200, "").await;
     // A process that was stopped during a single call answers it, and keeps its registration.
     node.process.signal("STOP");
@@ -53,7 +53,7 @@ async fn frozen(seconds: f64) {
     node.ready(200, "ready").await;
     signal("CONT", agent);
     node.setup.tell("xid 3 79");
-    unhealthy(&kubelet, &[3]).await;
+    wait_unhealthy(&kubelet, &[3]).await;
     kubelet.admit(&Pod::single("after", GPU, 7), None).await.unwrap();
     assert_eq!(node.agent_ids(), [agent], "{:#?}", node.process.lines());
     let state = kubelet.state();
@@ -122,7 +122,7 @@ async fn unclosed_connection_is_cut_before_registration() {
     let mut some = [0; 16];
     stuck_one.read_exact(&mut some).await.unwrap();
     kubelet.restart(Restart::Kubelet).await.unwrap();
-    registered(&kubelet, 2, 8).await;
+    wait_registered(&kubelet, 2, 8).await;
     node.ready(200, "").await;
     // linkwise closed the old connection before it registered again.
     let mut rest = Vec::new();

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use linkwise_kubelet_box::{Allocation, KubeletBox, Pod, Restart};
 
 use crate::kubelet_box::plugin::Plugin;
-use crate::run::node::{GPU, Setup, allocation, registered, uuid};
+use crate::run::node::{GPU, Setup, allocation, uuid, wait_registered};
 
 const SHARED: &str = "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2}]}}\n";
 
@@ -69,7 +69,7 @@ async fn swapped(setup: Setup, ids: Vec<String>) {
     let kubelet = setup.kubelet();
     let (folder, all) = (setup.at("k"), ids.len());
     let before = Predecessor::start(&folder, NVIDIA_SOCKET, &ids).await;
-    registered(&kubelet, 1, all).await;
+    wait_registered(&kubelet, 1, all).await;
     let mut pods = Pods::new();
     pods.insert("first", allocation(&kubelet, "first", GPU, 2).await);
     pods.insert("second", allocation(&kubelet, "second", GPU, 1).await);
@@ -78,7 +78,7 @@ async fn swapped(setup: Setup, ids: Vec<String>) {
     assert_untouched(&kubelet, &pods).await;
 
     let node = setup.start().await;
-    let listed = registered(&kubelet, 2, all).await;
+    let listed = wait_registered(&kubelet, 2, all).await;
     assert_eq!(listed.healthy, ids.iter().cloned().collect(), "the same ids");
     node.ready(200, "ready").await;
     assert_untouched(&kubelet, &pods).await;
@@ -94,7 +94,7 @@ async fn swapped(setup: Setup, ids: Vec<String>) {
     assert!(kubelet.admit(&Pod::single("late", GPU, 1), None).await.is_err());
     // A restart of the kubelet between the two changes nothing.
     kubelet.restart(Restart::Kubelet).await.unwrap();
-    registered(&kubelet, 3, all).await;
+    wait_registered(&kubelet, 3, all).await;
     assert_untouched(&kubelet, &pods).await;
     assert!(kubelet.remove_pod("first"));
     pods.remove("first");
@@ -105,7 +105,7 @@ async fn swapped(setup: Setup, ids: Vec<String>) {
     kubelet.wait(|state| state.resources[GPU].open_streams == 0).await.unwrap();
     assert!(setup.sockets().is_empty());
     let after = Predecessor::start(&folder, NVIDIA_SOCKET, &ids).await;
-    registered(&kubelet, 4, all).await;
+    wait_registered(&kubelet, 4, all).await;
     assert_untouched(&kubelet, &pods).await;
     pods.insert("fifth", allocation(&kubelet, "fifth", GPU, 1).await);
     assert_untouched(&kubelet, &pods).await;

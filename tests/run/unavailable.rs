@@ -9,7 +9,7 @@ use tokio::time::timeout;
 
 use crate::run::labels::{discovery, file, wait_label};
 use crate::run::memory::every_command_fails;
-use crate::run::node::{LIMIT, Setup, registered};
+use crate::run::node::{LIMIT, Setup, wait_registered};
 use crate::run::refusals::refused;
 
 /// The outcome of a failed initialisation.
@@ -102,7 +102,7 @@ async fn assert_outcome((failure, cause): (&str, &str), bus: Bus, must_work: Opt
             // linkwise tries again, and serves once NVML works.
             if node.setup.library == fake_nvml::library_path() {
                 let kubelet = node.setup.kubelet();
-                registered(&kubelet, 1, 8).await;
+                wait_registered(&kubelet, 1, 8).await;
                 node.ready(200, "").await;
             }
         }

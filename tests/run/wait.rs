@@ -7,7 +7,7 @@ use linkwise_kubelet_box::Pod;
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use crate::run::node::{GPU, LIMIT, Setup, machine, registered};
+use crate::run::node::{GPU, LIMIT, Setup, machine, wait_registered};
 
 /// `linkwise wait` on this machine, with a timeout in seconds.
 fn command(setup: &Setup, seconds: u32) -> Command {
@@ -55,7 +55,7 @@ async fn wait_outlasts_a_late_start() {
     let kubelet = setup.kubelet();
     let waiting = tokio::spawn(ended(command(&setup, 60)));
     let _node = setup.start().await;
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     let (code, text, _) = waiting.await.unwrap();
     assert_eq!((code, text.contains("nvidia.com/gpu: 8 healthy")), (Some(0), true), "{text}");
 }
@@ -84,7 +84,7 @@ async fn silent_kubelet_is_named() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet_with(|options| options.pod_resources = None);
     let node = setup.start().await;
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     assert_fails(&node.setup, &["the kubelet does not answer on"]).await;
 }
 

@@ -3,7 +3,9 @@
 
 use linkwise_kubelet_box::KubeletBox;
 
-use crate::run::node::{GPU, LIMIT, Node, Setup, allocation, kib, machine, registered, signal, unhealthy, until, uuid};
+use crate::run::node::{
+    GPU, LIMIT, Node, Setup, allocation, kib, machine, signal, until, uuid, wait_registered, wait_unhealthy,
+};
 
 const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";
@@ -18,7 +20,7 @@ fn ends(cause: &str) -> String {
 }
 
 /// Waits until the GPU of this index is quarantined, and returns the cause.
-async fn quarantined(node: &Node, index: u32) -> String {
+async fn wait_quarantined(node: &Node, index: u32) -> String {
     let line = node.process.said("GPU quarantined").await;
     assert_eq!((line["gpu"].as_str(), line["index"].as_u64()), (Some(&*uuid(1, index)), Some(index.into())), "{line}");
     line["cause"].as_str().unwrap().to_owned()
@@ -75,9 +77,9 @@ async fn admissions_are_answered_while_a_call_hangs() {
 async fn gpu_that_crashes_agents_is_quarantined_for_a_time() {
     let (node, kubelet) = quick(Setup::on("dgx1-v100")).arg("--health-hold-ms=1").serve(8).await;
     node.setup.tell("crash 5 nvmlDeviceGetTemperature");
-    let cause = quarantined(&node, 5).await;
+    let cause = wait_quarantined(&node, 5).await;
     assert!(cause.contains("SIGABRT") && cause.contains("nvmlDeviceGetTemperature"), "{cause}");
-    unhealthy(&kubelet, &[5]).await;
+    wait_unhealthy(&kubelet, &[5]).await;
     // Trials crash too, and no other GPU is blamed.
     let trials = || node.process.count("trial of the quarantined GPU 5");
     until(async || if trials() >= 2 { Ok(()) } else { Err(trials()) }).await;
@@ -99,9 +101,9 @@ async fn gpu_that_hangs_agents_unnamed_is_quarantined() {
     let (node, kubelet) = setup.start_beside_kubelet().await;
     let line = node.process.said("GPU quarantined").await;
     assert!(line["cause"].as_str().unwrap().contains("nvmlDeviceGetHandleByIndex_v2 of GPU 2 did not"), "{line}");
-    registered(&kubelet, 1, 7).await;
+    wait_registered(&kubelet, 1, 7).await;
     node.setup.tell("unhang 2 nvmlDeviceGetHandleByIndex_v2");
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
 }
 
 #[tokio::test]
@@ -111,8 +113,8 @@ async fn gpu_that_crashes_agents_at_start_costs_itself_only() {
         setup.all_on_bus();
         setup.tell("crash 5 nvmlDeviceGetTemperature");
         let (node, kubelet) = setup.start_beside_kubelet().await;
-        quarantined(&node, 5).await;
-        let others = registered(&kubelet, 1, 7).await;
+        wait_quarantined(&node, 5).await;
+        let others = wait_registered(&kubelet, 1, 7).await;
         assert!(!others.healthy.contains(&uuid(1, 5)), "{others:?}");
         assert_works(&node, &kubelet, 6).await;
         node.setup.tell("uncrash 5 nvmlDeviceGetTemperature");
@@ -133,7 +135,7 @@ async fn node_is_unready_while_every_gpu_ends_agents() {
         node.process.said("agents would have to skip every GPU").await;
         node.ready(503, "NVML is initialised, but no agent has seen the GPUs").await;
         node.setup.tell("uncrash nvmlDeviceGetTemperature");
-        registered(&kubelet, 1, gpus).await;
+        wait_registered(&kubelet, 1, gpus).await;
     }
 }
 
@@ -194,7 +196,7 @@ async fn xid_storm_loses_no_event_and_takes_no_memory() {
     let peak = || kib(node.process.id(), "VmHWM").unwrap();
     let before = peak();
     node.setup.tell_all(&["storm 0 31 50000", "xid 2 79", "storm 0 31 50000", "xid 3 79"]);
-    unhealthy(&kubelet, &[2, 3]).await;
+    wait_unhealthy(&kubelet, &[2, 3]).await;
     node.metric(&format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"31\"}}", uuid(1, 0)), 100_000).await;
     // An event takes about a hundred bytes: keeping them all would exceed this bound.
     assert!(peak() < before + 4 * 1024, "{before} KiB before, {} KiB after", peak());

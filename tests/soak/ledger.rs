@@ -50,14 +50,9 @@ impl Holdings {
         let clashes = |held: &Piece| pieces.iter().any(|piece| piece.clashes(*held));
         let by_piece = self.0.iter().find(|(_, held)| held.iter().any(clashes));
         let shares = |pieces: &[Piece], gpu| -> u32 {
-            let of_gpu = |piece: &Piece| {
-                if let Piece::Shares(of, shares) = piece
-                    && *of == gpu
-                {
-                    *shares
-                } else {
-                    0
-                }
+            let of_gpu = |piece: &Piece| match piece {
+                Piece::Shares(of, shares) if *of == gpu => *shares,
+                _ => 0,
             };
             pieces.iter().map(of_gpu).sum()
         };

@@ -4,7 +4,7 @@
 use linkwise_kubelet_box::{Connections, Fault};
 
 use crate::upgrade::fleet::{GPUS, Running, World, stage};
-use crate::upgrade::node::{GPU, KUBELETS, get, registered, seen, until};
+use crate::upgrade::node::{GPU, KUBELETS, get, seen, until, wait_registered};
 
 /// Waits until only one process has sockets beside the kubelet's, and the kubelet has its stream.
 async fn wait_sockets_of_one(world: &World) {
@@ -98,5 +98,5 @@ async fn pod_that_handed_over_never_takes_over_again() {
     // It serves once no other linkwise does.
     next.signal("KILL");
     stage(&again, "Owning").await;
-    registered(&world.kubelet, 3, GPUS.len()).await;
+    wait_registered(&world.kubelet, 3, GPUS.len()).await;
 }

@@ -33,7 +33,7 @@ async fn replace_without_gap(world: World, old: Running, mend: impl AsyncFnOnce(
     assert_eq!(state.resources[GPU].healthy.len(), GPUS.len(), "{state:#?}");
     mend(&world, &new).await;
     new.process.said("NVML available").await;
-    new.ready().await;
+    new.wait_ready().await;
     assert_eq!((world.kubelet.gaps(GPU), world.kubelet.violations()), (vec![], vec![]));
 }
 

@@ -10,7 +10,7 @@ use linkwise_kubelet_box::{AdmissionError, Admitted, Connections, KubeletBox, Lo
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use super::node::{GPU, Process, Setup, machine, registered, try_get, until};
+use super::node::{GPU, Process, Setup, machine, try_get, until, wait_registered};
 
 pub const GPUS: [(&str, &str, &str); 4] = [
     ("GPU-a", "0000:01:00.0", ""),
@@ -50,9 +50,9 @@ impl World {
     /// Starts the node's first pod, and waits until it serves.
     pub async fn owner(&self) -> Running {
         let owner = self.start("first").await;
-        registered(&self.kubelet, 1, GPUS.len()).await;
-        owner.ready().await;
-        owner.settled().await;
+        wait_registered(&self.kubelet, 1, GPUS.len()).await;
+        owner.wait_ready().await;
+        owner.wait_settled().await;
         owner
     }
 
@@ -66,7 +66,7 @@ impl World {
     /// Acts as a rollout: starts a new pod, and ends the old one as soon as the new one is ready.
     pub async fn replace(&self, old: Running, uid: &str) -> Running {
         let new = self.start(uid).await;
-        new.ready().await;
+        new.wait_ready().await;
         old.end().await;
         new
     }
@@ -135,7 +135,7 @@ impl Running {
     }
 
     /// Waits until linkwise is ready.
-    pub async fn ready(&self) {
+    pub async fn wait_ready(&self) {
         until(async || if self.is_ready().await { Ok(()) } else { Err("it is not ready") }).await;
     }
 
@@ -145,7 +145,7 @@ impl Running {
     }
 
     /// Waits until the kubelet has no other plugin beside this one.
-    pub async fn settled(&self) {
+    pub async fn wait_settled(&self) {
         self.process.logged(|line| line["message"] == "kubelet" && line["phase"] == "serving").await;
     }
 

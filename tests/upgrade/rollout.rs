@@ -8,7 +8,7 @@ use linkwise_kubelet_box::Connections;
 use crate::cluster::older::older_program;
 use crate::run::swap::{NVIDIA_SOCKET, Predecessor};
 use crate::upgrade::fleet::{GPUS, World};
-use crate::upgrade::node::{GPU, KUBELETS, registered};
+use crate::upgrade::node::{GPU, KUBELETS, wait_registered};
 
 /// Makes takeovers in a row; every second program is the older one, if there is one.
 async fn rollouts(connections: Connections, times: usize, older: Option<PathBuf>) {
@@ -21,14 +21,14 @@ async fn rollouts(connections: Connections, times: usize, older: Option<PathBuf>
     for time in 1..=times {
         if time % 4 == 0 {
             // Every fourth takeover starts from a pod that no longer serves beside its predecessor.
-            running.settled().await;
+            running.wait_settled().await;
         }
         world.setup.program = if time % 2 == 1 { newer.clone() } else { older.clone() };
         running = world.replace(running, &format!("pod-{time}")).await;
         let state = world.kubelet.state();
         assert_eq!(state.resources[GPU].healthy.len(), GPUS.len(), "takeover {time}: {state:#?}");
     }
-    running.settled().await;
+    running.wait_settled().await;
     let tally = load.end().await;
     assert!(tally.rejected.is_empty(), "{connections:?}: {tally:?}");
     assert_eq!((world.kubelet.gaps(GPU), world.kubelet.violations()), (vec![], vec![]), "{connections:?}");
@@ -69,13 +69,13 @@ async fn replaced(connections: Connections, socket: &str) {
     let folder = world.setup.kubelet_socket.parent().unwrap();
     let ids = GPUS.map(|(id, ..)| id.to_owned()).to_vec();
     let other = Predecessor::start(folder, socket, &ids).await;
-    registered(&world.kubelet, 1, GPUS.len()).await;
+    wait_registered(&world.kubelet, 1, GPUS.len()).await;
     let load = world.load(50);
     world.kubelet.wait(|state| state.resources[GPU].calls.allocate > 5).await.unwrap();
     let ours = world.start("pod-1").await;
-    ours.ready().await;
+    ours.wait_ready().await;
     other.end().await;
-    ours.settled().await;
+    ours.wait_settled().await;
     let tally = load.end().await;
     assert!(tally.rejected.is_empty(), "{tally:?}");
     assert_eq!((world.kubelet.gaps(GPU), world.kubelet.violations()), (vec![], vec![]));

@@ -3,9 +3,9 @@
 use linkwise_core::state::HealthRecord;
 
 use super::*;
-use crate::run::health::{file, kept};
+use crate::run::health::{file, wait_kept};
 use crate::run::mig::four_gpus;
-use crate::run::node::{GPU, Node, stranger, unhealthy, uuid};
+use crate::run::node::{GPU, Node, stranger, uuid, wait_unhealthy};
 
 /// The findings on one GPU: status, text and advice of each.
 fn findings_on(report: &Value, gpu: &str) -> Vec<(String, String, String)> {
@@ -30,7 +30,7 @@ async fn running(admin: bool) -> (Node, KubeletBox) {
     let socket = admin.then(|| setup.admin_socket());
     let socket = socket.iter().flat_map(|socket| ["--admin-socket".into(), socket.clone().into_os_string()]);
     let node = setup.arg("--nvml-poll-ms=50").args(socket).start().await;
-    registered(&kubelet, 1, 8).await;
+    wait_registered(&kubelet, 1, 8).await;
     (node, kubelet)
 }
 
@@ -71,18 +71,18 @@ async fn reasons_of_running_linkwise_are_reported() {
     check(&report, &uuid(1, 2), "ok", "Tesla V100", "");
     // The driver reports no recovery action for these GPUs, and only the running linkwise saw their events.
     setup.tell_all(&["xid 2 79", "link 3 0 down"]);
-    unhealthy(&kubelet, &[2, 3]).await;
+    wait_unhealthy(&kubelet, &[2, 3]).await;
     let report = look(setup, &[]).await;
     check(&report, &uuid(1, 2), "failed", "XID 79", "linkwise admin clear");
     check(&report, &uuid(1, 3), "failed", "NVLinks down: 0", "the links active");
     // A reason that both NVML and linkwise report is one finding.
     setup.tell("recovery 4 1");
-    unhealthy(&kubelet, &[2, 3, 4]).await;
+    wait_unhealthy(&kubelet, &[2, 3, 4]).await;
     let report = look(setup, &[]).await;
     check(&report, &uuid(1, 4), "failed", "the driver asks for: GPU reset", "the requested action, after which");
     // After an operator has cleared the GPU, linkwise offers it, and the doctor says so.
     assert_eq!(run(setup.admin(&["clear", &uuid(1, 4)])).await.0, Some(0));
-    unhealthy(&kubelet, &[2, 3]).await;
+    wait_unhealthy(&kubelet, &[2, 3]).await;
     check(&look(setup, &[]).await, &uuid(1, 4), "warning", "linkwise has no reason against the GPU", "cleared it");
     // An unavailable driver changes none of linkwise's reasons.
     setup.tell("init 999");
@@ -97,7 +97,7 @@ async fn health_record_counts_on_same_boot() {
     let (node, _kubelet) = running(false).await;
     let file = file(&node.setup);
     node.setup.tell("xid 2 79");
-    kept(&node.setup, &uuid(1, 2)).await;
+    wait_kept(&node.setup, &uuid(1, 2)).await;
     let mut record: HealthRecord = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
     let report = look(&node.setup, &[]).await;
     found(&report, "gpus", "ok", "linkwise_health.json: used as the health record of this boot");
@@ -152,7 +152,7 @@ async fn plan_that_cannot_be_met_is_named() {
     let shared = "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2, devices: 9}]}}";
     fs::write(&file, format!("version: v1\nlinkwise: {{naming: true}}\n{shared}\n")).unwrap();
     let node = setup.arg("--config-file").arg(file).arg("--admin-socket").arg(socket).start().await;
-    registered(&kubelet, 1, 16).await;
+    wait_registered(&kubelet, 1, 16).await;
     let report = look(&node.setup, &[]).await;
     found(&report, "gpus", "warning", "9 of its devices are to be shared, the node has 8");
     advised(&report, "9 of its devices", "change the configuration");
