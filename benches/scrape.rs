@@ -1,5 +1,5 @@
-//! The time of a scrape with 8 GPUs and 64 pods of two slots: over the port, and of the text alone, with unchanged pods
-//! and right after they changed.
+//! The time of a scrape with 8 GPUs, with 64 pods of two slots or none: over the port, and of the text alone, with
+//! unchanged pods and right after they changed.
 //!
 //! Prints a table and judges nothing; the budget is 2 ms a scrape. Run it with `cargo bench --bench scrape`.
 

@@ -1,5 +1,5 @@
 //! The time of a choice among slots, as GetPreferredAllocation asks a snapshot: with 64 slots on each GPU and with as
-//! many as a resource can have, for requests of any size and both policies.
+//! many as a resource can have, for sampled sizes of requests and both policies.
 //!
 //! Prints a table with the median and the worst size, and judges nothing; the budget is 1 ms for 1024 slots on 16 GPUs.
 //! Run it with `cargo bench --bench slots`.

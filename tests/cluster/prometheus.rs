@@ -193,7 +193,7 @@ fn drawn(header: &[&str], mut rows: Vec<Vec<String>>) -> String {
     rows.iter().map(line).collect()
 }
 
-/// Returns true for series that a node has only while DRA gives out its GPUs: DRA's own, and those about free GPUs.
+/// Returns true for series that this node has only while DRA gives out its GPUs: of DRA, CDI specs and free GPUs.
 fn is_of_dra(text: &str) -> bool {
     ["linkwise_dra_", "linkwise_cdi_", "linkwise_free_collective"].iter().any(|name| text.contains(name))
 }

@@ -29,7 +29,7 @@ async fn order(agent: &mut Agent, task: MigTask) -> Result<Vec<MigUuid>, MigOrde
     result
 }
 
-/// Destroys the instance in a slot if it is this one; returns the GPU's MIG devices by the scan that follows.
+/// Destroys the instance in a slot, if it is `device` (`None`: any); returns the MIG devices by the scan that follows.
 async fn destroy(agent: &mut Agent, slot: MigSlot, device: Option<MigUuid>) -> Vec<MigUuid> {
     assert_eq!(order(agent, MigTask::Destroy(slot, device)).await, Ok(vec![]));
     let (gpus, _) = ready(agent).await;

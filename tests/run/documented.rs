@@ -232,12 +232,12 @@ async fn imex_channels() {
         setup
     };
     let mut text = String::new();
-    for (name, with) in [("none", true), ("optional", false), ("optional", true), ("required", true)] {
+    for (name, has_channel) in [("none", true), ("optional", false), ("optional", true), ("required", true)] {
         let setup = file(cdi_setup(Setup::on("dgx1-v100")), &format!("nvidia/imex-{name}.yaml"))
             .arg("--device-list-strategy=envvar,cdi-cri");
-        let setup = if with { channel(setup) } else { setup };
+        let setup = if has_channel { channel(setup) } else { setup };
         let (_node, kubelet) = offers(setup, &[(GPU, 8)]).await;
-        let (state, given) = (if with { "there" } else { "missing" }, pods(&kubelet, &[(GPU, 1)]).await);
+        let (state, given) = (if has_channel { "there" } else { "missing" }, pods(&kubelet, &[(GPU, 1)]).await);
         write!(text, "{name}, channel {state}:\n{given}").unwrap();
     }
     insta::assert_snapshot!(text);

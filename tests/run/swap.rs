@@ -15,12 +15,12 @@ const SHARED: &str = "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu,
 pub const NVIDIA_SOCKET: &str = "nvidia-gpu.sock";
 
 /// A registered plugin that the kubelet cannot tell from the NVIDIA plugin.
-pub struct Predecessor {
+pub struct OtherPlugin {
     socket: PathBuf,
     plugin: Plugin,
 }
 
-impl Predecessor {
+impl OtherPlugin {
     /// Removes an old socket of this name, serves, and registers: in this order, as the NVIDIA plugin does.
     pub async fn start(folder: &Path, name: &str, ids: &[String]) -> Self {
         let socket = folder.join(name);
@@ -68,7 +68,7 @@ async fn assert_untouched(kubelet: &KubeletBox, pods: &Pods) {
 async fn swapped(setup: Setup, ids: Vec<String>) {
     let kubelet = setup.kubelet();
     let (folder, all) = (setup.at("k"), ids.len());
-    let before = Predecessor::start(&folder, NVIDIA_SOCKET, &ids).await;
+    let before = OtherPlugin::start(&folder, NVIDIA_SOCKET, &ids).await;
     wait_registered(&kubelet, 1, all).await;
     let mut pods = Pods::new();
     pods.insert("first", allocation(&kubelet, "first", GPU, 2).await);
@@ -104,7 +104,7 @@ async fn swapped(setup: Setup, ids: Vec<String>) {
     let setup = node.end().await;
     kubelet.wait(|state| state.resources[GPU].open_streams == 0).await.unwrap();
     assert!(setup.sockets().is_empty());
-    let after = Predecessor::start(&folder, NVIDIA_SOCKET, &ids).await;
+    let after = OtherPlugin::start(&folder, NVIDIA_SOCKET, &ids).await;
     wait_registered(&kubelet, 4, all).await;
     assert_untouched(&kubelet, &pods).await;
     pods.insert("fifth", allocation(&kubelet, "fifth", GPU, 1).await);

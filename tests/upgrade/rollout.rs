@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use linkwise_kubelet_box::Connections;
 
 use crate::cluster::older::older_program;
-use crate::run::swap::{NVIDIA_SOCKET, Predecessor};
+use crate::run::swap::{NVIDIA_SOCKET, OtherPlugin};
 use crate::upgrade::fleet::{GPUS, World};
 use crate::upgrade::node::{GPU, KUBELETS, wait_registered};
 
@@ -68,7 +68,7 @@ async fn replaced(connections: Connections, socket: &str) {
     let world = World::new(connections);
     let folder = world.setup.kubelet_socket.parent().unwrap();
     let ids = GPUS.map(|(id, ..)| id.to_owned()).to_vec();
-    let other = Predecessor::start(folder, socket, &ids).await;
+    let other = OtherPlugin::start(folder, socket, &ids).await;
     wait_registered(&world.kubelet, 1, GPUS.len()).await;
     let load = world.load(50);
     world.kubelet.wait(|state| state.resources[GPU].calls.allocate > 5).await.unwrap();
