@@ -123,7 +123,7 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         let is_early = self.task.is_finished() && !self.shutdown.is_cancelled();
-        assert!(!is_early || std::thread::panicking(), "the task ended before the test");
+        assert!(!is_early || std::thread::panicking(), "the task runs until the test ends");
     }
 }
 

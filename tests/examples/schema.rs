@@ -138,7 +138,7 @@ pub fn schemas() -> Vec<Schema> {
         assert!(!schema.version.is_empty() && schema.licence == "Apache-2.0", "{}", schema.kind);
     }
     let kinds: BTreeSet<(&str, &str)> = schemas.iter().map(|it| (it.api_version.as_str(), it.kind.as_str())).collect();
-    assert_eq!(kinds.len(), schemas.len(), "two schemas of one kind");
+    assert_eq!(kinds.len(), schemas.len(), "one schema for each kind");
     schemas
 }
 
