@@ -31,9 +31,11 @@ const fn mig(name: &'static str, silent: &'static [u32]) -> Call {
     Call { name, scan: &["mig"], poll: &[], silent, mig: true }
 }
 
-/// The tested calls about a GPU, without those that identify it.
-pub const CALLS: [Call; 29] = [
+/// The tested calls about a GPU, without those that identify it and those whose facts node files leave out.
+pub const CALLS: [Call; 31] = [
     call("nvmlDeviceGetName", &["model"], &[]),
+    call("nvmlDeviceGetBrand", &["brand"], &[]),
+    call("nvmlDeviceGetArchitecture", &["architecture"], &[]),
     call("nvmlDeviceGetMinorNumber", &["minor"], &[]),
     call("nvmlDeviceGetAddressingMode", &["addressing_mode"], &[]),
     call("nvmlDeviceGetCudaComputeCapability", &["compute_capability"], &[]),

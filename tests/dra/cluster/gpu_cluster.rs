@@ -1,5 +1,6 @@
 //! Linkwise instead of the GPU part of NVIDIA's DRA driver: under the driver's name, with the variables that the GPU
-//! Operator's GPUCluster sets (v26.7.0, `manifests/state-dra-driver/0500_daemonset.yaml`) and a few that the test needs.
+//! Operator's GPUCluster sets (v26.7.0, `manifests/state-dra-driver/0500_daemonset.yaml`) and a few that the test
+//! needs.
 
 use std::fs;
 use std::os::unix::fs::symlink;
