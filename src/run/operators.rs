@@ -41,7 +41,7 @@ pub(super) async fn serve_operators(path: PathBuf, mut bound: Option<Local>, ord
         tokio::time::sleep(ADMIN_PAUSE).await;
         bound = bind_admin(&path).unwrap_or_else(|error| {
             let why = chain(&error);
-            if failure.is_news(why.clone()) {
+            if failure.begins(why.clone()) {
                 tracing::warn!("{why}; trying again");
             }
             None

@@ -207,7 +207,7 @@ impl Attempts {
         // the server asked for is lengthened by up to half.
         let lengthened = retry_after.saturating_add(retry_after.saturating_sub(shortened(retry_after)));
         let pause = shortened(self.backoff.failed()).max(lengthened);
-        if self.logged.is_news(error.outcome()) {
+        if self.logged.begins(error.outcome()) {
             let (request, error) = (self.request, chain(error));
             tracing::warn!(request, error, again_in = ?pause, "API server request failed, trying again");
         }

@@ -21,13 +21,13 @@ impl<K: Ord> Reported<K> {
         Self::with_bound(Self::MAX_FACTS)
     }
 
-    /// Creates the memory of up to `max_facts` facts, with none reported yet. A fact beyond these is never news.
+    /// Creates the memory of up to `max_facts` facts, with none reported yet. A fact beyond these is never reported.
     pub const fn with_bound(max_facts: usize) -> Self {
         Self { facts: BTreeMap::new(), max_facts }
     }
 
-    /// Notes a fact. Returns true if it is news and should be reported.
-    pub fn is_news(&mut self, key: K) -> bool {
+    /// Notes a fact. Returns true if it begins now, and has to be reported.
+    pub fn begins(&mut self, key: K) -> bool {
         if let Some(repeated) = self.facts.get_mut(&key) {
             *repeated = repeated.saturating_add(1);
             return false;
@@ -35,7 +35,7 @@ impl<K: Ord> Reported<K> {
         self.facts.len() < self.max_facts && self.facts.insert(key, 0).is_none()
     }
 
-    /// Forgets the facts for which `lasts` returns false; such a fact is news when it begins again. Returns the number
+    /// Forgets the facts for which `lasts` returns false; such a fact is reported when it begins again. Returns the number
     /// of unreported repetitions of the forgotten facts.
     pub fn retain(&mut self, mut lasts: impl FnMut(&K) -> bool) -> u64 {
         let mut unreported: u64 = 0;
@@ -54,14 +54,14 @@ impl<K: Ord> Reported<K> {
         self.retain(|_| false)
     }
 
-    /// Notes that exactly these facts are true now. Returns those that are news, in order, and forgets the others.
+    /// Notes that exactly these facts are true now. Returns those that begin now, in order, and forgets the others.
     pub fn replace(&mut self, facts: impl IntoIterator<Item = K>) -> alloc::vec::Vec<K>
     where
         K: Clone,
     {
         let facts: alloc::collections::BTreeSet<K> = facts.into_iter().collect();
         self.retain(|key| facts.contains(key));
-        facts.into_iter().filter(|key| self.is_news(key.clone())).collect()
+        facts.into_iter().filter(|key| self.begins(key.clone())).collect()
     }
 }
 
@@ -76,15 +76,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_fact_is_news_once_until_it_is_over() {
+    fn fact_begins_once_until_it_is_over() {
         let mut once = Reported::with_bound(2);
-        assert!(once.is_news("a") && !once.is_news("a") && !once.is_news("a"));
-        assert!(once.is_news("b"));
-        assert!(!once.is_news("c"), "beyond the bound");
+        assert!(once.begins("a") && !once.begins("a") && !once.begins("a"));
+        assert!(once.begins("b"));
+        assert!(!once.begins("c"), "beyond the bound");
         assert_eq!(once.retain(|key| *key != "a"), 2);
-        assert!(once.is_news("a") && !once.is_news("b"));
+        assert!(once.begins("a") && !once.begins("b"));
         assert_eq!(once.clear(), 1);
-        assert!(once.is_news("b"));
+        assert!(once.begins("b"));
     }
 
     #[test]

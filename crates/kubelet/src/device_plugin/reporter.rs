@@ -39,7 +39,7 @@ impl Reporter {
         let (resource, report) = (&self.resource, Arc::new(report));
         self.sources.metrics.chosen(resource, &report, elapsed, narrowed);
         (self.sources.chosen)(resource, &report, narrowed);
-        let is_news = |reason| lock(&self.fallbacks).is_news(reason);
+        let is_news = |reason| lock(&self.fallbacks).begins(reason);
         match report.fallback {
             Some(reason) if is_news(reason) => {
                 tracing::warn!(%resource, %report, "preferred in sorted order; later ones are logged at debug level");

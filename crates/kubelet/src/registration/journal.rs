@@ -31,10 +31,10 @@ impl Journal {
     }
 
     /// Returns true for the first event with this text since the plugin last served, and for a user's first refusal.
-    fn is_news<P: LifePhase>(&self, event: &Life<P>) -> bool {
+    fn begins<P: LifePhase>(&self, event: &Life<P>) -> bool {
         match event {
-            Life::Refused(Refusal::Caller(Peer { uid, .. })) => lock(&self.refused_users).is_news(*uid),
-            trouble => lock(&self.troubles).is_news(format!("{trouble:?}")),
+            Life::Refused(Refusal::Caller(Peer { uid, .. })) => lock(&self.refused_users).begins(*uid),
+            trouble => lock(&self.troubles).begins(format!("{trouble:?}")),
         }
     }
 
@@ -47,7 +47,7 @@ impl Journal {
         match event {
             Life::Phase(phase) => self.entered(*phase),
             Life::Rpc(Rpc { method, code, elapsed }) => tracing::debug!(%plugin, method, code, ?elapsed, "rpc"),
-            _ if !self.is_news(event) => tracing::debug!(%plugin, ?event, "repeated event"),
+            _ if !self.begins(event) => tracing::debug!(%plugin, ?event, "repeated event"),
             Life::Waiting(why) => tracing::warn!(%plugin, why, "waiting for the kubelet"),
             Life::Registered(Ok(())) => tracing::info!(%plugin, "registered"),
             Life::Registered(Err(error)) => tracing::warn!(%plugin, error, "cannot register with the kubelet"),
@@ -91,19 +91,19 @@ mod tests {
     #[test]
     fn troubles_are_news_again_once_it_has_served() {
         let (journal, why) = (journal(), || "a".to_owned());
-        assert!(journal.is_news(&ended(why())) && journal.is_news(&Life::<Phase>::Waiting(why())));
-        assert!(!journal.is_news(&ended(why())));
+        assert!(journal.begins(&ended(why())) && journal.begins(&Life::<Phase>::Waiting(why())));
+        assert!(!journal.begins(&ended(why())));
         journal.note(&Life::Phase(Phase::Serving));
-        assert!(journal.is_news(&ended(why())));
+        assert!(journal.begins(&ended(why())));
     }
 
     #[test]
     fn strangers_fill_neither_log_nor_memory() {
         let journal = journal();
         let refused = |uid| Life::<Phase>::Refused(Refusal::Caller(Peer { uid, pid: None }));
-        let logged = (0..10_000).filter(|uid| journal.is_news(&refused(*uid))).count();
+        let logged = (0..10_000).filter(|uid| journal.begins(&refused(*uid))).count();
         assert_eq!(logged, MAX_REMEMBERED);
-        let logged = (0..10_000).filter(|number: &u32| journal.is_news(&ended(number.to_string()))).count();
+        let logged = (0..10_000).filter(|number: &u32| journal.begins(&ended(number.to_string()))).count();
         assert_eq!(logged, MAX_REMEMBERED);
     }
 }

@@ -263,7 +263,7 @@ impl DriverMachine {
         let is_due = |due: Option<Duration>| due.is_some_and(|at| at <= now);
         if self.has_room() {
             self.stuck.clear();
-        } else if self.stuck.is_news(()) {
+        } else if self.stuck.begins(()) {
             tracing::error!(
                 agents = self.unended(),
                 "killed NVML agents are stuck in the kernel, none starts until one ends; reboot the node if this lasts"
