@@ -30,7 +30,8 @@ impl Journal {
         Self { plugin, readiness, troubles, refused_users }
     }
 
-    /// Returns true for the first event with this text since the plugin last served, and for a user's first refusal.
+    /// Notes an event. Returns true for the first one of its text since the plugin last served, and for a user's first
+    /// refusal.
     fn begins<P: LifePhase>(&self, event: &Life<P>) -> bool {
         match event {
             Life::Refused(Refusal::Caller(Peer { uid, .. })) => lock(&self.refused_users).begins(*uid),
