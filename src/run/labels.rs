@@ -1,7 +1,7 @@
 //! The node's labels while linkwise runs: made from each snapshot, sent to their publishers, written to the file that
 //! NFD reads.
 //!
-//! A task of `linkwise run`, and with `labels_program` a process of its own. If NVML is unavailable, if a MIG layout is
+//! A task of `linkwise run`, and of a process of its own (`labels_program`). If NVML is unavailable, if a MIG layout is
 //! being changed, or if a file cannot be written, the previous labels stay. No other part waits for these tasks.
 
 use std::collections::BTreeMap;
@@ -140,7 +140,7 @@ impl LabelSource {
                 }
                 tokio::select! {
                     changed = self.snapshot.changed() => changed.context("the node's state is gone")?,
-                    changed = self.idle.changed() => changed.context("the NVML driver is gone")?,
+                    changed = self.idle.changed() => changed.context("the driver's task is gone")?,
                     () = &mut read_again => break,
                 }
             }
@@ -244,7 +244,7 @@ mod tests {
     use super::*;
     use linkwise_core::state::{Event, NumaHints, Timestamp};
 
-    /// A source of this machine, and its channels.
+    /// The channels of a running source.
     struct World {
         snapshots: watch::Sender<Arc<NodeState>>,
         _idle: watch::Sender<Idle>,

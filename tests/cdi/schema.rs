@@ -114,7 +114,7 @@ pub fn check(text: &str) -> Vec<String> {
         for hook in &edits.hooks {
             must(HOOKS.contains(&hook.hook_name.as_str()), format!("hook {}", hook.hook_name));
             must(absolute(&hook.path), format!("hook {}", hook.path));
-            must(!hook.args.is_empty(), format!("hook {} has no name of its own", hook.path));
+            must(!hook.args.is_empty(), format!("hook {} has no argv[0]", hook.path));
         }
     }
     // The version must be the lowest that has every feature in use, by the CDI project's table.

@@ -14,7 +14,7 @@ const GPU: &str = "nvidia.com/gpu";
 const FABRIC: &str = "linkwise.dev/nvlink-fabric";
 const HOST: &str = "kubernetes.io/hostname";
 
-/// The labels of linkwise and their possible values; `None` allows any number.
+/// The labels that the examples use and their possible values; `None` allows any number.
 const LABELS: [(&str, Option<&[&str]>); 5] = [
     (FABRIC, Some(&[])),
     (
@@ -39,11 +39,11 @@ fn checked(text: &str) -> Result<Vec<Value>, String> {
     let objects = documents.collect::<Result<Vec<_>, _>>().map_err(|error| error.to_string())?;
     let schemas = of_parts(&fs::read_to_string(repository("tests/chart/schemas.yaml")).unwrap());
     for object in &objects {
-        fields_hold(&schemas, object)?;
+        check_fields(&schemas, object)?;
     }
     for object in &objects {
-        let checked = object_holds(&schemas, object, &objects).and_then(|()| {
-            pods(object).into_iter().try_for_each(|(pod, metadata)| pod_holds(pod, metadata, object, &objects))
+        let checked = check_object(&schemas, object, &objects).and_then(|()| {
+            pods(object).into_iter().try_for_each(|(pod, metadata)| check_pod(pod, metadata, object, &objects))
         });
         checked.map_err(|error| format!("{}: {error}", name(object)))?;
     }
@@ -51,7 +51,7 @@ fn checked(text: &str) -> Result<Vec<Value>, String> {
 }
 
 /// Checks that an object has the fields of its kind's schema, and no others.
-fn fields_hold(schemas: &[Schema], object: &Value) -> Result<(), String> {
+fn check_fields(schemas: &[Schema], object: &Value) -> Result<(), String> {
     let (version, kind) = (text(&object["apiVersion"]), text(&object["kind"]));
     let schema = schemas.iter().find(|schema| (schema.api_version.as_str(), schema.kind.as_str()) == (version, kind));
     let schema = schema.ok_or_else(|| format!("no schema for {kind} of {version}"))?;
@@ -106,24 +106,24 @@ fn check(holds: bool, why: impl Into<String>) -> Result<(), String> {
     if holds { Ok(()) } else { Err(why.into()) }
 }
 
-/// Checks that a label of linkwise is one that it writes, with a possible value.
-fn label_holds(key: &str, value: Option<&str>) -> Result<(), String> {
+/// Checks that a label of linkwise is in [`LABELS`], with a possible value.
+fn check_label(key: &str, value: Option<&str>) -> Result<(), String> {
     if !key.starts_with("linkwise.dev/") {
         return Ok(());
     }
     let Some((_, values)) = LABELS.iter().find(|(label, _)| *label == key) else {
-        return Err(format!("linkwise writes no label {key}"));
+        return Err(format!("{key} is not in LABELS"));
     };
     let Some(value) = value else { return Ok(()) };
     let known = values.map_or_else(|| value.parse::<u32>().is_ok(), |values| values.contains(&value));
     check(known, format!("{key} is never {value}"))
 }
 
-fn selector_holds(labels: &Value) -> Result<(), String> {
-    entries(labels).try_for_each(|(key, value)| label_holds(key, Some(value)))
+fn check_selector(labels: &Value) -> Result<(), String> {
+    entries(labels).try_for_each(|(key, value)| check_label(key, Some(value)))
 }
 
-fn expression_holds(expression: &Value) -> Result<(), String> {
+fn check_expression(expression: &Value) -> Result<(), String> {
     let (key, values) = (text(&expression["key"]), texts(expression, "/values"));
     match text(&expression["operator"]) {
         "Gt" | "Lt" => {
@@ -133,31 +133,31 @@ fn expression_holds(expression: &Value) -> Result<(), String> {
         "Exists" | "DoesNotExist" => check(values.is_empty(), "Exists has no values")?,
         _ => check(!values.is_empty(), "In needs values")?,
     }
-    values.iter().try_for_each(|value| label_holds(key, Some(value)))?;
-    label_holds(key, None)
+    values.iter().try_for_each(|value| check_label(key, Some(value)))?;
+    check_label(key, None)
 }
 
 /// Checks that the levels of a topology occur once each, the node last.
-fn levels_hold(levels: &[&Value]) -> Result<(), String> {
+fn check_levels(levels: &[&Value]) -> Result<(), String> {
     let levels: Vec<&str> = levels.iter().map(|level| text(&level["nodeLabel"])).collect();
     check(levels.iter().collect::<BTreeSet<_>>().len() == levels.len(), "a level twice")?;
     let host = levels.iter().position(|level| *level == HOST);
     check(host.is_none_or(|place| place + 1 == levels.len()), format!("{HOST} is not the lowest level"))?;
-    levels.iter().try_for_each(|level| label_holds(level, None))
+    levels.iter().try_for_each(|level| check_label(level, None))
 }
 
-fn object_holds(schemas: &[Schema], object: &Value, all: &[Value]) -> Result<(), String> {
+fn check_object(schemas: &[Schema], object: &Value, all: &[Value]) -> Result<(), String> {
     check(!name(object).is_empty(), "no name")?;
     let spec = &object["spec"];
     match (text(&object["apiVersion"]), text(&object["kind"])) {
-        (_, "Topology") => levels_hold(&list(spec, "/levels")),
+        (_, "Topology") => check_levels(&list(spec, "/levels")),
         (_, "ResourceFlavor") => {
             let (labels, topology) =
                 (spec["nodeLabels"].as_object().map_or(0, |labels| labels.len()), &spec["topologyName"]);
             check(labels <= 8, "at most 8 node labels")?;
             check(topology.is_null() || labels > 0, "a topology needs a node label")?;
             check(topology.is_null() || is_there(all, "Topology", topology), "no such Topology")?;
-            selector_holds(&spec["nodeLabels"])
+            check_selector(&spec["nodeLabels"])
         }
         (_, "NodeReadinessRule") => {
             let name = text(&spec["taint"]["key"]).strip_prefix("readiness.k8s.io/").unwrap_or_default();
@@ -174,7 +174,7 @@ fn object_holds(schemas: &[Schema], object: &Value, all: &[Value]) -> Result<(),
                     let quotas: Vec<&str> = resources.iter().map(|resource| text(&resource["name"])).collect();
                     let covered = texts(group, "/coveredResources");
                     check(quotas == covered, "the quotas are not those of coveredResources, in their order")?;
-                    resources.iter().try_for_each(|resource| quantity_holds(&resource["nominalQuota"]))?;
+                    resources.iter().try_for_each(|resource| check_quantity(&resource["nominalQuota"]))?;
                 }
             }
             Ok(())
@@ -194,14 +194,14 @@ fn object_holds(schemas: &[Schema], object: &Value, all: &[Value]) -> Result<(),
                     let is_level =
                         |level: &&Value| level.as_object().is_some_and(|level| level.keys().eq(["nodeLabel"]));
                     check((1..=16).contains(&levels.len()) && levels.iter().all(is_level), "1 to 16 levels")?;
-                    levels_hold(&levels)?;
+                    check_levels(&levels)?;
                 }
             }
             Ok(())
         }
         (_, "PodGroup") => {
             let keys = list(spec, "/schedulingConstraints/topology").into_iter().map(|topology| text(&topology["key"]));
-            keys.into_iter().try_for_each(|key| label_holds(key, None))?;
+            keys.into_iter().try_for_each(|key| check_label(key, None))?;
             let gangs = all.iter().filter(|job| job.pointer("/spec/template/spec/schedulingGroup").is_some());
             let pods: u64 = gangs.map(|job| number(&job["spec"]["parallelism"])).sum();
             check(number(&spec["schedulingPolicy"]["gang"]["minCount"]) <= pods, "minCount is more than the pods")
@@ -236,7 +236,7 @@ fn object_holds(schemas: &[Schema], object: &Value, all: &[Value]) -> Result<(),
     }
 }
 
-fn quantity_holds(quantity: &Value) -> Result<(), String> {
+fn check_quantity(quantity: &Value) -> Result<(), String> {
     let Some(text) = quantity.as_str() else { return Ok(()) };
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let suffix = text.strip_prefix(digits).unwrap_or_default();
@@ -249,7 +249,7 @@ fn gpus(container: &Value) -> u64 {
     number(&container["resources"]["limits"][GPU])
 }
 
-fn pod_holds(pod: &Value, metadata: &Value, owner: &Value, all: &[Value]) -> Result<(), String> {
+fn check_pod(pod: &Value, metadata: &Value, owner: &Value, all: &[Value]) -> Result<(), String> {
     let knative = owner["apiVersion"] == "serving.knative.dev/v1";
     check(knative || pod["containerConcurrency"].is_null(), "containerConcurrency is Knative's")?;
     let (containers, claims) = (list(pod, "/containers"), list(pod, "/resourceClaims"));
@@ -257,7 +257,7 @@ fn pod_holds(pod: &Value, metadata: &Value, owner: &Value, all: &[Value]) -> Res
         check(knative || container["name"].is_string(), "a container without a name")?;
         let resources = &container["resources"];
         for quantities in [&resources["requests"], &resources["limits"]] {
-            quantities.as_object().into_iter().flatten().try_for_each(|(_, quantity)| quantity_holds(quantity))?;
+            quantities.as_object().into_iter().flatten().try_for_each(|(_, quantity)| check_quantity(quantity))?;
         }
         check(resources["requests"][GPU].is_null(), format!("{GPU} belongs into the limits"))?;
         let limit = &resources["limits"][GPU];
@@ -272,14 +272,14 @@ fn pod_holds(pod: &Value, metadata: &Value, owner: &Value, all: &[Value]) -> Res
         let known = is_there(all, "ResourceClaimTemplate", template);
         check(known, format!("no ResourceClaimTemplate {}", text(template)))?;
     }
-    selector_holds(&pod["nodeSelector"])?;
+    check_selector(&pod["nodeSelector"])?;
     let terms = list(pod, "/affinity/nodeAffinity/requiredDuringSchedulingIgnoredDuringExecution/nodeSelectorTerms");
     let preferred = list(pod, "/affinity/nodeAffinity/preferredDuringSchedulingIgnoredDuringExecution");
     let terms = terms.into_iter().chain(preferred.into_iter().map(|preferred| &preferred["preference"]));
-    terms.flat_map(|term| list(term, "/matchExpressions")).try_for_each(expression_holds)?;
+    terms.flat_map(|term| list(term, "/matchExpressions")).try_for_each(check_expression)?;
     for preferred in list(pod, "/affinity/podAffinity/preferredDuringSchedulingIgnoredDuringExecution") {
         let term = &preferred["podAffinityTerm"];
-        label_holds(text(&term["topologyKey"]), None)?;
+        check_label(text(&term["topologyKey"]), None)?;
         let mut wanted = entries(&term["labelSelector"]["matchLabels"]);
         check(wanted.all(|(key, value)| metadata["labels"][key] == value), "pods that are not the job's own")?;
     }
@@ -309,9 +309,9 @@ fn examples_satisfy_their_schemas_and_rules() {
         let objects = checked(&fs::read_to_string(file).unwrap()).unwrap_or_else(|error| panic!("{name}: {error}"));
         let containers = objects.iter().flat_map(pods).flat_map(|(pod, _)| list(pod, "/containers"));
         let asked: u64 = containers.map(gpus).sum();
-        let asks_otherwise =
+        let needs_no_limit =
             |object: &Value| ["ResourceClaimTemplate", "NodeReadinessRule"].contains(&text(&object["kind"]));
-        assert!(asked > 0 || objects.iter().any(asks_otherwise), "{name} asks for no GPU");
+        assert!(asked > 0 || objects.iter().any(needs_no_limit), "{name} asks for no GPU");
         let readme = fs::read_to_string(repository("manifests/examples/README.md")).unwrap();
         assert!(readme.contains(&format!("`{name}`")), "README.md lacks {name}");
     }
@@ -323,7 +323,7 @@ fn schemas_and_rules_refuse_invalid_examples() {
     for (file, from, to, message) in [
         ("kueue.yaml", "topologyName", "topology", "spec.topology: unknown"),
         ("kueue.yaml", "v1beta2\nkind: Topology", "v1\nkind: Topology", "no schema for Topology of kueue.x-k8s.io/v1"),
-        ("kueue.yaml", "nodeLabel: linkwise.dev/nvlink-fabric", "nodeLabel: linkwise.dev/nvlink", "writes no label"),
+        ("kueue.yaml", "nodeLabel: linkwise.dev/nvlink-fabric", "nodeLabel: linkwise.dev/nvlink", "is not in LABELS"),
         ("kueue.yaml", "gpu.link: nvswitch", "gpu.link: NVSwitch", "linkwise.dev/gpu.link is never NVSwitch"),
         ("kueue.yaml", "topologyName: nvlink", "topologyName: rack", "no such Topology"),
         ("kueue.yaml", "queue-name: gpus", "queue-name: all", "no LocalQueue all"),

@@ -55,7 +55,7 @@ fn impossible_plan_is_withheld_and_named() {
         ),
         (
             slicing(vec![slices("nvidia.com/mig-1g.10gb", u32::MAX)]),
-            "nvidia.com/mig-1g.10gb would have 34359738360 slots, at most 16384 are possible; each device has 2048",
+            "nvidia.com/mig-1g.10gb would have 34359738360 slots, at most 16384 are possible; each device gets 2048",
             16_390,
         ),
         (

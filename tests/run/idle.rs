@@ -29,7 +29,7 @@ async fn idle_tegra_node_is_named() {
     node.ready(200, "this is a Tegra, whose integrated GPU needs the NVIDIA device plugin").await;
 }
 
-/// linkwise ends, because a new container may see the GPU.
+/// linkwise ends, because a new container may see the GPU. With `--fail-on-init-error=false` it waits.
 #[tokio::test]
 async fn gpu_on_the_bus_unlisted_by_nvml_ends_the_process() {
     for option in ["--nvml-grace-ms=300", "--fail-on-init-error=true"] {

@@ -92,7 +92,7 @@ async fn swapped(setup: Setup, ids: Vec<String>) {
     assert!(pods["third"].envs["NVIDIA_VISIBLE_DEVICES"].contains(&given.envs["NVIDIA_VISIBLE_DEVICES"]));
     // Every device is held, so that none could be given twice.
     assert!(kubelet.admit(&Pod::single("late", GPU, 1), None).await.is_err());
-    // A restart of the kubelet between the two changes nothing.
+    // A restart of the kubelet between the two swaps changes nothing.
     kubelet.restart(Restart::Kubelet).await.unwrap();
     wait_registered(&kubelet, 3, all).await;
     assert_untouched(&kubelet, &pods).await;

@@ -28,8 +28,8 @@ async fn each_pod_is_changed_whole_or_left_alone() {
         let (without, with) = (created(&server, OFF, &pod), created(&server, ON, &pod));
         // Without templates the policy changes nothing.
         assert_eq!(created(&server, EMPTY, &pod), without, "{name}");
-        let outcome = |with: &Result<Value, String>, lists: bool| match (&without, with) {
-            (Ok(before), Ok(after)) => match rules::changed(before, after, lists).as_slice() {
+        let outcome = |with: &Result<Value, String>, has_alternatives: bool| match (&without, with) {
+            (Ok(before), Ok(after)) => match rules::changed(before, after, has_alternatives).as_slice() {
                 [] => json!("same"),
                 places => json!({ "claims": places }),
             },

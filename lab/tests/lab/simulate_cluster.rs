@@ -11,7 +11,7 @@ fn simulate(args: &[&str]) -> Command {
     lab(&[&["simulate"], args].concat())
 }
 
-/// The standard output of a simulation. Standard error is not a terminal and stays empty.
+/// The standard output of a simulation. Standard error stays empty.
 fn printed(args: &[&str]) -> String {
     stdout(&mut simulate(args))
 }
@@ -62,7 +62,7 @@ fn page_explains_every_figure() {
 }
 
 #[test]
-fn documented_rails_are_those_of_the_trace() {
+fn page_has_the_figures_of_rails() {
     let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/traces/pods.csv");
     let doors = ["--trace", trace, "--door", "plugin,plugin-rails,dra-rails"];
     let page = include_str!("../../../docs/scale.md");
@@ -178,7 +178,6 @@ fn bad_input_is_refused_by_name() {
     }
 }
 
-/// docs/schedulers.md has a table that compares exact claims with other claims.
 #[test]
 fn page_has_the_figures_of_exact_claims() {
     let page = include_str!("../../../docs/schedulers.md");

@@ -74,7 +74,6 @@ impl Writing {
         self.pool.send_replace(Some(pool));
     }
 
-    /// Waits until the writer's report meets the condition.
     pub async fn wait_report(&mut self, condition: impl Fn(&StoredPool) -> bool) -> StoredPool {
         let report = tokio::time::timeout(Duration::from_secs(60), self.stored.wait_for(condition)).await;
         report.unwrap_or_else(|_| panic!("the condition is not met in time")).unwrap().clone()

@@ -30,7 +30,6 @@ pub struct Node {
     pub devices: Vec<String>,
 }
 
-/// All built-in machines.
 pub fn nodes() -> impl Iterator<Item = Node> {
     machines::built_in().map(|machine| node(machine.name))
 }

@@ -31,7 +31,7 @@ pub enum PlanProblem {
     #[error("{0}: replicas is {1}, at least 2 are needed; it is not offered")]
     TooFewReplicas(ResourceName, u32),
     /// More slots than the kubelet's API carries; the last number is what each device gets.
-    #[error("{0} would have {1} slots, at most {MAX_SLOTS} are possible; each device has {2}")]
+    #[error("{0} would have {1} slots, at most {MAX_SLOTS} are possible; each device gets {2}")]
     TooManySlots(ResourceName, u64, u32),
     /// The plan shares more devices than the node has.
     #[error("{0}: {1} of its devices are to be shared, the node has {2}; these are shared")]

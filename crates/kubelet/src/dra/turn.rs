@@ -64,7 +64,9 @@ impl Shared {
 pub(super) struct ManagerTask {
     pub shared: Shared,
     pub ledger: LedgerLink,
+    /// The right, published while the manager serves.
     pub lock: watch::Sender<Option<ClaimsLock>>,
+    /// The right, while this process has it.
     pub turn: watch::Receiver<Option<Right>>,
 }
 

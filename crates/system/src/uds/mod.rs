@@ -127,8 +127,7 @@ impl Listener {
     }
 }
 
-/// Listens at `path`, at which no file may exist. Must be called within a tokio runtime. Fails with `AlreadyExists` if
-/// there is a file of any kind.
+/// Listens at `path`. Must be called within a tokio runtime. Fails with `AlreadyExists` if a file of any kind is there.
 pub fn listen(path: &Path, callers: Callers) -> io::Result<(SocketFile, Listener)> {
     // The path that is bound below may be shorter: this refuses a `path` that no client could connect to.
     SockAddr::unix(path)?;
