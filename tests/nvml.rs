@@ -165,9 +165,9 @@ fn written() -> Vec<GpuObservation> {
         observed: NodeObservation,
     }
     let text = std::fs::read_to_string(machine_file()).unwrap();
+    // Only the fake library reads `serial`.
     let file: File = serde_saphyr::from_str(&text.replace("serial: \"1654223000123\"", "")).unwrap();
     let mut gpus = file.observed.gpus;
-    // Node files lack these fields.
     gpus[0].serial = Some("1654223000123".to_owned());
     gpus.iter_mut().for_each(|gpu| gpu.pcie_width_now = gpu.pcie.map(|link| link.width));
     gpus
@@ -230,8 +230,8 @@ async fn nvlink_peer_of_unknown_kind_is_known_by_address() {
     let machine = machine();
     machine.tell("fail 1 nvmlDeviceGetNvLinkRemoteDeviceType 999");
     let (gpus, _) = ready(&mut machine.agent()).await;
-    let to_own = NvLinkObservation { links: vec![0, 1], remote: NvLinkRemote::Gpu(written()[0].pci), active: true };
-    assert_eq!(gpus[1].nvlinks.as_ref().unwrap()[0], to_own);
+    let to_gpu_0 = NvLinkObservation { links: vec![0, 1], remote: NvLinkRemote::Gpu(written()[0].pci), active: true };
+    assert_eq!(gpus[1].nvlinks.as_ref().unwrap()[0], to_gpu_0);
 }
 
 #[tokio::test]

@@ -89,8 +89,7 @@ impl<'a> Inputs<'a> {
 
 /// Starts DRA in a node. Without a client of the API server no slices are written, and no new claim is prepared. If
 /// GPUs go through the device plugin, the parts of DRA do not count for readiness, and the node's slices are emptied
-/// while the kubelet has the plugin registered; without the registration the kubelet deletes them. Returns the plugin,
-/// which knows whether it answers.
+/// while the kubelet has the plugin registered; without the registration the kubelet deletes them. Returns the plugin.
 pub(super) fn spawn_in(node: &mut Node, inputs: Inputs<'_>, api: Option<&ApiServer>) -> dra::Plugin {
     let Inputs { settings, pool: empty, plugin, handover, has_metrics } = inputs;
     let serves = plugin.serves;
@@ -112,9 +111,9 @@ pub(super) fn spawn_in(node: &mut Node, inputs: Inputs<'_>, api: Option<&ApiServ
         } else {
             let name = empty.node.clone();
             // The writer would end early if its sender were dropped before it.
-            let report = (pool.subscribe(), watch::Sender::default());
+            let channels = (pool.subscribe(), watch::Sender::default());
             pool.send_replace(Some(Arc::new(empty)));
-            let writing = write_slices(api.another(), name, report, &plugin, node.shutdown());
+            let writing = write_slices(api.another(), name, channels, &plugin, node.shutdown());
             node.spawn_until_done("writer of slices", async move {
                 writing.await;
                 drop(pool);

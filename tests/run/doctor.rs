@@ -456,7 +456,7 @@ async fn gpu_faults_are_reported_by_gpu() {
 }
 
 #[tokio::test]
-async fn driver_facts_warn_but_missing_count_fails() {
+async fn failed_driver_call_warns_unless_it_counts_the_gpus() {
     for (fault, status) in [("nvmlEventSetCreate", "warning"), ("nvmlDeviceGetCount_v2", "failed")] {
         let (setup, _kubelet) = with_host(Setup::on("dgx1-v100"));
         let report = look(&setup.env("FAKE_NVML_FAIL", &format!("*:{fault}:999")), &[]).await;

@@ -1,4 +1,4 @@
-//! The faults: the calls that each may fail, its beginning, the sign that it was noticed, and its end.
+//! The faults: the calls that may fail during each, its beginning, the sign that it was noticed, and its end.
 
 use linkwise_api_server_box::{Answer, Fault as Refused};
 use linkwise_kubelet_box::Fault as BoxFault;

@@ -198,8 +198,8 @@ fn cut(text: &str, max: usize) -> &str {
 /// The most events in a row: enough for a node whose GPUs are all held by pods with two each, and some more.
 const MAX_BURST: u32 = 10;
 
-/// The time between two events after such a burst. A thousand nodes whose jobs all end and begin within a minute write
-/// 17 events a second together.
+/// The time between two events after such a burst. A thousand nodes whose jobs end and begin all the time write 17
+/// events a second.
 const EVENT_INTERVAL: Duration = Duration::from_secs(60);
 
 /// A token bucket, as the time at which it is full again. Each event adds [`EVENT_INTERVAL`] to this time.

@@ -8,8 +8,8 @@ const BINARY: [&str; 7] = ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"];
 const DECIMAL: [&str; 10] = ["n", "u", "m", "", "k", "M", "G", "T", "P", "E"];
 
 impl Quantity {
-    /// Reads a quantity; parts of a billionth are rounded up. `None` if the text is not a quantity, or has a form that
-    /// is not modelled (exponents, more than nine decimals).
+    /// Reads a quantity; parts of a billionth are rounded away from zero. `None` if the text is no quantity, or has a
+    /// form that is not modelled (exponents, more than nine decimals).
     pub fn parse(text: &str) -> Option<Self> {
         let end = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
         let (number, suffix) = text.split_at(end);

@@ -50,7 +50,7 @@ async fn sick_gpu_of_a_claim_shows_in_the_pods_status() {
 }
 
 #[tokio::test]
-async fn kubelet_that_reads_v1_gets_the_same_health() {
+async fn kubelet_with_v1_health_stream_gets_the_same_health() {
     let mut node = Node::new();
     node.start();
     let mut options = node.kubelet_options();

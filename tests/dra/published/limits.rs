@@ -92,7 +92,7 @@ pub fn slices(devices: Vec<SliceDevice>) -> Vec<serde_json::Value> {
     slices
 }
 
-fn all_kinds_of_reasons() -> Vec<UnhealthyReason> {
+fn reasons_for_three_taints() -> Vec<UnhealthyReason> {
     vec![
         UnhealthyReason::Xid { code: 79, instance: None },
         UnhealthyReason::Xid { code: u64::MAX, instance: None },
@@ -109,7 +109,7 @@ fn every_machine_is_within_the_limits() {
         let observed = machines::load(machine.name).unwrap().observed;
         for observed in [observed.clone(), with_all_facts(observed.clone()), cut_into_mig(with_all_facts(observed), 7)]
         {
-            for reasons in [vec![], all_kinds_of_reasons()] {
+            for reasons in [vec![], reasons_for_three_taints()] {
                 let devices = published(&observed, &reasons);
                 assert!(!devices.is_empty(), "{}", machine.name);
                 assert_eq!(devices.iter().all(|device| device.taints.len() == 3), !reasons.is_empty());
@@ -134,7 +134,7 @@ fn slices_of_eight_gpus_are_small() {
 fn slices_are_as_few_as_taints_allow() {
     let sixteen = cut_into_mig(machines::load("dgx2-v100").unwrap().observed, 7);
     assert_eq!(slices(published(&sixteen, &[])).len(), 1, "112 devices without taints");
-    let sick = published(&sixteen, &all_kinds_of_reasons());
+    let sick = published(&sixteen, &reasons_for_three_taints());
     assert_eq!(slices(sick.clone()).len(), 2, "64 and 48 devices with taints");
     let many = |count: usize| -> Vec<SliceDevice> {
         (0..count).map(|number| SliceDevice { name: format!("gpu-{number}"), ..SliceDevice::default() }).collect()

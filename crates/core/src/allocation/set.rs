@@ -102,9 +102,9 @@ pub(crate) fn components(gpus: usize, joined: impl Fn(usize, usize) -> bool) -> 
     let mut parts: Vec<GpuSet> = Vec::new();
     for gpu in 0..gpus {
         let near: GpuSet = (0..gpu).filter(|other| joined(gpu, *other)).collect();
-        let (joined, apart): (Vec<_>, Vec<_>) = parts.into_iter().partition(|part| !part.intersection(near).is_empty());
+        let (linked, apart): (Vec<_>, Vec<_>) = parts.into_iter().partition(|part| !part.intersection(near).is_empty());
         parts = apart;
-        parts.push(joined.into_iter().fold(GpuSet::of(gpu), GpuSet::union));
+        parts.push(linked.into_iter().fold(GpuSet::of(gpu), GpuSet::union));
     }
     parts.sort_by_key(|part| part.lowest());
     parts

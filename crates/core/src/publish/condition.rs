@@ -29,11 +29,11 @@ impl Condition {
     /// Makes the condition of a node from its view. `expected` healthy GPUs are enough; without `expected`, all GPUs of
     /// the node have to be healthy. A cordoned GPU counts as healthy, because its operator wants it so.
     pub fn of(view: &NodeView, expected: Option<usize>) -> Self {
-        // A GPU that is in use under another name or through the other door is not sick.
-        let in_use = ["held_elsewhere", "claimed", "holders_unknown", "withdrawn", "cordoned"];
+        // A GPU that is cordoned, or in use under another name or through the other door, is not sick.
+        let not_sick = ["held_elsewhere", "claimed", "holders_unknown", "withdrawn", "cordoned"];
         let is_sick = |gpu: &&GpuView| {
             !gpu.healthy
-                && (gpu.reasons.is_empty() || gpu.reasons.iter().any(|reason| !in_use.contains(&&*reason.kind)))
+                && (gpu.reasons.is_empty() || gpu.reasons.iter().any(|reason| !not_sick.contains(&&*reason.kind)))
         };
         let sick: Vec<&str> = view.gpus.iter().filter(is_sick).map(|gpu| gpu.pci.as_str()).collect();
         let healthy = view.gpus.len() - sick.len();

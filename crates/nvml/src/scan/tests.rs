@@ -84,7 +84,7 @@ fn observed(scan: &NodeScan) -> (NodeObservation, Answer<String>) {
 }
 
 #[test]
-fn failed_call_keeps_last_answer_unoffered_drops_it() {
+fn failed_call_keeps_last_answer_null_replaces_it() {
     let before = node(vec![gpu(0, 0, &[1]), gpu(1, 1, &[])]);
     let message = serde_json::to_value(&before).unwrap();
     let mut places = Vec::new();

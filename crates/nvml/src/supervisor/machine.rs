@@ -3,8 +3,8 @@
 //! Pure: no I/O but log lines, no clock, no task. `mod.rs` is its one caller: it reports inputs and carries out
 //! actions. One agent runs at a time. If another one is needed (the driver was replaced, a GPU has appeared, a GPU is
 //! out of reach, a quarantined GPU is to be tried), the running one is killed, and the next one starts when its process
-//! has ended. Meanwhile the node is as last seen; the first scan and the first poll of the new agent find what has
-//! changed. The tests beside this file check the invariants with random sequences of inputs.
+//! has ended, or after a pause. Meanwhile the node is as last seen; the first scan and the first poll of the new agent
+//! find what has changed. The tests beside this file check the invariants with random sequences of inputs.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -22,8 +22,8 @@ use linkwise_core::state::{Event, MigInstance};
 use linkwise_core::topology::{GpuUuid, PciAddress};
 use linkwise_core::words::few;
 
-/// The most killed processes that have not ended while another agent may start: more processes do not help a driver in
-/// which processes hang.
+/// An agent starts beside at most this many killed processes that have not ended: more do not help a driver in which
+/// processes hang.
 const MAX_UNENDED: usize = 2;
 
 /// The longest pause before an agent is started again, as a multiple of the first.
@@ -152,7 +152,7 @@ pub(super) struct DriverMachine {
     library: Reported<String>,
     /// The reason why NVML is unavailable, as last logged.
     unavailable: Reported<String>,
-    held_by_others: Reported<(PciAddress, String)>,
+    foreign: Reported<(PciAddress, String)>,
     stuck: Reported<()>,
     actions: Vec<Action>,
 }
@@ -336,8 +336,8 @@ impl DriverMachine {
         self.view.repeat_at.filter(|_| self.answering().is_some())
     }
 
-    /// The moment at which the running agent is to be replaced, and the reason. While another process hangs, a GPU may
-    /// hang the next agent too, and the node would be without an agent.
+    /// The moment at which the running agent is to be replaced, and the reason. `None` while another process hangs:
+    /// a GPU may hang the next agent too, and the node would be without one.
     fn replacement_due(&self) -> Option<(Duration, String)> {
         self.running().filter(|agent| agent.has_polled && self.unended() == 0)?;
         let trial = self.quarantine.next_trial();
@@ -346,7 +346,7 @@ impl DriverMachine {
         [trial, self.renewal.next()].into_iter().flatten().min_by_key(|(at, _)| *at)
     }
 
-    /// Kills the running agent: the next one starts once its process has ended.
+    /// Kills the running agent, and lets the next one start.
     fn replace(&mut self, end: &'static str, why: String, now: Duration) {
         self.kill(end, now);
         self.outage.begin(why, now + self.settings.grace);
@@ -457,7 +457,7 @@ impl DriverMachine {
     fn probed(&mut self, host: Option<HostFingerprint>, now: Duration) {
         self.probe = None;
         if let Some(host) = &host {
-            for (gpu, driver) in self.held_by_others.replace(host.foreign()) {
+            for (gpu, driver) in self.foreign.replace(host.foreign()) {
                 tracing::info!(%gpu, driver, "GPU is bound to another kernel driver and not served");
             }
         }

@@ -18,14 +18,14 @@ use crate::gate::Gate;
 /// The time from one look at the node's order to the next if inotify does not report changes.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 
-/// The time from one look to the next if inotify reports changes: long, because an idle process ends its threads
-/// for files between two looks.
+/// The time from one look to the next if inotify reports changes: long, so that an idle process can
+/// end the threads that read files.
 const INOTIFY_LOOK_INTERVAL: Duration = Duration::from_secs(30);
 
 /// The time from one look at the driver's users to the next, while an operator waits.
 const HOLDERS_INTERVAL: Duration = Duration::from_millis(50);
 
-/// The longest time for writing the order to the gate.
+/// The longest time for one access to the gate's files.
 const FILES_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The operator's order to release the driver, and the processes that still hold it.
@@ -41,7 +41,7 @@ pub struct Release {
     /// Set while the order holds in this process only.
     is_local: Arc<AtomicBool>,
     /// Held while the order is written or read, so that no value from before an order is recorded after it.
-    turn: Arc<Mutex<()>>,
+    order_lock: Arc<Mutex<()>>,
 }
 
 /// Follows the gate's folder, by `previous` unless the path now names another folder.
@@ -58,7 +58,7 @@ impl Release {
     pub fn new(metrics: DriverMetrics, gate: Option<Gate>) -> Self {
         let is_released = gate.as_ref().is_some_and(Gate::is_released);
         let (ordered, held) = (watch::Sender::new(false), watch::Sender::new(false));
-        let release = Self { ordered, held, metrics, gate, is_local: Arc::default(), turn: Arc::default() };
+        let release = Self { ordered, held, metrics, gate, is_local: Arc::default(), order_lock: Arc::default() };
         release.record(is_released);
         release
     }
@@ -76,7 +76,7 @@ impl Release {
             return Ok(());
         };
         let written = timeout(FILES_TIMEOUT, async {
-            let _turn = self.turn.lock().await;
+            let _guard = self.order_lock.lock().await;
             self.is_local.store(true, Ordering::Relaxed);
             self.record(release);
             let written = spawn_blocking(move || gate.set_released(release)).await.map_err(io::Error::other)?;
@@ -110,7 +110,7 @@ impl Release {
         }
         let mut changes = None;
         loop {
-            let turn = self.turn.lock().await;
+            let guard = self.order_lock.lock().await;
             let gate = gate.clone();
             // The folder is followed before the look, so that a change between the two is reported.
             let look = move || (follow(gate.folder(), changes), gate.is_released());
@@ -118,7 +118,7 @@ impl Release {
             if !self.is_local.load(Ordering::Relaxed) {
                 self.record(released);
             }
-            drop(turn);
+            drop(guard);
             follows.next().await;
             changes = Some(follows);
         }

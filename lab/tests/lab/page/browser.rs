@@ -36,7 +36,7 @@ pub struct Browser {
     /// Events that came while an answer was awaited.
     events: VecDeque<Value>,
     session: Option<String>,
-    last: u64,
+    last_id: u64,
     _folder: TempDir,
 }
 
@@ -70,7 +70,7 @@ impl Browser {
             answers: receiver,
             events: VecDeque::new(),
             session: None,
-            last: 0,
+            last_id: 0,
             _folder: folder,
         };
         let target = browser.call("Target.createTarget", json!({"url": "about:blank"}));
@@ -84,15 +84,15 @@ impl Browser {
     }
 
     pub fn call(&mut self, method: &str, parameters: Value) -> Value {
-        self.last += 1;
-        let mut message = json!({"id": self.last, "method": method, "params": parameters});
+        self.last_id += 1;
+        let mut message = json!({"id": self.last_id, "method": method, "params": parameters});
         if let Some(session) = &self.session {
             message["sessionId"] = json!(session);
         }
         self.commands.write_all(&[message.to_string().as_bytes(), b"\0"].concat()).unwrap();
         loop {
             let answer = self.answers.recv_timeout(WAIT_TIMEOUT).unwrap_or_else(|_| panic!("no answer to {method}"));
-            if answer["id"] == json!(self.last) {
+            if answer["id"] == json!(self.last_id) {
                 assert!(answer["error"].is_null(), "{method}: {}", answer["error"]);
                 return answer["result"].clone();
             }
@@ -102,6 +102,7 @@ impl Browser {
         }
     }
 
+    /// The events of this kind, which come before a call's answer.
     pub fn events(&mut self, method: &str) -> Vec<Value> {
         self.call("Runtime.evaluate", json!({"expression": "0"}));
         self.events.iter().filter(|event| event["method"] == method).map(|event| event["params"].clone()).collect()

@@ -117,7 +117,7 @@ impl ClaimManager {
         }
         if let Some(checkpoint) = &before
             && checkpoint.is_completed_in(self.settings.boot.as_deref())
-            && self.is_intact(checkpoint, &turn).await
+            && self.write_if_intact(checkpoint, &turn).await
         {
             self.await_mps(checkpoint).await?;
             return Ok((checkpoint.prepared.clone(), true));

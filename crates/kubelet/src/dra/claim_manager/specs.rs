@@ -106,9 +106,9 @@ impl ClaimManager {
         }
     }
 
-    /// Writes the specs of a prepared claim that changed. Returns true if the claim still has its devices, and its
-    /// containers get them.
-    pub(super) async fn is_intact(&self, checkpoint: &Checkpoint, turn: &Turn) -> bool {
+    /// Writes those specs of a prepared claim that differ from the current state. Returns true if the claim still has
+    /// its devices, and its containers get them.
+    pub(super) async fn write_if_intact(&self, checkpoint: &Checkpoint, turn: &Turn) -> bool {
         if checkpoint.has_mig() {
             self.await_mig().await;
         }
