@@ -47,12 +47,12 @@ impl Condition {
         } else if view.gpus.is_empty() {
             ("False", "NoGPUs", view.idle.clone().unwrap_or_default())
         } else if too_few {
-            let wanted = expected.map(|expected| format!(", {expected} are expected")).unwrap_or_default();
-            (
-                "False",
-                "GPUsUnhealthy",
-                format!("{healthy} of {} GPUs are healthy{wanted}; unhealthy: {}", view.gpus.len(), few(&sick, 8)),
-            )
+            let mut message = format!("{healthy} of {} healthy", count(view.gpus.len(), "GPU"));
+            message += &expected.map(|expected| format!(", {expected} are expected")).unwrap_or_default();
+            if !sick.is_empty() {
+                message += &format!("; unhealthy: {}", few(&sick, 8));
+            }
+            ("False", "GPUsUnhealthy", message)
         } else {
             ("True", "GPUsServed", format!("{} healthy", count(healthy, "GPU")))
         };
@@ -108,10 +108,10 @@ mod tests {
         let none = NodeView { idle: Some("no NVIDIA GPU on the PCI bus".to_owned()), ..NodeView::default() };
         for (view, expected, status, reason, message) in [
             (&well, None, "True", "GPUsServed", "1 GPU healthy"),
-            (&sick, None, "False", "GPUsUnhealthy", "1 of 2 GPUs are healthy; unhealthy: 0000:02:00.0"),
+            (&sick, None, "False", "GPUsUnhealthy", "1 of 2 GPUs healthy; unhealthy: 0000:02:00.0"),
             (&elsewhere, None, "True", "GPUsServed", "1 GPU healthy"),
             (&sick, Some(1), "True", "GPUsServed", "1 GPU healthy"),
-            (&well, Some(2), "False", "GPUsUnhealthy", "1 of 1 GPUs are healthy, 2 are expected; unhealthy: "),
+            (&well, Some(2), "False", "GPUsUnhealthy", "1 of 1 GPU healthy, 2 are expected"),
             (&unready(&well), None, "False", "NotServing", "nvidia.com/gpu: waiting"),
             (&unready(&none), None, "Unknown", "GPUsUnknown", "nvidia.com/gpu: waiting"),
             (&none, None, "False", "NoGPUs", "no NVIDIA GPU on the PCI bus"),
