@@ -221,6 +221,7 @@ async fn mig_devices_have_profile_id_and_placement() {
     assert!(failures.iter().any(|failure| failure.call == "nvmlGpuInstanceGetInfo"), "{failures:?}");
     machine.tell("unfail 1 nvmlGpuInstanceGetInfo");
     let (gpus, _) = ready(&mut machine.agent()).await;
+    // The fake library places the second one after one slice, the size of the first.
     let at = |start| (Some(19), Some(MigPlacement { start, size: 1 }), Some(MigExtension::None));
     assert_eq!(of(&gpus), [at(4), at(1)]);
 }

@@ -87,7 +87,7 @@ fn orphaned_slots_keep_numa_and_are_not_offered() {
     let held = held(&[&slot(0, 1), &first, &last, &odd]);
     let snapshot = after(NodeState::default(), [planned(&sliced(2)), seen([0, 1]), held]);
     let listed = list(&snapshot, &gpu());
-    assert_eq!(listed[&slot(0, 1)], None, "a slot that both plans have is healthy");
+    assert_eq!(listed[&slot(0, 1)], None, "a slot of the present plan is healthy");
     let withdrawn = Some(UnhealthyReason::Withdrawn);
     assert_eq!((&listed[&first], &listed[&odd]), (&withdrawn, &withdrawn));
     assert_eq!(listed[&last], Some(UnhealthyReason::Gone), "the slot's GPU is missing");
@@ -104,7 +104,7 @@ fn orphaned_slots_keep_numa_and_are_not_offered() {
     assert!(list(&snapshot, &gpu())[&odd].is_some());
 }
 
-/// The kubelet looks up each id that pods hold under the resource's name, so that even a foreign one is listed.
+/// linkwise lists even a foreign id, because the kubelet looks up each id that pods hold under the resource's name.
 #[test]
 fn foreign_id_is_listed_foreign_resource_is_not() {
     let nic = (resource("other.vendor/nic"), id("nic0"));
@@ -122,7 +122,7 @@ fn held_ids_alone_make_no_resource() {
     ] {
         assert!(!snapshot.offers().resources().contains_key(&gpu()));
     }
-    // Orphans stay on the list after its last device is gone.
+    // Orphans stay on the list after the resource's last device is gone.
     let held = || held(&[&uuid(3)]);
     let snapshot = after(NodeState::default(), [seen([0, 1]), held(), seen([]), held(), held()]);
     assert_eq!(list(&snapshot, &gpu()), [(uuid(3), Some(UnhealthyReason::Gone))].into());
@@ -140,7 +140,7 @@ fn absurd_holder_list_is_bounded() {
     let listed = list(&snapshot, &gpu());
     assert_eq!(listed.len(), 1 << 14);
     assert!(listed.keys().all(|id| id.len() <= 63));
-    assert_eq!(listed.values().filter(|reason| reason.is_none()).count(), 2, "orphans displace devices");
+    assert_eq!(listed.values().filter(|reason| reason.is_none()).count(), 2, "orphans displace no device");
 }
 
 #[test]

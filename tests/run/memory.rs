@@ -48,7 +48,7 @@ async fn leaking_library_costs_its_process_only() {
     }
 }
 
-/// The commands that start an agent and end.
+/// The commands that start an agent and do not serve.
 pub const TOOLS: [&[&str]; 5] = [
     &["topology"],
     &["allocate", "--size=2"],

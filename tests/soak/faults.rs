@@ -289,13 +289,13 @@ impl Soak {
         // The GPU in MIG mode has no links, and claims have parts of it, so that GpuLost is its only fault.
         let gpu =
             if faults.contains(&GpuLost) { self.random.within(0..GPUS) } else { self.random.within(MIG + 1..GPUS) };
-        world.ledger.note(&format!("{faults:?} (GPU {gpu})"));
+        world.journal.note(&format!("{faults:?} (GPU {gpu})"));
         let failing_calls = faults.iter().map(|fault| fault.failing_calls()).max().unwrap_or(FailingCalls::Nothing);
         if failing_calls >= FailingCalls::Claims {
-            world.ledger.claims.begin();
+            world.journal.claims.begin();
         }
         if failing_calls == FailingCalls::All {
-            world.ledger.pods.begin();
+            world.journal.pods.begin();
         }
         // Other GPUs must stay offered. A round after two faults is not watched: they may be noticed a round late.
         let is_watched = alone && !self.had_two_faults && faults[0].is_of_a_gpu();
@@ -314,13 +314,13 @@ impl Soak {
         drop(watch);
         for fault in faults {
             let name = format!("{}{fault:?}", if alone { "" } else { "one of two: " });
-            world.ledger.count(&name);
-            world.ledger.took(&name, recovered);
+            world.journal.count(&name);
+            world.journal.took(&name, recovered);
         }
-        world.ledger.claims.end();
-        world.ledger.pods.end();
+        world.journal.claims.end();
+        world.journal.pods.end();
         for violation in world.node.kubelet.violations() {
-            world.ledger.error(format!("{violation:?}"));
+            world.journal.error(format!("{violation:?}"));
         }
     }
 }

@@ -133,7 +133,7 @@ impl Causes {
 }
 
 /// The counts and longest times of the soak, its history and its errors.
-pub struct Ledger {
+pub struct Journal {
     /// The causes for which calls for claims may fail, and those for which pods of the plugin may be refused.
     pub claims: Causes,
     pub pods: Causes,
@@ -146,11 +146,11 @@ pub struct Ledger {
     pub over: CancellationToken,
 }
 
-/// The times after a cause within which claims and pods of the plugin succeed, as the kubelet and linkwise may pause.
+/// The times from a cause until claims and pods of the plugin must succeed: the kubelet and linkwise may pause.
 pub const CLAIM_SETTLE_TIMEOUT: Duration = Duration::from_secs(5);
 const POD_SETTLE_TIMEOUT: Duration = Duration::from_secs(1);
 
-impl Ledger {
+impl Journal {
     pub fn new() -> Self {
         let (counts, longest, history, errors, over) = Default::default();
         let (claims, pods) = (Causes::new(CLAIM_SETTLE_TIMEOUT), Causes::new(POD_SETTLE_TIMEOUT));
@@ -191,7 +191,7 @@ impl Ledger {
         self.errors.lock().unwrap().clone()
     }
 
-    /// Judges a failed call: it may fail while a cause is active, and until the settle timeout after it.
+    /// Judges a failed call by `before`, the calm at its start. After a cause it may fail, [`STUCK_TIMEOUT`] at most.
     pub fn failed(&self, causes: &Causes, what: &str, began: Instant, before: Option<Calm>, error: &dyn fmt::Display) {
         let Some(now) = causes.calm() else { return };
         let is_unexplained = before.is_some_and(|before| before.causes == now.causes && before.since > causes.timeout);

@@ -16,7 +16,7 @@ use crate::dra::cluster::mps;
 use crate::dra::cluster::node::DRIVER;
 use crate::run::node::GPU;
 
-/// The ledger's name for pods of the device plugin.
+/// The journal's name for pods of the device plugin.
 pub const PODS: &str = "pods of the device plugin";
 /// The time within which the kubelet's list shows why a GPU was refused.
 const LIST_TIMEOUT: Duration = Duration::from_secs(5);
@@ -135,7 +135,7 @@ fn schedule(world: &World, kind: Kind, name: String, random: &mut Random) -> Opt
 /// Runs pods with claims one after another until the load is over.
 pub async fn with_claims(world: &World, number: u32, mut random: Random) {
     let mut made = 0;
-    while !world.ledger.over.is_cancelled() {
+    while !world.journal.over.is_cancelled() {
         made += 1;
         let (name, kind) = (format!("claim-{number}-{made}"), random.of(&Kind::ALL));
         if let Some(scheduled) = schedule(world, kind, name, &mut random) {
@@ -162,7 +162,7 @@ async fn run_pod(world: &World, scheduled: &Scheduled, random: &mut Random) {
         }
         world.node.cluster.server.remove(&key);
         world.scheduled.lock().unwrap().leave(name);
-        return world.ledger.count("claims that the node left unprepared");
+        return world.journal.count("claims that the node left unprepared");
     };
     let end = tokio::time::Instant::now() + lifetime(random);
     while !world.has_failed() && tokio::time::Instant::now() < end {
@@ -179,7 +179,7 @@ async fn run_pod(world: &World, scheduled: &Scheduled, random: &mut Random) {
         let Some(again) = start(world, scheduled, false).await else { return };
         (hardware, began) = again;
         if began.reboots == reboots && hardware != previous && !world.has_failed() {
-            world.ledger.error(format!("{name} runs with {previous:?} and was given {hardware:?}"));
+            world.journal.error(format!("{name} runs with {previous:?} and was given {hardware:?}"));
         }
     }
     world.running.lock().unwrap().leave(name);
@@ -188,14 +188,14 @@ async fn run_pod(world: &World, scheduled: &Scheduled, random: &mut Random) {
     }
     let began = Instant::now();
     while !world.has_failed() {
-        let before = world.ledger.claims.calm();
+        let before = world.journal.claims.calm();
         let Err(error) = world.node.dra.stop_pod(name).await else { break };
-        world.ledger.failed(&world.ledger.claims, &format!("the end of {name} ({kind:?})"), began, before, &error);
+        world.journal.failed(&world.journal.claims, &format!("the end of {name} ({kind:?})"), began, before, &error);
         tokio::time::sleep(RETRY_DELAY).await;
     }
     world.node.cluster.server.remove(&key);
     world.scheduled.lock().unwrap().leave(name);
-    world.ledger.count(kind.name());
+    world.journal.count(kind.name());
 }
 
 /// Prepares a pod's claim, with retries, and enters the hardware of its container. Returns the hardware and the counts
@@ -205,21 +205,21 @@ async fn start(world: &World, scheduled: &Scheduled, is_new: bool) -> Option<(Ve
     let pod = PodClaims::single(name, scheduled.claim.clone(), DRIVER);
     let began = Instant::now();
     while !world.has_failed() {
-        let (before, disruptions) = (world.ledger.claims.calm(), world.disruptions());
+        let (before, disruptions) = (world.journal.claims.calm(), world.disruptions());
         match world.node.dra.start_pod(&pod).await {
             // The node may have rebooted before the runtime reads the specs.
             Ok(_) if disruptions.reboots != world.disruptions().reboots => continue,
             Ok(containers) => {
                 let hardware = world.node.hardware(&containers["main"]);
-                if before.zip(world.ledger.claims.calm()).is_some() {
-                    world.ledger.took(kind.name(), began.elapsed());
+                if before.zip(world.journal.claims.calm()).is_some() {
+                    world.journal.took(kind.name(), began.elapsed());
                 }
                 enter(world, scheduled, &hardware);
                 return Some((hardware, disruptions));
             }
             Err(_) if is_new && (*is_stale || !world.is_dra()) => return None,
             Err(error) => {
-                world.ledger.failed(&world.ledger.claims, &format!("{name} ({pieces:?})"), began, before, &error);
+                world.journal.failed(&world.journal.claims, &format!("{name} ({pieces:?})"), began, before, &error);
             }
         }
         tokio::time::sleep(RETRY_DELAY).await;
@@ -237,9 +237,9 @@ fn restart(world: &World, scheduled: &Scheduled, hardware: &[String], (began, lo
     let resolved = world.node.resolved(&names["main"]);
     let now = world.disruptions();
     if now.reboots == began.reboots && (now.mig_losses == losses || *kind != Kind::Mig) {
-        world.ledger.count("containers that started again");
+        world.journal.count("containers that started again");
         if resolved.as_deref() != Ok(hardware) {
-            world.ledger.error(format!("{name} had {hardware:?}, and its container starts again with {resolved:?}"));
+            world.journal.error(format!("{name} had {hardware:?}, and its container starts again with {resolved:?}"));
         }
     }
 }
@@ -249,17 +249,17 @@ fn enter(world: &World, scheduled: &Scheduled, hardware: &[String]) {
     let has = pieces(*kind, hardware, *shares);
     let gpus = |pieces: &[Piece]| pieces.iter().map(|piece| piece.gpu()).collect::<BTreeSet<u32>>();
     if gpus(&has) != gpus(allocated) || has.len() != allocated.len() {
-        world.ledger.error(format!("{name} was allocated {allocated:?} and has {hardware:?}"));
+        world.journal.error(format!("{name} was allocated {allocated:?} and has {hardware:?}"));
     }
     if let Err(twice) = world.running.lock().unwrap().enter(name, has) {
-        world.ledger.error(twice);
+        world.journal.error(twice);
     }
 }
 
 /// Runs pods of the device plugin one after another until the load is over; some have two containers.
 pub async fn of_the_plugin(world: &World, number: u32, mut random: Random) {
     let mut made = 0;
-    while !world.ledger.over.is_cancelled() {
+    while !world.journal.over.is_cancelled() {
         made += 1;
         let mut pod = Pod::single(format!("pod-{number}-{made}"), GPU, random.within(1..4));
         if random.one_in(4) {
@@ -278,7 +278,7 @@ pub async fn of_the_plugin(world: &World, number: u32, mut random: Random) {
                     }
                 }
             }
-            world.ledger.count(PODS);
+            world.journal.count(PODS);
         }
         world.running.lock().unwrap().leave(&pod.name);
         world.node.kubelet.remove_pod(&pod.name);
@@ -288,20 +288,20 @@ pub async fn of_the_plugin(world: &World, number: u32, mut random: Random) {
 
 /// Admits a pod, and enters its pieces. Returns false if it is refused.
 async fn admit(world: &World, pod: &Pod, began: Instant, again: bool) -> bool {
-    let (before, reboots, asked) = (world.ledger.pods.calm(), world.disruptions().reboots, Instant::now());
-    let is_idle = || world.is_dra() || world.is_sharing_off() || world.ledger.pods.calm().is_none();
+    let (before, reboots, asked) = (world.journal.pods.calm(), world.disruptions().reboots, Instant::now());
+    let is_idle = || world.is_dra() || world.is_sharing_off() || world.journal.pods.calm().is_none();
     let was_idle = is_idle();
     match world.node.kubelet.admit(pod, None).await {
         Ok(_) if reboots != world.disruptions().reboots => false,
         Ok(admitted) => {
-            if before.zip(world.ledger.pods.calm()).is_some() {
-                world.ledger.took(PODS, asked.elapsed());
+            if before.zip(world.journal.pods.calm()).is_some() {
+                world.journal.took(PODS, asked.elapsed());
             }
             if let Err(wrong) = granted_pieces(pod, &admitted).and_then(|pieces| {
                 let mut running = world.running.lock().unwrap();
                 running.enter(&pod.name, pieces)
             }) {
-                world.ledger.error(wrong);
+                world.journal.error(wrong);
             }
             true
         }
@@ -310,14 +310,14 @@ async fn admit(world: &World, pod: &Pod, began: Instant, again: bool) -> bool {
         // DRA has all GPUs, or the sharing of one is off.
         Err(AdmissionError::NoHealthyDevices(_) | AdmissionError::Unregistered(_)) if was_idle || is_idle() => false,
         Err(error) if is_overtaken(world, &error).await => {
-            world.ledger.count("pods whose GPU failed on its way");
+            world.journal.count("pods whose GPU failed on its way");
             false
         }
         Err(error) => {
             let status = error.status().map(ToString::to_string).unwrap_or_default();
             let error = format!("{error} {status}");
-            world.ledger.failed(&world.ledger.pods, &pod.name, began, before, &error);
-            world.ledger.count("pods that were refused");
+            world.journal.failed(&world.journal.pods, &pod.name, began, before, &error);
+            world.journal.count("pods that were refused");
             false
         }
     }

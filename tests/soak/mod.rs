@@ -78,7 +78,7 @@ async fn soak(connections: Connections, seed: u64, seconds: u64, all: &[Fault]) 
         }
         soak.calm().await;
     }
-    world.ledger.over.cancel();
+    world.journal.over.cancel();
     while let Some(ended) = load.join_next().await {
         ended.unwrap();
     }
@@ -86,14 +86,14 @@ async fn soak(connections: Connections, seed: u64, seconds: u64, all: &[Fault]) 
         soak.check_empty(&specs, &before).await;
     }
     let summary =
-        format!("{connections:?}, SOAK_SEED={seed}, {} s\n{}", begin.elapsed().as_secs(), world.ledger.summary());
-    assert!(!world.has_failed(), "{summary}\n{}\n{:#?}", world.ledger.history(), world.ledger.errors());
+        format!("{connections:?}, SOAK_SEED={seed}, {} s\n{}", begin.elapsed().as_secs(), world.journal.summary());
+    assert!(!world.has_failed(), "{summary}\n{}\n{:#?}", world.journal.history(), world.journal.errors());
     println!("{summary}");
     soak.end().await;
     for kind in load::Kind::ALL {
-        assert!(world.ledger.counted(kind.name()) > 0, "no {}", kind.name());
+        assert!(world.journal.counted(kind.name()) > 0, "no {}", kind.name());
     }
-    assert!(world.ledger.counted(load::PODS) > 0);
+    assert!(world.journal.counted(load::PODS) > 0);
 }
 
 #[tokio::test]

@@ -16,7 +16,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use super::RECOVERY_TIMEOUT;
-use super::ledger::{CLAIM_SETTLE_TIMEOUT, Holdings, Ledger, SHARES};
+use super::ledger::{CLAIM_SETTLE_TIMEOUT, Holdings, Journal, SHARES};
 use super::random::Random;
 use crate::dra::cluster::mps::{self, Daemons};
 use crate::dra::cluster::node::{DRIVER, Node};
@@ -65,7 +65,7 @@ pub struct World {
     /// The sharing of `SHARED` is off for a while. Pods keep the ids that they hold, with or without a slot.
     is_sharing_off: AtomicBool,
     disruptions: watch::Sender<Disruptions>,
-    pub ledger: Ledger,
+    pub journal: Journal,
 }
 
 /// The GPU of a device plugin's id, with or without a slot.
@@ -106,7 +106,7 @@ impl World {
     }
 
     pub fn has_failed(&self) -> bool {
-        !self.ledger.errors().is_empty()
+        !self.journal.errors().is_empty()
     }
 
     pub fn uuid(&self, gpu: u32) -> String {
@@ -270,9 +270,9 @@ impl Soak {
         control.send("recovery * 0").unwrap();
         let daemons = Some(mps::daemons(&node));
         let (scheduled, running, is_server_away, is_sharing_off, disruptions) = Default::default();
-        let (is_dra, ledger) = (AtomicBool::new(true), Ledger::new());
+        let (is_dra, journal) = (AtomicBool::new(true), Journal::new());
         let world =
-            World { node, control, scheduled, running, is_server_away, is_dra, is_sharing_off, disruptions, ledger };
+            World { node, control, scheduled, running, is_server_away, is_dra, is_sharing_off, disruptions, journal };
         world.configure();
         let process = spawn(&world.node, 0);
         let (world, random) = (Arc::new(world), Random::new(seed));
@@ -288,7 +288,7 @@ impl Soak {
         self.process.signal("TERM");
         let (status, last) = self.process.ended().await;
         if !status.success() {
-            self.world.ledger.error(format!("the previous process ended with {status}: {last:?}"));
+            self.world.journal.error(format!("the previous process ended with {status}: {last:?}"));
         }
         self.process = next;
     }
@@ -375,7 +375,7 @@ impl Soak {
     pub async fn calm(&mut self) {
         tokio::time::sleep(CLAIM_SETTLE_TIMEOUT).await;
         for _ in 0..3 {
-            self.world.ledger.count("rollouts while nothing else happens");
+            self.world.journal.count("rollouts while nothing else happens");
             self.rollout().await;
         }
     }
@@ -435,7 +435,7 @@ impl Soak {
             while !world.has_failed() {
                 let offered = world.offered(world.is_dra());
                 if let Some(other) = (0..GPUS).find(|gpu| !faulty.contains(&Some(*gpu)) && !offered.contains(gpu)) {
-                    world.ledger.error(format!("GPU {other} is withdrawn, but only {faulty:?} had faults"));
+                    world.journal.error(format!("GPU {other} is withdrawn, but only {faulty:?} had faults"));
                 }
                 tokio::time::sleep(POLL_INTERVAL).await;
             }
@@ -452,7 +452,7 @@ impl Soak {
             }
             if begin.elapsed() > RECOVERY_TIMEOUT {
                 let lines = self.last_lines();
-                self.world.ledger.error(format!("not whole after {RECOVERY_TIMEOUT:?}: {missing}\n{lines}"));
+                self.world.journal.error(format!("not whole after {RECOVERY_TIMEOUT:?}: {missing}\n{lines}"));
             }
             tokio::time::sleep(POLL_INTERVAL).await;
         }
@@ -515,13 +515,13 @@ impl Soak {
         self.wait_whole().await;
         let now = self.measure();
         println!("memory in KiB, and open files: {before:?}, then {now:?}");
-        let World { node, scheduled, running, ledger, .. } = &*self.world;
+        let World { node, scheduled, running, journal, .. } = &*self.world;
         assert!(scheduled.lock().unwrap().is_empty() && running.lock().unwrap().is_empty());
         let holds_more = |(&(memory, files), &(memory_now, files_now)): (&Footprint, &Footprint)| {
             memory_now > memory + MAX_MORE_MEMORY || files_now > files + MAX_MORE_FILES
         };
         if before.len() != now.len() || before.iter().zip(&now).any(holds_more) {
-            ledger.error(format!("the processes hold {now:?}, and held {before:?}"));
+            journal.error(format!("the processes hold {now:?}, and held {before:?}"));
         }
         // The files of a killed daemon do not count.
         let lives = |folder: &PathBuf| {

@@ -98,7 +98,7 @@ impl Core {
 #[derive(Debug)]
 pub(super) struct Life {
     pub(super) core: Arc<Core>,
-    /// Cancelled when the process ends.
+    /// Cancelled when the run ends.
     pub(super) end: CancellationToken,
     /// The open connections. A connection stays here after its resource is registered again, as it does in a kubelet.
     plugins: Mutex<BTreeMap<ClientId, Plugin>>,

@@ -43,7 +43,7 @@ pub(super) fn serve(life: &Arc<Life>) -> Result<(), BoxError> {
     serve_at(life, &life.core.options.dir.join(wire::KUBELET_SOCKET), Routes::new(service))
 }
 
-/// Serves on a socket in a task of `life`, which ends after the last connection.
+/// Serves on a socket until `life` ends, in a task that then waits for the last connection.
 pub(super) fn serve_at(life: &Arc<Life>, path: &Path, routes: Routes) -> Result<(), BoxError> {
     let (listener, end) = (bind(path)?, life.end.clone());
     let copy = listener.as_fd().try_clone_to_owned();

@@ -43,16 +43,16 @@ fn shared_gpus_keep_to_the_limits_on_every_machine() {
 #[test]
 fn memory_is_divided_by_shares_if_it_can_be() {
     let mut observed = machines::load("workstation-a6000").unwrap().observed;
-    let mut policy = |memory: Option<u64>, shares: u32| -> Option<Capacity> {
+    let mut memory_of = |memory: Option<u64>, shares: u32| -> Option<Capacity> {
         observed.gpus[0].memory_mib = memory;
         published(&observed, &[0], in_shares(shares)).pop().unwrap().capacity.remove("memory")
     };
     let default = |capacity: Option<Capacity>| capacity.and_then(|capacity| Some(capacity.request_policy?.default));
-    assert_eq!(default(policy(Some(81_559), 4)).as_deref(), Some("20389Mi"));
-    assert_eq!(default(policy(Some(81_920), 4)).as_deref(), Some("20Gi"));
-    assert_eq!(default(policy(Some(1024), 1024)).as_deref(), Some("1Mi"));
+    assert_eq!(default(memory_of(Some(81_559), 4)).as_deref(), Some("20389Mi"));
+    assert_eq!(default(memory_of(Some(81_920), 4)).as_deref(), Some("20Gi"));
+    assert_eq!(default(memory_of(Some(1024), 1024)).as_deref(), Some("1Mi"));
     for memory in [None, Some(0), Some(1023)] {
-        assert_eq!(policy(memory, 1024), None, "{memory:?}");
+        assert_eq!(memory_of(memory, 1024), None, "{memory:?}");
     }
 }
 
@@ -66,8 +66,8 @@ fn shared_gpus_follow_the_others_and_are_in_no_group() {
     assert!(devices[..6].iter().all(|device| device.attributes.keys().any(is_group)));
     assert!(devices[6..].iter().all(|device| !device.attributes.keys().any(is_group)));
     // GPUs 0 and 3 are one of the machine's best pairs. The groups of the others are made without them.
-    let alone = published(&NodeObservation { ..observed }, &[], in_shares(2));
-    assert_ne!(alone[0].attributes, devices[0].attributes);
+    let unshared = published(&NodeObservation { ..observed }, &[], in_shares(2));
+    assert_ne!(unshared[0].attributes, devices[0].attributes);
 }
 
 /// Runs the command with a configuration. Returns what it prints, and its standard error.

@@ -1,4 +1,4 @@
-//! Any plan on any machine: the resources, compared with rules that are computed from the observation alone.
+//! Any plan on any machine: the resources, compared with what NVIDIA's rules make of plan and observation.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -149,9 +149,9 @@ proptest! {
         let plan = snapshot.offers().plan().clone();
         let mps = plan.sharing.as_ref().is_some_and(|sharing| sharing.kind == SharingKind::Mps);
         for (resource, devices) in snapshot.offers().resources().iter().map(|(name, of)| (name, of.devices())) {
-            let slots = devices.iter().filter(|(_, device)| mps && device.slot.is_some());
-            for (id, _) in slots {
-                prop_assert!(!snapshot.offers().is_healthy(resource, id) && !fresh, "{id}: its daemon is not ready");
+            let without_daemon = devices.iter().filter(|(_, device)| mps && device.slot.is_some());
+            for (id, _) in without_daemon {
+                prop_assert!(!snapshot.offers().is_healthy(resource, id) && !fresh, "{id} is old and unhealthy");
             }
         }
         let ready = snapshot.mps_shares().clone();
@@ -174,7 +174,7 @@ proptest! {
             }
         }
         for (uuid, resources) in &offered {
-            // A device that only the plan before offered is unhealthy now.
+            // Unless a problem keeps it, a device that only the plan before offered is unhealthy now.
             let is_planned = pieces.contains(uuid) || !snapshot.offers().problems().is_empty();
             prop_assert!(is_planned, "{uuid} may be offered");
             if !fresh {

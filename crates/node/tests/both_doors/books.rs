@@ -39,9 +39,9 @@ impl Part {
     }
 
     /// The parts as which a GPU is offered: itself, or its MIG devices.
-    pub fn all_of(gpu: u8, by_mig: bool) -> impl Iterator<Item = Self> {
-        let parts = MIG.iter().filter(move |mig| by_mig && mig.0 == gpu).map(move |mig| Self { gpu, mig: Some(mig.1) });
-        parts.chain((!by_mig).then_some(Self { gpu, mig: None }))
+    pub fn all_of(gpu: u8, in_mig: bool) -> impl Iterator<Item = Self> {
+        let parts = MIG.iter().filter(move |mig| in_mig && mig.0 == gpu).map(move |mig| Self { gpu, mig: Some(mig.1) });
+        parts.chain((!in_mig).then_some(Self { gpu, mig: None }))
     }
 
     /// Returns true if both have hardware in common.

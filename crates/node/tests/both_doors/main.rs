@@ -16,9 +16,9 @@
     reason = "a test may panic"
 )]
 
-mod agent;
 mod books;
 mod kubelet;
+mod process;
 #[path = "../../../../tests/soak/random.rs"]
 #[allow(dead_code, reason = "the soak test uses more of it")]
 mod random;
@@ -33,9 +33,9 @@ use linkwise_core::state::{Door, Event, Health, MigStrategy, ResourcePlan, Share
 use linkwise_core::topology::NodeObservation;
 use linkwise_host::machines;
 
-use agent::{Agent, Cluster, Disk, LATEST_LIST, LISTED_WITHIN};
 use books::{Books, GPUS, Part};
 use kubelet::{BOOKED_WITHIN, Devices, Kubelet};
+use process::{Cluster, Disk, LATEST_LIST, LISTED_WITHIN, Process};
 use random::Random;
 
 const DRIVER: &str = "gpu.nvidia.com";
@@ -46,7 +46,7 @@ const HISTORIES: u64 = 250;
 const STEPS: u32 = 2_000;
 
 /// The number of slices, from the latest back, that a scheduler may still read.
-const OLDEST_SLICE: usize = 6;
+const KEPT_SLICES: usize = 6;
 
 /// A machine with two whole GPUs, and two in MIG mode.
 static MACHINE: LazyLock<NodeObservation> = LazyLock::new(|| {
@@ -74,13 +74,13 @@ struct World {
     /// Two flags of each GPU: true if it exists, and true if it is in MIG mode.
     gpus: [(bool, bool); GPUS as usize],
     kubelet: Kubelet,
-    agent: Option<Agent>,
+    process: Option<Process>,
     disk: Disk,
     cluster: Cluster,
-    /// The slices that the API server had at some moments, each with the number of the agent that wrote it.
+    /// The slices that the API server had at some moments, each with the number of the process that wrote it.
     slices: VecDeque<(u32, Vec<String>)>,
-    /// The number of agents so far.
-    agents: u32,
+    /// The number of processes so far.
+    processes: u32,
     /// The pod of each claim, by the claim's UID.
     claims: BTreeMap<String, PodState>,
     books: Books,
@@ -102,18 +102,18 @@ impl World {
             is_shared: false,
             gpus: [(true, false), (true, false), (true, true), (true, true)],
             kubelet: Kubelet { runs: true, lists: 2, ..Kubelet::default() },
-            agent: None,
+            process: None,
             disk: Disk::default(),
             cluster: Cluster::default(),
             slices: VecDeque::new(),
-            agents: 0,
+            processes: 0,
             claims: BTreeMap::new(),
             books: Books::default(),
             made: 0,
             counts: Counts::new(),
             history: Vec::new(),
         };
-        world.start_agent();
+        world.start_process();
         world
     }
 
@@ -127,8 +127,8 @@ impl World {
 
     fn observed(&self) -> Event {
         let mut seen = MACHINE.clone();
-        for (gpu, (_, by_mig)) in seen.gpus.iter_mut().zip(self.gpus) {
-            if !by_mig {
+        for (gpu, (_, in_mig)) in seen.gpus.iter_mut().zip(self.gpus) {
+            if !in_mig {
                 gpu.mig = MACHINE.gpus[0].mig.clone();
             }
         }
@@ -144,37 +144,37 @@ impl World {
         Event::Planned(Box::new(ResourcePlan { door, mig_strategy, sharing, ..ResourcePlan::default() }))
     }
 
-    fn start_agent(&mut self) {
-        // The new agent may offer other resources. The kubelet has recorded what the previous agent granted by then.
+    fn start_process(&mut self) {
+        // The new process may offer other resources. By then the kubelet has recorded what the previous one granted.
         self.kubelet.pods.values_mut().for_each(|pod| pod.granted = None);
         let mut events = vec![self.planned(), self.observed()];
         let at = usize::try_from(self.random.within(0..3)).unwrap();
         events.insert(at, self.disk.claims());
-        self.agents += 1;
-        self.agent = Some(Agent::start(&self.disk, events, self.door == Door::Dra, self.now));
+        self.processes += 1;
+        self.process = Some(Process::start(&self.disk, events, self.door == Door::Dra, self.now));
         self.kubelet.healthy.clear();
     }
 
-    /// Checks what the agent has published since the last check: no GPU is offered through both doors.
+    /// Checks what linkwise has published since the last check: no GPU is offered through both doors.
     fn look(&mut self) -> Checked {
-        let Some(agent) = self.agent.as_mut() else { return Ok(()) };
-        agent.check_lists()?;
-        if let Some(slice) = agent.published.take() {
+        let Some(process) = self.process.as_mut() else { return Ok(()) };
+        process.check_lists()?;
+        if let Some(slice) = process.published.take() {
             match self.slices.back_mut() {
-                Some((by, last)) if *last == slice => *by = self.agents,
-                _ => self.slices.push_back((self.agents, slice)),
+                Some((by, last)) if *last == slice => *by = self.processes,
+                _ => self.slices.push_back((self.processes, slice)),
             }
         }
-        while self.slices.len() > OLDEST_SLICE {
+        while self.slices.len() > KEPT_SLICES {
             self.slices.pop_front();
         }
         let Some((by, last)) = self.slices.back() else { return Ok(()) };
-        // The next agent does not know what the previous one offered if its record was never written to the disk.
-        if *by != self.agents {
+        // The next process does not know what the previous one offered if its record was never written to the disk.
+        if *by != self.processes {
             return Ok(());
         }
         let through_dra: Vec<Part> = last.iter().map(|device| Part::of_device(device)).collect();
-        for (id, _) in healthy(agent) {
+        for (id, _) in healthy(process) {
             let (part, _) = Part::of_id(&id);
             if let Some(twice) = through_dra.iter().find(|other| other.overlaps(part)) {
                 return Err(format!("{id} is offered by the device plugin, and {twice:?} through DRA"));
@@ -184,9 +184,9 @@ impl World {
     }
 
     fn drain(&mut self) {
-        if let Some(agent) = &mut self.agent {
-            while let Some(event) = agent.events.pop_front() {
-                agent.apply(event, self.now);
+        if let Some(process) = &mut self.process {
+            while let Some(event) = process.events.pop_front() {
+                process.apply(event, self.now);
             }
         }
     }
@@ -213,16 +213,16 @@ impl World {
         loop {
             self.drain();
             let booked = self.kubelet.pods.values().filter_map(|pod| Some(pod.granted? + BOOKED_WITHIN)).min();
-            let deadline = self.agent.as_ref().map(Agent::deadline);
+            let deadline = self.process.as_ref().map(Process::deadline);
             let next = booked.into_iter().chain(deadline).min();
             let next = next.map_or(end, |next| next.clamp(self.now, end));
             self.now = next;
             for pod in self.kubelet.pods.values_mut() {
                 pod.granted = pod.granted.filter(|granted| *granted + BOOKED_WITHIN > self.now);
             }
-            if let Some(agent) = &mut self.agent {
-                agent.apply(Event::Tick, self.now);
-                let is_late = agent.request.as_ref().is_some_and(|(_, sent)| *sent + LATEST_LIST <= self.now);
+            if let Some(process) = &mut self.process {
+                process.apply(Event::Tick, self.now);
+                let is_late = process.request.as_ref().is_some_and(|(_, sent)| *sent + LATEST_LIST <= self.now);
                 if is_late {
                     self.answer_list();
                 }
@@ -246,12 +246,12 @@ impl World {
                 ids.push(free.swap_remove(at));
             }
         }
-        let Some(agent) = &self.agent else { return Ok(()) };
+        let Some(process) = &self.process else { return Ok(()) };
         if ids.is_empty() || !self.kubelet.runs {
             return Ok(());
         }
         let request: Vec<DeviceId> = ids.iter().map(|id| DeviceId::from(id.clone())).collect();
-        if agent.snapshot.allocate(&resources[at].parse().unwrap(), &request).is_err() {
+        if process.snapshot.allocate(&resources[at].parse().unwrap(), &request).is_err() {
             self.count("refused pods");
             return Ok(());
         }
@@ -289,11 +289,11 @@ impl World {
         }
     }
 
-    /// The kubelet asks the agent to prepare the claim of a waiting pod.
+    /// The kubelet asks linkwise to prepare the claim of a waiting pod.
     fn prepare(&mut self) -> Checked {
         let Some(uid) = self.pick_claim(|_, _, state| state == PodState::Waiting) else { return Ok(()) };
-        let Some(agent) = &mut self.agent else { return Ok(()) };
-        let Some(prepared) = agent.prepare(&uid, &self.cluster, &mut self.disk, self.now) else {
+        let Some(process) = &mut self.process else { return Ok(()) };
+        let Some(prepared) = process.prepare(&uid, &self.cluster, &mut self.disk, self.now) else {
             self.count("refused claims");
             if self.random.one_in(4) {
                 self.end_claim(uid);
@@ -315,12 +315,12 @@ impl World {
         Ok(())
     }
 
-    /// The kubelet asks the agent to unprepare the claim of a pod that has ended. The claim's controller then frees the
+    /// The kubelet asks linkwise to unprepare the claim of a pod that has ended. The claim's controller then frees the
     /// devices.
     fn unprepare(&mut self) {
         if let Some(uid) = self.pick_claim(|_, _, state| state == PodState::Ended)
-            && let Some(agent) = &mut self.agent
-            && agent.unprepare(&uid, &mut self.disk, self.now)
+            && let Some(process) = &mut self.process
+            && process.unprepare(&uid, &mut self.disk, self.now)
         {
             self.claims.remove(&uid);
             self.cluster.remove(&uid);
@@ -347,16 +347,16 @@ impl World {
     }
 
     fn answer_list(&mut self) {
-        let Some(agent) = &mut self.agent else { return };
-        let Some((held, _)) = agent.request.take() else { return };
-        agent.listed(held, self.now);
+        let Some(process) = &mut self.process else { return };
+        let Some((held, _)) = process.request.take() else { return };
+        process.listed(held, self.now);
     }
 
     fn ask_for_list(&mut self) {
-        let Some(agent) = &mut self.agent else { return };
-        if agent.request.is_none() && self.now >= agent.next_list {
+        let Some(process) = &mut self.process else { return };
+        if process.request.is_none() && self.now >= process.next_list {
             let listed = self.kubelet.list();
-            agent.request = Some((listed, self.now));
+            process.request = Some((listed, self.now));
         }
     }
 
@@ -365,29 +365,29 @@ impl World {
         self.note(format!("GPUs are shared: {}", self.is_shared));
         self.count("plans");
         let planned = self.planned();
-        if let Some(agent) = &mut self.agent {
-            agent.events.push_back(planned);
+        if let Some(process) = &mut self.process {
+            process.events.push_back(planned);
         }
     }
 
-    /// A GPU goes, comes back, or changes its MIG mode while no pod has it. The agent sees a change of the mode at
-    /// once, because no container starts with a MIG device that no longer exists.
+    /// A GPU goes, comes back, or changes its MIG mode while no pod has it. The process applies this at once, because
+    /// otherwise pods could be given a MIG device that no longer exists, with which no container starts.
     fn change_gpu(&mut self) {
         let gpu = self.random.of(&[0, 1, 2, 3]);
         let is_lost = self.random.one_in(4);
         let changes_mode = gpu >= 2 && !self.books.has(gpu) && self.random.one_in(8);
-        let (is_there, by_mig) = &mut self.gpus[usize::from(gpu)];
+        let (is_there, in_mig) = &mut self.gpus[usize::from(gpu)];
         if !*is_there || is_lost {
             *is_there = !*is_there;
         } else if changes_mode {
-            *by_mig = !*by_mig;
+            *in_mig = !*in_mig;
         } else {
             return;
         }
         self.note(format!("GPUs: {:?}", self.gpus));
         let observed = self.observed();
-        if let Some(agent) = &mut self.agent {
-            agent.events.push_back(observed);
+        if let Some(process) = &mut self.process {
+            process.events.push_back(observed);
         }
         self.drain();
     }
@@ -396,11 +396,11 @@ impl World {
         match self.random.within(0..320) {
             0..2 => self.change_plan(),
             2..8 => self.change_gpu(),
-            8..10 if self.agent.is_some() => {
-                self.note("the agent dies".to_owned());
-                self.count("deaths of the agent");
+            8..10 if self.process.is_some() => {
+                self.note("linkwise dies".to_owned());
+                self.count("deaths of linkwise");
                 self.drain();
-                self.agent = None;
+                self.process = None;
                 self.kubelet.healthy.clear();
                 if self.random.one_in(3) {
                     self.door = if self.door == Door::Dra { Door::Plugin } else { Door::Dra };
@@ -408,10 +408,10 @@ impl World {
                     self.count("changes of doors");
                 }
                 if self.random.one_in(2) {
-                    self.start_agent();
+                    self.start_process();
                 }
             }
-            8..30 if self.agent.is_none() => self.start_agent(),
+            8..30 if self.process.is_none() => self.start_process(),
             10..12 => {
                 self.note("the kubelet restarts".to_owned());
                 self.restart_kubelet();
@@ -420,11 +420,11 @@ impl World {
             }
             12..30 => self.kubelet.runs = true,
             30..65 => {
-                if let Some(agent) = &self.agent
+                if let Some(process) = &self.process
                     && self.kubelet.runs
-                    && agent.is_informed
+                    && process.is_informed
                 {
-                    self.kubelet.follow(&agent.snapshot);
+                    self.kubelet.follow(&process.snapshot);
                 }
             }
             65..85 => self.admit()?,
@@ -465,8 +465,8 @@ impl World {
             }
             266..274 => self.unprepare(),
             274..277 => {
-                if let Some(agent) = &mut self.agent {
-                    agent.sweep(&self.cluster, &mut self.disk, self.now);
+                if let Some(process) = &mut self.process {
+                    process.sweep(&self.cluster, &mut self.disk, self.now);
                 }
             }
             277..284 => self.keep(),
@@ -489,11 +489,11 @@ impl World {
     fn settle(&mut self) -> Checked {
         self.gpus.iter_mut().for_each(|(is_there, _)| *is_there = true);
         (self.kubelet.runs, self.kubelet.lists) = (true, 1);
-        if self.agent.is_none() {
-            self.start_agent();
+        if self.process.is_none() {
+            self.start_process();
         }
         let observed = self.observed();
-        self.agent.as_mut().unwrap().events.push_back(observed);
+        self.process.as_mut().unwrap().events.push_back(observed);
         self.pass(BOOKED_WITHIN * 2)?;
         for (pod, devices) in &mut self.kubelet.pods {
             self.books.release(pod);
@@ -509,25 +509,25 @@ impl World {
         }
         for _ in 0..3 {
             self.pass(LISTED_WITHIN * 2)?;
-            let agent = self.agent.as_mut().unwrap();
-            agent.sweep(&self.cluster, &mut self.disk, self.now);
+            let process = self.process.as_mut().unwrap();
+            process.sweep(&self.cluster, &mut self.disk, self.now);
         }
         self.keep();
-        let agent = self.agent.as_ref().unwrap();
+        let process = self.process.as_ref().unwrap();
         let parts = |door: Door| -> BTreeSet<Part> {
             let of_door = (0..GPUS).zip(self.gpus).filter(|_| self.door == door);
-            of_door.flat_map(|(gpu, (_, by_mig))| Part::all_of(gpu, by_mig)).collect()
+            of_door.flat_map(|(gpu, (_, in_mig))| Part::all_of(gpu, in_mig)).collect()
         };
         let dra: BTreeSet<Part> =
             self.slices.back().into_iter().flat_map(|(.., it)| it).map(|it| Part::of_device(it)).collect();
-        let plugin: BTreeSet<Part> = healthy(agent).map(|(id, _)| Part::of_id(&id).0).collect();
+        let plugin: BTreeSet<Part> = healthy(process).map(|(id, _)| Part::of_id(&id).0).collect();
         if dra != parts(Door::Dra) || plugin != parts(Door::Plugin) {
             return Err(format!("in the end the plugin offers {plugin:?} and DRA {dra:?}; the door: {:?}", self.door));
         }
         for gpu in 0..GPUS {
             let uuid = Part { gpu, mig: None }.uuid().parse().unwrap();
-            if agent.snapshot.door(&uuid) != Some(self.door) {
-                return Err(format!("the door of GPU {gpu} is {:?}", agent.snapshot.door(&uuid)));
+            if process.snapshot.door(&uuid) != Some(self.door) {
+                return Err(format!("the door of GPU {gpu} is {:?}", process.snapshot.door(&uuid)));
             }
         }
         if self.disk.claims.is_empty() { Ok(()) } else { Err(format!("left on the disk: {:?}", self.disk.claims)) }
@@ -535,15 +535,15 @@ impl World {
 
     /// Writes the health record to the disk.
     fn keep(&mut self) {
-        if let Some(record) = self.agent.as_mut().and_then(|agent| agent.record.take()) {
+        if let Some(record) = self.process.as_mut().and_then(|process| process.record.take()) {
             self.disk.record = record;
         }
     }
 }
 
 /// The ids that the device plugin offers as healthy, each with its resource.
-fn healthy(agent: &Agent) -> impl Iterator<Item = (String, String)> {
-    agent.snapshot.offers().resources().iter().flat_map(|(name, resource)| {
+fn healthy(process: &Process) -> impl Iterator<Item = (String, String)> {
+    process.snapshot.offers().resources().iter().flat_map(|(name, resource)| {
         let healthy = resource.devices().iter().filter(|(_, device)| device.health == Health::Healthy);
         healthy.map(|(id, _)| (id.to_string(), name.to_string()))
     })

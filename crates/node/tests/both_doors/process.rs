@@ -59,7 +59,7 @@ fn name(uid: &str) -> ClaimName {
 }
 
 #[derive(Debug)]
-pub struct Agent {
+pub struct Process {
     state: NodeState,
     pub snapshot: NodeState,
     pub events: VecDeque<Event>,
@@ -76,18 +76,18 @@ pub struct Agent {
     pub is_informed: bool,
     /// The healthy devices of DRA in a snapshot that was published since the last check.
     pub published: Option<Vec<String>>,
-    /// True if the agent prepares claims that have no checkpoint.
+    /// True if the process prepares claims that have no checkpoint.
     serves: bool,
     /// The ids of the kubelet's last two lists since the offered devices changed last.
     listed: Vec<BTreeSet<ResourceDevice>>,
 }
 
-impl Agent {
+impl Process {
     /// Starts from the files of the previous process. `events` come in the given order.
     pub fn start(disk: &Disk, events: Vec<Event>, serves: bool, now: Duration) -> Self {
         let state = NodeState::new(NumaHints::default())
             .awaiting(|first| (first.scan, first.holders, first.claims) = (true, true, true));
-        let mut agent = Self {
+        let mut process = Self {
             snapshot: state.clone(),
             state,
             events: events.into(),
@@ -102,8 +102,8 @@ impl Agent {
             serves,
             listed: Vec::new(),
         };
-        agent.apply(Event::Restored(Box::new(disk.record.clone())), now);
-        agent
+        process.apply(Event::Restored(Box::new(disk.record.clone())), now);
+        process
     }
 
     /// The next time at which something changes without an event: the state, or the list of holders.
