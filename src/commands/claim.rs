@@ -45,12 +45,11 @@ const SHARED_GPUS: &str = "shared-gpu.linkwise.dev";
 /// The attribute that two devices below one PCIe root have in common.
 const PCIE_ROOT: &str = "resource.kubernetes.io/pcieRoot";
 
-/// The attribute that two devices of one NUMA node have in common, for old and new releases of DRANET and
-/// dra-driver-cpu.
+/// The attribute that a GPU and the CPUs of its NUMA node have in common.
 const NUMA_NODE: &str = "dra.net/numaNode";
 
 /// The field of a request's alternatives.
-const LISTS: &str = "firstAvailable";
+const ALTERNATIVES: &str = "firstAvailable";
 
 /// The most alternatives of a request (`resource.k8s.io/v1`, `FirstAvailableDeviceRequestMaxSize`).
 const MAX_ALTERNATIVES: usize = 8;
@@ -99,7 +98,7 @@ impl Devices {
 
     fn have_alternatives(&self) -> bool {
         let lists =
-            |request: &Part| matches!(request, Part::Map(entries) if entries.iter().any(|(key, _)| *key == LISTS));
+            |part: &Part| matches!(part, Part::Map(entries) if entries.iter().any(|(key, _)| *key == ALTERNATIVES));
         self.requests.iter().any(lists)
     }
 
@@ -199,7 +198,7 @@ fn with_further(name: &str, devices: &Devices, gpus: u8) -> Vec<Part> {
     vec![object(TEMPLATE, &further, spec(&any)), of_metadata(TEMPLATE, metadata, spec(devices))]
 }
 
-/// Refuses options that would have no effect.
+/// Refuses options that would have no effect, or that exclude each other.
 fn refuse(args: &ClaimArgs) -> Result<()> {
     let flags = [(!args.node.is_empty(), "--node"), (args.fleet.cluster.is_some(), "--cluster")];
     if let Some(flag) = flags.into_iter().find_map(|(is_set, flag)| is_set.then_some(flag)) {
@@ -236,12 +235,12 @@ fn alternatives(gpus: u8, nodes: &[String], fleet: &FleetArgs, strict: bool) -> 
 fn usual_groups(gpus: u8) -> Vec<String> {
     match GroupSize::holding(usize::from(gpus)) {
         Some(size) if gpus > 1 => size.usual_names().collect(),
-        _ => any_groups(gpus),
+        _ => all_groups(gpus),
     }
 }
 
 /// The attributes by which a claim of this size finds groups: all that a node may have.
-fn any_groups(gpus: u8) -> Vec<String> {
+fn all_groups(gpus: u8) -> Vec<String> {
     match GroupSize::holding(usize::from(gpus)) {
         _ if gpus == 1 => Vec::new(),
         Some(size) => size.names().collect(),
@@ -252,7 +251,7 @@ fn any_groups(gpus: u8) -> Vec<String> {
 /// The attributes by which a claim of this size finds groups: those of a machine, or the usual ones. Without a machine
 /// a strict claim lists all attributes that a node may have.
 fn groups(gpus: u8, node: Option<&str>, strict: bool) -> Result<Vec<String>> {
-    let mut groups = if node.is_none() && !strict { usual_groups(gpus) } else { any_groups(gpus) };
+    let mut groups = if node.is_none() && !strict { usual_groups(gpus) } else { all_groups(gpus) };
     if let Some(node) = node {
         let topology = topology(node)?;
         let count = topology.gpus().len();
@@ -291,7 +290,7 @@ fn in_groups(gpus: u8, groups: &[Alternative], strict: bool) -> Devices {
     };
     let alternatives = groups.iter().chain(&any).map(alternative).collect();
     Devices {
-        requests: vec![map([("name", "gpus".into()), (LISTS, Part::List(alternatives))])],
+        requests: vec![map([("name", "gpus".into()), (ALTERNATIVES, Part::List(alternatives))])],
         constraints: groups.iter().filter_map(together).collect(),
     }
 }

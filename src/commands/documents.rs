@@ -3,7 +3,7 @@
 
 use std::fs;
 
-use crate::config::{CompletionsArgs, MACHINE_NAMES, ManArgs, completable, documented};
+use crate::config::{CompletionsArgs, ManArgs, PLACEHOLDER, completable, documented};
 use anyhow::{Context, Result};
 use clap_complete::aot::Shell;
 use clap_mangen::Man;
@@ -26,11 +26,11 @@ fn text(shell: Shell, machines: &str) -> String {
     // name fits.
     match shell {
         Shell::Zsh => text.replace(
-            &format!("({MACHINE_NAMES})"),
+            &format!("({PLACEHOLDER})"),
             &format!("{{_alternative \"machines:machine:({machines})\" \"files:file:_files\"}}"),
         ),
-        Shell::Fish => text.replace(&format!("-r -f -a \"{MACHINE_NAMES}\\t''\""), &format!("-r -F -a \"{machines}\"")),
-        _ => text.replace(MACHINE_NAMES, machines),
+        Shell::Fish => text.replace(&format!("-r -f -a \"{PLACEHOLDER}\\t''\""), &format!("-r -F -a \"{machines}\"")),
+        _ => text.replace(PLACEHOLDER, machines),
     }
 }
 
@@ -60,7 +60,7 @@ mod tests {
     fn machines_are_completed_in_each_shell() {
         for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
             let text = text(shell, "dgx-a100 dgx-h100");
-            assert!(!text.contains(MACHINE_NAMES), "{shell:?}");
+            assert!(!text.contains(PLACEHOLDER), "{shell:?}");
             // --node of five commands, at least.
             assert!(text.matches("dgx-a100 dgx-h100").count() >= 5, "{shell:?}");
         }

@@ -32,7 +32,7 @@ const MACHINE: &str = "NAME|FILE";
 
 /// The placeholder in the tree of [`completable`] for the names of the built-in machines, which this module does not
 /// know.
-pub const MACHINE_NAMES: &str = "LINKWISE_MACHINE_NAMES";
+pub const PLACEHOLDER: &str = "LINKWISE_MACHINE_NAMES";
 
 /// All commands as pages of a manual describe them, `linkwise` itself first.
 pub fn documented() -> Vec<Command> {
@@ -67,7 +67,7 @@ fn without_hidden(command: &Command) -> Command {
     let is_machine = |arg: &Arg| arg.get_value_names().is_some_and(|names| names.iter().any(|name| *name == MACHINE));
     let args = command.get_arguments().filter(|arg| !arg.is_hide_set()).cloned().map(|arg| match is_machine(&arg) {
         // The default is removed because it is not one of the values.
-        true => arg.value_parser(PossibleValuesParser::new([MACHINE_NAMES])).default_value(Resettable::Reset),
+        true => arg.value_parser(PossibleValuesParser::new([PLACEHOLDER])).default_value(Resettable::Reset),
         false => arg,
     });
     copy.args(args).subcommands(command.get_subcommands().filter(|command| is_shown(command)).map(without_hidden))

@@ -24,7 +24,7 @@ pub struct HostArgs {
     /// installation, which is searched at the usual places each time the library is loaded
     #[arg(long, value_name = "PATH", env = "LINKWISE_NVML_LIBRARY")]
     pub nvml_library: Option<PathBuf>,
-    /// The most memory, in MiB and without what the kernel can reclaim, of the process that calls NVML: with more it is
+    /// The most memory in MiB of the process that calls NVML, not counting what the kernel can reclaim: with more it is
     /// killed and replaced
     #[arg(
         long,
@@ -154,7 +154,7 @@ pub(super) fn gpu(text: &str) -> Result<GpuSelector, String> {
     match GpuSelector::from(text) {
         // Node files may have UUIDs that do not begin with GPU-.
         GpuSelector::Model(_) => {
-            let problem = |_| format!("{} is neither a GPU index nor a GPU UUID", quoted(text));
+            let problem = |_| format!("{} is neither index, UUID nor PCI address of a GPU", quoted(text));
             text.parse().map(GpuSelector::Uuid).map_err(problem)
         }
         gpu => Ok(gpu),

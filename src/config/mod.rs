@@ -29,7 +29,7 @@ use linkwise_core::words::Words;
 
 pub use benchmark::{ExpectArgs, PodArgs, VerifyArgs};
 pub use config_manager::{ConfigManagerArgs, ConfigManagerSettings, Fallback};
-pub use documents::{CompletionsArgs, MACHINE_NAMES, ManArgs, completable, documented};
+pub use documents::{CompletionsArgs, ManArgs, PLACEHOLDER, completable, documented};
 pub use dra::{ClaimArgs, ClaimKind, DraArgs, FleetArgs, ManifestFormat, Near};
 pub use labels::LabelsArgs;
 pub use machine::{AllocateArgs, HostArgs, NodeArgs, SnapshotArgs, TopologyArgs, TopologyFormat, UnitName};
@@ -162,6 +162,6 @@ mod tests {
         ];
         assert_eq!(allocate.available, Some(expected.to_vec()));
         let error = Cli::try_parse_from(["linkwise", "allocate", "--size", "2", "--available", "0,?"]).unwrap_err();
-        assert!(error.to_string().contains("'?' is neither a GPU index nor a GPU UUID"), "{error}");
+        assert!(error.to_string().contains("'?' is neither index, UUID nor PCI address of a GPU"), "{error}");
     }
 }

@@ -1,4 +1,4 @@
-//! Tests of the plugin's container for each setting of `node_settings`, between which other tests switch a node.
+//! The plugin's container for each setting of `node_settings`. Other tests switch a node between these settings.
 
 use serde_json::Value;
 

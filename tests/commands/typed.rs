@@ -64,7 +64,7 @@ pub fn run(typed: &Typed) {
     }
 }
 
-/// Returns true if the first words are a subcommand of the program.
+/// Returns true if the first words are a subcommand of the program, or may be one of a laboratory that is not built.
 pub fn is_known(words: &[String]) -> bool {
     if words[0] == "linkwise-lab" && !lab().is_file() {
         return true;

@@ -155,7 +155,7 @@ fn lists_beside_another_linkwise_do_not_count() {
 }
 
 #[test]
-fn pod_without_the_socket_waits_for_no_list() {
+fn linkwise_without_pod_resources_waits_for_no_list() {
     let world = World::with(NodeState::default().without_lists(), [planned(Door::Dra), observed()]);
     assert_eq!(world.through_dra(), [0, 1, 2]);
     for claims in [&[1][..], &[]] {

@@ -1,7 +1,7 @@
 //! [`ClaimReader`]: reads ResourceClaims for the DRA plugin, which prepares their devices.
 //!
-//! The only reader of claims. Each read is a GET, with up to two retries after transient errors. A read fails
-//! after 10 s, so that the kubelet, which waits for 45 s, has time to try again. Reads do not wait for each other.
+//! The only reader of claims. Each read is a GET, with up to two retries after transient errors. A read fails after
+//! 10 s, so that the kubelet, which waits for 45 s, has time to try again. Up to 16 reads run at once.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -55,7 +55,7 @@ impl ClaimReader {
         let _permit = self.permits.acquire().await;
         let mut server = lock(&self.server).clone();
         let read = read(&mut server, &claim.namespace, &claim.name).await;
-        // The copy's client works, or was dropped after an error that a new client may not have.
+        // After an error that a new client may not have, the copy has no client, so the next read makes one.
         *lock(&self.server) = server;
         read.map_err(|error| match error.code() {
             Some(404) if error.is_missing(OBJECT, &claim.name) => ReadClaimError::NotFound,

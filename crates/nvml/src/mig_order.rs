@@ -69,7 +69,7 @@ fn fill(gpu: &Gpu<'_>, instance: &GpuInstanceHandle<'_, '_>, id: u32) -> Result<
     const PROFILE: &str = "nvmlGpuInstanceGetComputeInstanceProfileInfo";
     const CREATE: &str = "nvmlGpuInstanceCreateComputeInstance";
     let mut whole: Option<sys::nvmlComputeInstanceProfileInfo_t> = None;
-    // The first of the largest profiles is taken: NVML 13 has a ninth, 7_SLICE_NVL, which is as large as 7_SLICE.
+    // The first of the largest profiles is taken: 7_SLICE, also once the bindings have 7_SLICE_NVL of NVML 13.
     for number in 0..sys::NVML_COMPUTE_INSTANCE_PROFILE_COUNT {
         match gpu.calls.raw(PROFILE, || instance.compute_profile(number)) {
             // This instance does not have the profile.

@@ -27,8 +27,8 @@ pub(super) fn pod(
     }
 }
 
-/// The Topology Manager's decision, and what the plugin sees of it: `offered` has the number of GPUs that the kubelet
-/// offered, and the number of them that it had taken before.
+/// The Topology Manager's decision, and what the plugin sees of it: `offered` has the numbers of GPUs that
+/// GetPreferredAllocation had as available and as required; `None` if the kubelet did not call it.
 pub(super) fn hint(hint: &TopologyHint, offered: Option<(usize, usize)>) -> String {
     let settled = match (hint.mask, hint.preferred) {
         (None, _) => "the Topology Manager leaves it open".to_owned(),
@@ -36,9 +36,9 @@ pub(super) fn hint(hint: &TopologyHint, offered: Option<(usize, usize)>) -> Stri
         (Some(nodes), false) => format!("the Topology Manager takes {nodes} for want of better"),
     };
     match offered {
-        None => format!("{settled}; just as many as the pod wants"),
+        None => format!("{settled}; no more GPUs than the pod wants"),
         Some((offered, 0)) => format!("{settled}; {offered} to choose from"),
-        Some((offered, taken)) => format!("{settled}; {taken} taken, the rest of {offered} to choose from"),
+        Some((offered, required)) => format!("{settled}; {offered} to choose from, {required} of them required"),
     }
 }
 

@@ -15,7 +15,7 @@ use std::path::Path;
 use anyhow::{Context, Result, anyhow, ensure};
 use serde_json::Value;
 
-use super::{Devices, GPUS, OURS, Request, any_groups, of_attribute, plain, request, topology};
+use super::{Devices, GPUS, OURS, Request, all_groups, of_attribute, plain, request, topology};
 use crate::commands::note_unknown_nvlinks;
 use crate::config::{ClaimArgs, FleetArgs, Rails};
 use linkwise_cluster::all_slices;
@@ -85,7 +85,7 @@ impl Kind {
 
     fn with_claims(mut self, all: usize, gpus: u8, valued: Option<Valued<'_>>) -> Self {
         self.gpus = all;
-        self.alternatives = any_groups(gpus);
+        self.alternatives = all_groups(gpus);
         let named = |names: &[String]| -> Vec<GroupAttribute> {
             let find = |name: &String| self.attributes.iter().find(|attribute| attribute.name == *name).cloned();
             names.iter().filter_map(find).collect()

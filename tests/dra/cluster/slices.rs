@@ -250,7 +250,7 @@ async fn write_whose_answer_is_lost_leaves_no_trouble() {
     writing.want(round(2, 2));
     writing.wait_report(|stored| stored.trouble.is_some()).await;
     writing.wait_report(|stored| stored.is_current && stored.trouble.is_none()).await;
-    assert_eq!(cluster.count("PUT", "resourceslices"), 1, "the slice was written again");
+    assert_eq!(cluster.count("PUT", "resourceslices"), 1, "the slice is not written again");
 }
 
 #[tokio::test]

@@ -66,7 +66,7 @@ async fn unreadable_checkpoints_stay_and_block_no_claim() {
     fs::write(node.settings.checkpoints.join("notes.txt"), "hello").unwrap();
     fs::create_dir(node.settings.checkpoints.join("folder.json")).unwrap();
     fs::write(node.settings.checkpoints.join(".linkwise-draft"), "{").unwrap();
-    // Claims count as newer than every list of the kubelet.
+    // During the test no list of the kubelet shows that a claim has ended.
     node.settings.listed_within = TEST_TIMEOUT;
     node.serve_again(&kubelet).await;
     node.set_answer("good", Answer::Failed);

@@ -17,8 +17,7 @@ pub enum Event {
     Observed(Box<NodeObservation>),
     /// The operator wants a new plan of resources.
     Planned(Box<ResourcePlan>),
-    /// The MPS control daemons whose limits are in effect now, each with the share that it enforces. A daemon that is
-    /// ready for another share does not count.
+    /// The resources whose MPS control daemon enforces the limits of their share now, each with that share.
     MpsReady(BTreeMap<ResourceName, MpsShare>),
     /// The driver reported an XID.
     Xid {
@@ -35,11 +34,11 @@ pub enum Event {
     NumaHints(NumaHints),
     /// The results of one round of polls. A GPU that is missing was not polled.
     Polled(BTreeMap<GpuUuid, HealthPoll>),
-    /// NVML calls about a GPU hung or crashed agents, so that no agent calls NVML about it for now.
+    /// NVML calls about a GPU hung or crashed agents, as the text says, so no agent calls NVML about it for now.
     Quarantined(GpuUuid, String),
     /// An agent scanned a quarantined GPU and survived.
     ReleasedFromQuarantine(GpuUuid),
-    /// NVML has been unavailable for the grace period, and devices must not be given out meanwhile.
+    /// An outage began, with this cause, and the operator wants devices to be unhealthy during it.
     DriverAway(String),
     /// NVML answers again.
     DriverBack,
@@ -88,7 +87,7 @@ pub enum Effect {
         /// The new health.
         health: Health,
     },
-    /// Report that an XID changes nothing: it is an application's fault, or ignored.
+    /// Report that an XID itself changes nothing: its class has no effect, or the recovery action decides.
     XidIgnored {
         /// The GPU.
         gpu: GpuUuid,

@@ -30,7 +30,7 @@ const BACKLOG: i32 = 1024;
 pub struct FileId {
     device: u64,
     inode: u64,
-    /// The time since the epoch of the file's birth, if the file system keeps it; otherwise of its last modification,
+    /// The time of the file's birth, since the epoch, if the file system keeps it; otherwise of its last modification,
     /// which no change of mode or owner touches.
     born: Option<Duration>,
 }
@@ -79,8 +79,8 @@ impl SocketFile {
         Ok(Self { path: path.to_owned(), id: FileId::of_socket(path) })
     }
 
-    /// Leaves the file in its place: another process may have bound the path by the time of a removal, and a file
-    /// system gives the numbers of removed files to new ones.
+    /// Leaves the file in its place: by the time of a removal another process may have bound the path, and its socket
+    /// may have the inode of ours.
     pub fn leave(mut self) {
         self.id = None;
     }

@@ -1,4 +1,4 @@
-//! The simulated cluster against a model of the allocator that knows all nodes, and against the books of the tests.
+//! The simulated cluster against a model of the allocator that knows all nodes, and against records of the tests.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -181,7 +181,7 @@ fn replay(machines: &[Machine], kinds: &[usize], jobs: &[Job], door: Door) -> (F
 }
 
 #[test]
-fn replay_agrees_with_independent_books() {
+fn replay_agrees_with_independent_records() {
     let machines = machines(&["dgx1-v100", "pcie-8x-pix-pairs"]);
     let oracles: Vec<Oracle<'_>> = machines.iter().map(|machine| Oracle::new(machine.tables.topology())).collect();
     let kinds = [0, 1, 0];
@@ -296,7 +296,7 @@ fn pods_of_a_job_start_together_on_equal_rails() {
             arrival: 40 * at,
         })
         .collect();
-    // Five GPUs do not fill whole rails of two GPUs each. On a machine with fewer rails they exceed the rails.
+    // A DGX-1 has four rails of two GPUs each: five GPUs do not fill whole rails, and are more than the rails.
     jobs.push(Job { size: 5, pods: 2, duration: 9, arrival: 5000 });
     for machine in ["dgx-h100", "dgx1-v100", "dgx-a100"] {
         let (plugin, preferred) = replay_on(machine, 5, &jobs, Door::Plugin);
