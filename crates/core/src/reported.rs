@@ -35,8 +35,8 @@ impl<K: Ord> Reported<K> {
         self.facts.len() < self.max_facts && self.facts.insert(key, 0).is_none()
     }
 
-    /// Forgets the facts for which `lasts` returns false; such a fact is reported when it begins again. Returns the number
-    /// of unreported repetitions of the forgotten facts.
+    /// Forgets the facts for which `lasts` returns false; such a fact is reported when it begins again. Returns the
+    /// number of unreported repetitions of the forgotten facts.
     pub fn retain(&mut self, mut lasts: impl FnMut(&K) -> bool) -> u64 {
         let mut unreported: u64 = 0;
         self.facts.retain(|key, repeated| {
