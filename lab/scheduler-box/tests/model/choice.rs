@@ -31,7 +31,7 @@ fn first_combination_that_fits_is_taken() {
 /// types never match: the int 1 is not the string "1".
 #[test]
 fn missing_attribute_never_matches() {
-    devices(&[slice("a", plain(&["a", "b"]))], &grouped(1)).unwrap_err();
+    devices(&[slice("a", plain(["a", "b"]))], &grouped(1)).unwrap_err();
     let mixed = json!([{"name": "a", "attributes": {"example.com/group": {"int": 1}}}, in_group("b", "1")]);
     devices(&[slice("a", mixed)], &grouped(2)).unwrap_err();
 }
@@ -103,7 +103,7 @@ fn alternative_that_starves_a_later_request_is_skipped() {
         ]},
         {"name": "b", "exactly": {"deviceClassName": "all"}},
     ]);
-    let placement = allocate(&[slice("a", plain(&["x", "y"]))], &claim(requests, json!([]))).unwrap();
+    let placement = allocate(&[slice("a", plain(["x", "y"]))], &claim(requests, json!([]))).unwrap();
     assert_eq!(results(&placement, 0), ["a/one x", "b y"]);
 }
 
@@ -168,7 +168,7 @@ fn counters_keep_overlapping_devices_apart() {
 /// The claims of a pod are allocated together, all of them or none.
 #[test]
 fn claims_of_a_pod_share_no_device() {
-    let cluster = cluster(&[slice("a", plain(&["x", "y", "z"]))]);
+    let cluster = cluster(&[slice("a", plain(["x", "y", "z"]))]);
     let placement = cluster.allocate("n", &[count(1), count(2)]).unwrap();
     assert_eq!(
         (results(&placement, 0), results(&placement, 1)),
@@ -188,7 +188,7 @@ fn extended_resource_gets_the_first_devices() {
     };
     let classes =
         [class("old", "2026-01-01T00:00:00Z"), class("b", "2026-01-02T00:00:00Z"), class("a", "2026-01-02T00:00:00Z")];
-    let cluster = Cluster::new(&[slice("s", plain(&["x", "y", "z"]))], &classes, &[]).unwrap();
+    let cluster = Cluster::new(&[slice("s", plain(["x", "y", "z"]))], &classes, &[]).unwrap();
     let containers = [vec![("cpu.example.com/x", 1), ("example.com/gpu", 2)], vec![("example.com/gpu", 1)]];
     let claim = cluster.extended_claim("default", "p", &containers).unwrap();
     let requests = claim["spec"]["devices"]["requests"].as_array().unwrap();

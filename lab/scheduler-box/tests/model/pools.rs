@@ -10,10 +10,10 @@ use linkwise_scheduler_box::{Cluster, Failure};
 #[test]
 fn devices_are_tried_in_published_order() {
     let two = json!(2);
-    let one = with(slice("00000-a", plain(&["z", "b"])), "/pool/resourceSliceCount", two.clone());
-    let other = with(slice("00001-a", plain(&["a"])), "/pool/resourceSliceCount", two);
-    let later_pool = with(slice("00000-0", plain(&["c"])), "/pool/name", json!("o"));
-    let first_driver = with(slice("zz", plain(&["d"])), "/driver", json!("a.example.com"));
+    let one = with(slice("00000-a", plain(["z", "b"])), "/pool/resourceSliceCount", two.clone());
+    let other = with(slice("00001-a", plain(["a"])), "/pool/resourceSliceCount", two);
+    let later_pool = with(slice("00000-0", plain(["c"])), "/pool/name", json!("o"));
+    let first_driver = with(slice("zz", plain(["d"])), "/driver", json!("a.example.com"));
     let slices = [later_pool, other, first_driver, one];
     assert_eq!(devices(&slices, &count(5)).unwrap(), ["d", "z", "b", "a", "c"]);
 }
@@ -21,8 +21,8 @@ fn devices_are_tried_in_published_order() {
 /// types.go, ResourcePool: only slices of the highest generation are considered.
 #[test]
 fn slices_of_older_generations_are_skipped() {
-    let old = slice("a", plain(&["old"]));
-    let new = with(slice("b", plain(&["new"])), "/pool/generation", json!(2));
+    let old = slice("a", plain(["old"]));
+    let new = with(slice("b", plain(["new"])), "/pool/generation", json!(2));
     assert_eq!(devices(&[old.clone(), new.clone()], &count(1)).unwrap(), ["new"]);
     devices(&[old, new], &count(2)).unwrap_err();
 }
@@ -30,10 +30,10 @@ fn slices_of_older_generations_are_skipped() {
 /// allocator_incubating.go:1065-1068: the allocator skips a pool with missing slices.
 #[test]
 fn incomplete_pool_is_skipped() {
-    let half = with(slice("a", plain(&["half"])), "/pool/resourceSliceCount", json!(2));
+    let half = with(slice("a", plain(["half"])), "/pool/resourceSliceCount", json!(2));
     let why = devices(std::slice::from_ref(&half), &count(1)).unwrap_err();
     assert!(why.contains("gpu.example.com/n is incomplete: 1 of 2 slices"), "{why}");
-    let whole = with(slice("b", plain(&["whole"])), "/pool/name", json!("o"));
+    let whole = with(slice("b", plain(["whole"])), "/pool/name", json!("o"));
     assert_eq!(devices(&[half, whole], &count(1)).unwrap(), ["whole"]);
 }
 
@@ -41,7 +41,7 @@ fn incomplete_pool_is_skipped() {
 /// counter set has.
 #[test]
 fn invalid_pool_is_skipped() {
-    let why = devices(&[slice("a", plain(&["one", "twin", "twin"]))], &count(1)).unwrap_err();
+    let why = devices(&[slice("a", plain(["one", "twin", "twin"]))], &count(1)).unwrap_err();
     assert!(why.contains("two devices are named twin"), "{why}");
     let consumed = json!([{"counterSet": "gpus", "counters": {"gpu-0": {"value": "1"}}}]);
     let why = devices(&[slice("a", json!([{"name": "one", "consumesCounters": consumed}]))], &count(1)).unwrap_err();
@@ -50,7 +50,7 @@ fn invalid_pool_is_skipped() {
 
 #[test]
 fn slice_of_another_node_is_skipped() {
-    let theirs = with(slice("a", plain(&["theirs"])), "/nodeName", json!("m"));
+    let theirs = with(slice("a", plain(["theirs"])), "/nodeName", json!("m"));
     devices(&[theirs], &count(1)).unwrap_err();
 }
 
@@ -70,10 +70,10 @@ fn unmodelled_field_is_refused_by_name() {
         (claim(json!([]), json!([{"distinctAttribute": "example.com/group"}])), "distinctAttribute"),
         (configured, "config"),
     ] {
-        let failure = allocate(&[slice("a", plain(&["a"]))], &claim).unwrap_err();
+        let failure = allocate(&[slice("a", plain(["a"]))], &claim).unwrap_err();
         assert!(matches!(&failure, Failure::Malformed { why, .. } if why.contains(name)), "{name}: {failure}");
     }
-    let mut shared = slice("a", plain(&["a"]));
+    let mut shared = slice("a", plain(["a"]));
     shared["spec"]["allNodes"] = json!(true);
     let failure = Cluster::new(&[shared], &classes(), &[]).unwrap_err();
     assert!(failure.to_string().contains("allNodes"), "{failure}");
@@ -83,7 +83,7 @@ fn unmodelled_field_is_refused_by_name() {
 /// selector, because the devices belong to one node.
 #[test]
 fn allocation_has_results_and_node_selector() {
-    let placement = allocate(&[slice("a", plain(&["gpu-0"]))], &count(1)).unwrap();
+    let placement = allocate(&[slice("a", plain(["gpu-0"]))], &count(1)).unwrap();
     let field = json!({"key": "metadata.name", "operator": "In", "values": ["n"]});
     assert_eq!(
         placement.allocations[0],
@@ -96,7 +96,7 @@ fn allocation_has_results_and_node_selector() {
 
 #[test]
 fn device_of_another_claim_is_in_use_until_released() {
-    let slices = [slice("a", plain(&["one", "two", "three"]))];
+    let slices = [slice("a", plain(["one", "two", "three"]))];
     let results = json!([{"request": "r", "driver": DRIVER, "pool": "n", "device": "one"}]);
     let allocated = json!({"status": {"allocation": {"devices": {"results": results}}}});
     let mut cluster = Cluster::new(&slices, &classes(), &[allocated]).unwrap();
@@ -139,7 +139,7 @@ fn combination_is_tried_in_one_order() {
         {"name": "four", "exactly": {"deviceClassName": "all", "count": 4}},
         {"name": "none", "exactly": {"deviceClassName": "all", "selectors": [{"cel": {"expression": "false"}}]}},
     ]);
-    let cluster = cluster(&[slice("a", plain(&["a", "b", "c", "d", "e", "f", "g", "h"]))]);
+    let cluster = cluster(&[slice("a", plain(["a", "b", "c", "d", "e", "f", "g", "h"]))]);
     let claims = [claim(requests, json!([]))];
     let refused = cluster.clone().with_most_steps(162 + 70 * 8).allocate("n", &claims).unwrap_err();
     assert!(matches!(refused, Failure::Refused(_)), "{refused}");

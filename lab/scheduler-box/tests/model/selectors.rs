@@ -86,7 +86,7 @@ fn selectors_of_the_class_are_evaluated_first() {
 
 #[test]
 fn unknown_class_is_refused_by_name() {
-    let cluster = Cluster::new(&[slice("a", plain(&["x"]))], &[], &[]).unwrap();
+    let cluster = Cluster::new(&[slice("a", plain(["x"]))], &[], &[]).unwrap();
     let failure = cluster.allocate("n", &[selecting("true")]).unwrap_err();
     assert_eq!(failure.to_string(), "claim default/c, request r: there is no DeviceClass all");
 }

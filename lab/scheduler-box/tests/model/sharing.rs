@@ -129,7 +129,7 @@ fn shared_and_exclusive_claims_exclude_each_other() {
     let mut now_exclusive = cluster(&[slice("a", json!([exclusive]))]);
     now_exclusive.occupy(&shared_placement.allocations[0]).unwrap();
     now_exclusive.allocate("n", &[crate::support::count(1)]).unwrap_err();
-    let exclusive_placement = allocate(&[slice("a", plain(&["a"]))], &crate::support::count(1)).unwrap();
+    let exclusive_placement = allocate(&[slice("a", plain(["a"]))], &crate::support::count(1)).unwrap();
     let mut now_shared = cluster(&[slice("a", json!([shared("a")]))]);
     now_shared.occupy(&exclusive_placement.allocations[0]).unwrap();
     now_shared.allocate("n", &[share(1, json!({}))]).unwrap_err();
