@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::device::{Device, Health};
 use crate::topology::{GpuUuid, NodeTopology};
 
-/// The GPUs of which a pod has any part, through either door; `None` until the kubelet has listed the holders.
+/// The GPUs of which a pod or a prepared claim has any part; `None` until the kubelet has listed the holders.
 pub(super) type Held = Option<BTreeSet<GpuUuid>>;
 
 /// The use that can be made of a GPU now. Each GPU has one of these values. A value that this version does not know is
@@ -19,7 +19,7 @@ pub(super) type Held = Option<BTreeSet<GpuUuid>>;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Availability {
-    /// A pod has the GPU, a slot or a MIG device of it, or has just been given one. The GPU may be unhealthy.
+    /// A pod or a prepared claim has the GPU, or a slot or MIG device of it. The GPU may be unhealthy.
     Held,
     /// A request can have the whole GPU.
     Free,
@@ -30,7 +30,7 @@ pub enum Availability {
     Unhealthy,
     /// No pod holds any part of it, and an operator keeps it from new work.
     Cordoned,
-    /// No pod holds any part of it, and the configuration has no devices of it that this node could offer.
+    /// No pod is known to hold any part of it, and the configuration has no devices of it that this node could offer.
     Withheld,
     /// The GPU is healthy or only cordoned, and the kubelet has not listed the holders yet.
     #[default]

@@ -102,7 +102,8 @@ pub enum Effect {
     NotCounted(GpuUuid, UnhealthyReason),
     /// Report that the record has a format version that this linkwise does not know.
     RecordIgnored(u32),
-    /// Report that devices of a resource cannot be given out for now: a pod holds the hardware under another name.
+    /// Report that devices of a resource cannot be given out for now: a pod or claim holds the hardware under another
+    /// name.
     HeldElsewhere {
         /// The GPU.
         gpu: GpuUuid,
@@ -118,7 +119,7 @@ pub enum Effect {
     DoorChanged(GpuUuid, bool),
     /// Report a warning about the node's hardware, once while it lasts.
     Warn(TopologyWarning),
-    /// Report that the node lacks hardware that it had (true), or no longer (false).
+    /// Report that the node lacks this hardware (true), or no longer (false).
     Shortfall(Shortfall, bool),
     /// Report a part of the plan that this node cannot offer, once while it lasts.
     PlanProblem(PlanProblem),

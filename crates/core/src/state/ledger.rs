@@ -28,7 +28,7 @@ pub struct Ledger {
     holdings: Holdings,
     /// The claims of the previous list. If the last list is a kubelet's first, also the claims of earlier lists.
     listed_before: BTreeSet<ClaimedDevice>,
-    /// True unless the last list was a kubelet's first.
+    /// True if there is a last list, and it was not a kubelet's first.
     is_whole: bool,
     /// The time since which the kubelet has listed these holdings; `None` if it has never answered.
     pub(super) known_since: Option<Timestamp>,
@@ -112,8 +112,8 @@ impl Ledger {
         &self.by_container
     }
 
-    /// The GPUs of which a pod has any part, through either door, including those that the machine no longer shows;
-    /// `None` if the kubelet could never be asked. `listed` gives the GPU of a device that is on a resource's list.
+    /// The GPUs of which a pod or a prepared claim has any part, including those that the machine no longer shows;
+    /// `None` if the kubelet has never answered. `listed` gives the GPU of a device that is on a resource's list.
     pub(super) fn held<'a>(
         &'a self,
         topology: &NodeTopology,
@@ -150,8 +150,8 @@ impl Ledger {
         self.admissions.free_at_prepare(&prepared.next()?.claim.uid)
     }
 
-    /// The places of the GPUs of a listed claim's device, each with true if the claim has the whole GPU. GPUs that the
-    /// claim has with admin access are left out.
+    /// The places of the GPUs of a listed claim's device, each with true if the claim has the whole GPU, or an
+    /// unknown part. GPUs that the claim has with admin access are left out.
     pub fn gpus_of_claimed(&self, topology: &NodeTopology, claimed: &ClaimedDevice) -> Vec<(usize, bool)> {
         let hardware = claimed_hardware(topology, claimed).into_iter();
         let taken = hardware

@@ -51,7 +51,7 @@ pub struct HealthRecord {
     pub gpus: BTreeMap<GpuUuid, GpuRecord>,
     /// The GPUs that the node had.
     pub inventory: Inventory,
-    /// The GPUs that are offered through DRA.
+    /// The GPUs that DRA offers, or that its claims hold.
     #[serde(skip_serializing_if = "BTreeSet::is_empty")]
     pub dra: BTreeSet<GpuUuid>,
     /// The GPUs in `dra` that several claims share.
