@@ -12,8 +12,8 @@ use crate::allocation::DeviceId;
 impl NodeState {
     /// Makes the next state from an event, and the effects that the node's loop has to carry out.
     ///
-    /// `now` may come from any clock. A clock that jumps makes `since` wrong and nothing else; the clock of the node's
-    /// loop does not jump.
+    /// `now` may come from any clock. A clock that jumps makes `since` and the ends of waits wrong; the clock of the
+    /// node's loop does not jump.
     pub fn apply(mut self, event: Event, now: Timestamp) -> (Self, Vec<Effect>) {
         let mut effects = Vec::new();
         // For `settle`.
@@ -103,7 +103,7 @@ impl NodeState {
     }
 
     /// Carries out what follows from any event: makes the resources again (`remake`), hands GPUs to the other door, and
-    /// publishes the lists if they changed (`publish`: more than the health of devices).
+    /// publishes the state if `publish` is true or the health of a device changed.
     fn settle(&mut self, mut remake: bool, mut publish: bool, is_new_list: bool, now: Timestamp) -> Vec<Effect> {
         let mut effects = Vec::new();
         let hardware = Arc::make_mut(&mut self.hardware);

@@ -100,7 +100,8 @@ impl Hardware {
         &self.versions
     }
 
-    /// The health of a GPU, or with `instance` of a MIG device on it; `None` if it was never scanned.
+    /// The health of a GPU, or with `instance` of a MIG device on it; `None` if neither a scan nor the record has the
+    /// GPU.
     pub fn health(&self, gpu: &GpuUuid, instance: Option<MigInstance>) -> Option<Health> {
         Some(self.health.get(gpu)?.verdict(&self.xids, |reason| reason.concerns(instance)))
     }
@@ -294,8 +295,8 @@ impl Hardware {
         news.into_iter().map(|(gpu, action)| Effect::UnknownRecoveryAction(gpu, action)).collect()
     }
 
-    /// Returns true if no NVLink reaches a GPU. The last scan, a standing reason or this poll shows that the GPU is
-    /// lost or gone, or the GPU is in MIG mode, in which the driver shuts its links down.
+    /// Returns true if no NVLink reaches a GPU: a standing reason or this poll shows it, the last scan did not list the
+    /// GPU, or the GPU is in MIG mode, in which the driver shuts its links down.
     fn is_unreachable(&self, gpu: &GpuUuid, poll: Option<&HealthPoll>) -> bool {
         let shown = poll.is_some_and(|poll| {
             matches!(poll.reach, Reach::Lost { .. } | Reach::ResetRequired { .. }) || poll.on_bus == Some(false)
@@ -357,8 +358,8 @@ impl Hardware {
     }
 
     /// Reports each GPU whose health changed as a whole, and each MIG device whose health changed alone. `listed` are
-    /// all devices on the kubelet's lists, each with true if its hardware is gone or no longer offered. A GPU that no
-    /// scan finds is gone once all of its devices are.
+    /// all devices on the kubelet's lists and of DRA, each with true if its hardware is gone or no longer offered. A
+    /// GPU that no scan finds is gone once all of its devices are.
     pub(super) fn report<'a>(&mut self, listed: impl Iterator<Item = (&'a Device, bool)> + Clone) -> Vec<Effect> {
         let mut instances: BTreeMap<&GpuUuid, BTreeSet<MigInstance>> = BTreeMap::new();
         let offered = || listed.clone().filter(|(_, is_orphan)| !is_orphan).map(|(device, _)| device);

@@ -126,7 +126,7 @@ impl GpuHealth {
         })
     }
 
-    /// Returns true while no agent calls NVML about the GPU.
+    /// Returns true while the quarantine is a standing reason: until the hold time after the GPU's release.
     pub fn is_quarantined(&self) -> bool {
         self.reasons.iter().any(|standing| matches!(standing.reason, UnhealthyReason::Quarantined { .. }))
     }
@@ -207,8 +207,8 @@ impl GpuHealth {
         self.record.cordon.as_ref().map(|kept| (&kept.reason, Duration::from_secs(kept.since)))
     }
 
-    /// Clears the reasons on an operator's order, and accepts the driver's present report. A GPU that is missing or in
-    /// quarantine stays unhealthy.
+    /// Clears the reasons on an operator's order, and accepts the driver's present report. A GPU that is off the bus,
+    /// in quarantine or without NVML stays unhealthy.
     pub fn cleared(&mut self) {
         // Two polls have proved these reasons: if the next poll shows one again, it needs no second look.
         let proved = self.reasons.iter().map(|standing| &standing.reason);
@@ -384,8 +384,8 @@ impl GpuHealth {
         accepted.uncorrectable_ecc = accepted.uncorrectable_ecc.min(seen.uncorrectable_ecc);
     }
 
-    /// The reasons that a poll shows, without those that need a second look, because one bad answer is not a failure.
-    /// The latter wait in `doubted` for the next poll, and during a hold they neither extend nor restart it.
+    /// The reasons that a poll shows, without those that still need a second look, because one bad answer is not a
+    /// failure. The latter wait in `doubted` for the next poll, and during a hold they neither extend nor restart it.
     fn proven_reasons(&mut self, poll: &HealthPoll) -> Vec<UnhealthyReason> {
         let before = core::mem::take(&mut self.doubted);
         let counts = |reason: &UnhealthyReason| {

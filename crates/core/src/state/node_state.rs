@@ -1,4 +1,4 @@
-//! [`NodeState`]: one whole state of the node, and the methods that read it.
+//! [`NodeState`]: one whole state of the node, and the methods that set it up and read it.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;

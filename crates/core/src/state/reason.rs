@@ -214,8 +214,7 @@ impl UnhealthyReason {
         }
     }
 
-    /// Returns true if the GPU needs a reset or another action; such a reason is kept across our restarts. The
-    /// others end by the same check that found them.
+    /// Returns true if the GPU needs a reset or another action; such a reason is kept across our restarts.
     pub(super) fn needs_reset(&self) -> bool {
         matches!(
             self,
