@@ -21,7 +21,8 @@ impl<K: Ord> Reported<K> {
         Self::with_bound(Self::MAX_FACTS)
     }
 
-    /// Creates the memory of up to `max_facts` facts, with none reported yet. A fact beyond these is never reported.
+    /// Creates the memory of up to `max_facts` facts, with none reported yet. A fact that begins while
+    /// these last is not reported.
     pub const fn with_bound(max_facts: usize) -> Self {
         Self { facts: BTreeMap::new(), max_facts }
     }

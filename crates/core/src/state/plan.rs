@@ -103,7 +103,7 @@ fn first_match(patterns: &[NamePattern], text: &str) -> Option<ResourceName> {
     patterns.iter().find(|pattern| pattern.pattern.matches(text)).map(|pattern| pattern.name.clone())
 }
 
-/// A wildcard pattern: `*` stands for any text. It matches anywhere in a name, as in the NVIDIA plugin.
+/// A wildcard pattern: `*` stands for any text. The pattern matches anywhere in a name, as in the NVIDIA plugin.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(transparent)]
 pub struct Pattern(String);
@@ -120,8 +120,7 @@ impl Pattern {
         found.is_some()
     }
 
-    /// Returns true if it matches everything that another pattern matches. It may miss such a pair, but never reports a
-    /// wrong one.
+    /// Returns true only if it matches everything that another pattern matches. May return false even then.
     pub fn covers(&self, other: &Self) -> bool {
         self.matches(&other.0.replace('*', "\0"))
     }

@@ -65,11 +65,11 @@ fn numa_hints_are_own_node_package_or_none() {
     let fewer = NodeObservation { gpus: (0..4).map(gpu).collect(), ..observed.clone() };
     let (state, _) = state.apply(Event::Observed(Box::new(fewer)), NOON);
     let (state, effects) = state.apply(Event::NumaHints(NumaHints::Package), NOON);
-    let claimed = state
+    let later = state
         .offers()
         .of(&ResourceName::gpu())
         .map(|(_, device)| device.numa_nodes.iter().map(|node| node.0).collect());
-    assert_eq!((claimed.collect::<Vec<Vec<u32>>>(), effects), (nodes(NumaHints::Package), vec![Effect::Publish]));
+    assert_eq!((later.collect::<Vec<Vec<u32>>>(), effects), (nodes(NumaHints::Package), vec![Effect::Publish]));
 }
 
 #[test]

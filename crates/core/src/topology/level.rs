@@ -50,7 +50,7 @@ impl Rank {
     pub const FARTHEST: Self = Self(5);
     /// The farthest rank of two GPUs below one PCIe switch, or a cascade of them.
     pub const PCIE_SWITCHES: Self = Self(1);
-    /// The farthest rank at which a NIC counts as near a GPU.
+    /// PHB: the farthest rank at which a NIC counts as near a GPU, and the nearest of paths through a host bridge.
     pub const HOST_BRIDGE: Self = Self(2);
 
     /// The rank of a level; `is_same_package` splits SYS.

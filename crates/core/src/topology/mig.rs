@@ -366,7 +366,7 @@ impl PossibleMig<'_> {
 
 /// The MIG devices that the GPUs in MIG mode could have, GPU by GPU: the highest first memory slice comes first, then
 /// the smaller size. A scheduler that takes the first device that fits thus leaves the low slices free, which are the
-/// only places for a profile of half the GPU or more.
+/// only places for a profile of 4 compute slices or more.
 pub fn possible_mig(topology: &NodeTopology) -> Vec<PossibleMig<'_>> {
     let mut found = Vec::new();
     for (place, gpu) in topology.gpus().iter().enumerate().filter(|(_, gpu)| gpu.mig_enabled) {

@@ -257,7 +257,7 @@ impl PcieLink {
     /// The most lanes that PCI Express defines.
     pub const MAX_WIDTH: u32 = 32;
 
-    /// Makes a link; `None` for one that PCI Express does not have.
+    /// Makes a link; `None` above the limits of PCI Express.
     pub fn new(mts: u32, width: u32) -> Option<Self> {
         (mts <= Self::MAX_MTS && width <= Self::MAX_WIDTH).then_some(Self { mts, width })
     }

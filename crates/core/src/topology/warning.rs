@@ -18,7 +18,7 @@ use super::observation::{GpuObservation, ProbeFailure};
 use crate::quote::one_line;
 use crate::words::list;
 
-/// An oddity in the observations. The node keeps working. Each warning names the hardware.
+/// An oddity in the observations. The node keeps working.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum TopologyWarning {
     /// A call that failed.
