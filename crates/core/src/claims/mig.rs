@@ -45,7 +45,8 @@ pub enum MigTask {
 pub struct MigOrderError {
     /// The reason in words: NVML's call and code, or why NVML was not called.
     pub why: String,
-    /// True if the instance may exist. If the driver refused a Make, someone else created the instance.
+    /// True if the order's instance may exist. False if the driver refused a Make: someone else created any instance
+    /// in its place.
     pub may_exist: bool,
 }
 

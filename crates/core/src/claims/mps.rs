@@ -97,8 +97,8 @@ impl MpsDevice<'_> {
         ClaimError::of_device(&self.name, &self.gpu.uuid, DeviceRefusal::Mps(why))
     }
 
-    /// The memory limit from its configuration, in MiB. `devices` are all devices of the claim. `max` is the memory of
-    /// the claim's share if `is_share`, otherwise of the GPU.
+    /// The memory limit from its configuration, in MiB. `devices` are all such devices of the claim. `max` is the
+    /// memory of the claim's share if `is_share`, otherwise of the GPU.
     fn memory(&self, devices: &[Self], max: Option<u64>, is_share: bool) -> Result<Option<u64>, ClaimError> {
         let of_config = devices.iter().filter(|other| other.config_number == self.config_number);
         let mut of_config: Vec<&GpuUuid> = of_config.map(|other| &other.gpu.uuid).collect();

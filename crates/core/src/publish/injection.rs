@@ -6,8 +6,8 @@
 //! NVIDIA/k8s-device-plugin).
 //!
 //! The folders of an MPS client ([`MpsClient`]) and the RDMA NICs nearest to the GPUs ([`RdmaNodes`], `--expose-nics`)
-//! are parts of an injection. The MPS daemon enforces the limits. An injection does not repeat them, so that a
-//! container cannot get other limits than those in effect.
+//! are parts of an injection. The MPS daemon enforces the limits. `inject` does not repeat them, so that a
+//! container cannot get other limits than those in effect; a claim may add lower ones.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -143,8 +143,8 @@ pub struct HostPath {
     pub container: String,
 }
 
-/// The error for a granted GPU whose minor number is unknown. Neither an injection nor the CDI spec can name its
-/// /dev/nvidiaN.
+/// The error for a granted GPU or MIG device whose minor number is unknown. Neither an injection nor the CDI spec can
+/// name its device node.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("cannot pass the device node of {0}: its minor number is unknown")]
 pub struct InjectionError(String);
@@ -154,7 +154,7 @@ impl InjectionOptions {
     ///
     /// # Errors
     ///
-    /// The container needs the device node of a GPU whose minor number is unknown. To refuse the container is
+    /// The container needs a device node whose minor number is unknown. To refuse the container is
     /// better than to start it without its GPU.
     pub fn inject(&self, granted: &Granted<'_>, host: &HostDevices) -> Result<Injection, InjectionError> {
         let mut devices = granted.devices.clone();

@@ -43,7 +43,7 @@ pub struct Allocation {
     pub door: Cow<'static, str>,
     /// The GPUs that it has whole, as slots or as MIG devices, in the order of their PCI addresses.
     pub gpus: Vec<GpuUuid>,
-    /// The UUIDs of the GPUs that it holds and that are gone from this machine.
+    /// The UUIDs of the GPUs that it holds through the device plugin and that are gone from this machine.
     pub gone: BTreeSet<String>,
     /// The ring bandwidth of these GPUs by NCCL's model, MB/s. `None` for fewer than two GPUs, with a MIG device among
     /// them, and if the container holds something that this node does not know.

@@ -34,7 +34,7 @@ pub struct NodeView {
     pub unready: Vec<String>,
     /// True while the driver is released on an operator's order.
     pub driver_released: bool,
-    /// The reason why no resource is offered; null if one is.
+    /// The reason why no resource is offered; null if one is, or with DRA.
     pub idle: Option<String>,
     /// The resources by name.
     pub resources: BTreeMap<String, ResourceView>,

@@ -73,7 +73,7 @@ impl Pool {
 
     /// The slices of one generation, in the order in which the scheduler is to read them: slices with counters first.
     /// There is at least one slice for devices, because an empty slice shows that the driver works. If the devices fit
-    /// into one slice there is only one, because Kubernetes up to 1.35 reads several slices in any order.
+    /// into one slice, there is no second one for devices, because Kubernetes up to 1.35 reads slices in any order.
     ///
     /// If they do not fit, each slice has [`MAX_DEVICES_WITH_TAINTS`] devices even without taints, so that a taint
     /// moves no device to another slice.
