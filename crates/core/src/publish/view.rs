@@ -1,5 +1,5 @@
-//! [`NodeView`]: everything that people see of a node, in one value. The admin socket's JSON, the node's page,
-//! `linkwise top` and the metrics print it, and add nothing.
+//! [`NodeView`]: everything that people see of a node, in one value. The admin socket's JSON, the node's page
+//! and `linkwise top` print it, and add nothing; the metrics add counters of the process.
 //!
 //! [`view`] computes it from a snapshot, the snapshot's [`Placements`] and the facts of the process. A command reads
 //! the JSON, which another version may have written: a missing field gets its default.

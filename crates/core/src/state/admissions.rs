@@ -2,8 +2,9 @@
 //! full node.
 //!
 //! The ledger keeps admissions. An admission is noted when the device plugin answers Allocate and when our DRA plugin
-//! prepares a claim. It is kept, over our restarts too, until the kubelet no longer lists the devices or the claim is
-//! unprepared. Admissions decide only that devices count as held until the kubelet lists their container.
+//! prepares a claim. It is kept until the kubelet no longer lists the devices or the claim is unprepared, over our
+//! restarts too if its bandwidth is known. Admissions decide only that devices count as held until the kubelet lists
+//! their container.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -11,7 +12,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use super::{AdmissionRecord, FreeThen, Holdings, PreparedClaim, ResourceName};
 use crate::allocation::DeviceId;
 
-/// The number of lists in a row without an admission after which it has ended. One is not enough: the first list of a
+/// The number of lists in a row without a container's admission after which it has ended. One is not enough: the first list of a
 /// kubelet that starts may lack pods that run, and the first list after an Allocate may be older.
 const MAX_MISSED: u8 = 2;
 

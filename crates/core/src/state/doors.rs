@@ -7,8 +7,9 @@
 //!   kubelet in a row show no such pod, and then keeps it, over our restarts too ([`super::HealthRecord::dra`]). One
 //!   list is not enough, because it may be older than the last pod, and a kubelet that has just started knows fewer
 //!   pods. If linkwise cannot ask the kubelet ([`super::NodeState::without_lists`]), DRA gets the GPU at once.
-//! - With the door of the device plugin, claims that our DRA plugin has prepared keep their GPUs until they end. A
-//!   claim that only the kubelet lists makes the devices of its GPU unhealthy ([`super::ledger`]).
+//! - With the door of the device plugin, DRA keeps its GPUs until their claims end, and has those of claims that our
+//!   DRA plugin has prepared. A claim that only the kubelet lists makes the devices of any other GPU unhealthy
+//!   ([`super::ledger`]).
 //!
 //! A GPU changes its door together with all its MIG devices.
 

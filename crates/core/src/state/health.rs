@@ -16,7 +16,7 @@ use super::{
 };
 use crate::topology::GpuUuid;
 
-/// The time that evidence has to last before a reason ends.
+/// The default of the first hold time, which evidence has to last before a reason ends.
 pub(super) const HOLD_TIME: Duration = Duration::from_secs(60);
 /// The longest hold time of a GPU that flaps, as a multiple of the first hold time: 60 × 60 s = 1 h.
 const MAX_HOLD_FACTOR: u32 = 60;

@@ -18,7 +18,7 @@ use crate::topology::{Gpu, GpuUuid, MigDevice, MigProfile, PciAddress};
 /// takes 63 bytes of id and some dozens of bytes of health and NUMA nodes.
 pub const MAX_SLOTS: u32 = 1 << 14;
 
-/// The resources to make of the GPUs. The default offers every GPU, whole, as `nvidia.com/gpu`.
+/// The resources to make of the GPUs. The default offers every GPU that computes, whole, as `nvidia.com/gpu`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ResourcePlan {
     /// The strategy for GPUs in MIG mode.
