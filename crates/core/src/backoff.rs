@@ -1,7 +1,7 @@
 //! [`Backoff`]: pauses between attempts.
 //!
-//! Used where something is tried again, such as the NVML agent, quarantined GPUs, the registration with the kubelet,
-//! MPS daemons and requests to the API server. It reads no clock and does not sleep. Where nodes of a fleet must not act at the same
+//! Used where something is tried again, such as the NVML agent, quarantined GPUs, registrations with the kubelet and
+//! requests to the API server. It reads no clock and does not sleep. Where nodes of a fleet must not act at the same
 //! moment, the caller adds jitter.
 
 use core::time::Duration;

@@ -12,8 +12,8 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use super::{AdmissionRecord, FreeThen, Holdings, PreparedClaim, ResourceName};
 use crate::allocation::DeviceId;
 
-/// The number of lists in a row without a container's admission after which it has ended. One is not enough: the first list of a
-/// kubelet that starts may lack pods that run, and the first list after an Allocate may be older.
+/// The number of lists in a row without a container's admission after which it has ended. One is not enough: the first
+/// list of a kubelet that starts may lack pods that run, and the first list after an Allocate may be older.
 const MAX_MISSED: u8 = 2;
 
 /// An admission of a container or claim.
