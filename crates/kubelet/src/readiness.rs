@@ -199,7 +199,7 @@ impl Readiness {
         self.parts.borrow().clone()
     }
 
-    /// The answer of /readyz: `Ok` with a short text, or a line for each part that is not ready.
+    /// The answer of /readyz: `Ok` with a short text, or lines that say why this process is not ready.
     pub fn summary(&self) -> Result<String, Vec<String>> {
         let parts = self.parts.borrow();
         let has_dra = parts.contains_key(&Part::Held) || parts.contains_key(&Part::DraPlugin);

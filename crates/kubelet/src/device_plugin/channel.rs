@@ -1,6 +1,6 @@
 //! gRPC over one connection to another process's Unix socket, and a probe for a device plugin.
 //!
-//! [`connect`] has no deadline: its callers `register` and `pod_resources` have their own.
+//! [`connect`] has no deadline: its callers have their own.
 
 use std::io;
 use std::path::Path;

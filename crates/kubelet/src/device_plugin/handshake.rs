@@ -108,7 +108,7 @@ impl LifePhase for Phase {
 #[derive(Debug, Default)]
 pub(super) struct DevicePluginHandshake {
     limits: Limits,
-    /// The time at which PodResources is asked next; `None` while a question is open.
+    /// The time at which PodResources is asked next; `None` if no question is planned.
     ask: Option<Duration>,
     /// True while a question to PodResources has no answer.
     is_asking: bool,

@@ -178,7 +178,8 @@ async fn holders_after(sources: &HolderSources, containers: &mut ListedContainer
 ///
 /// While `often` is true, because the state waits for an answer, pauses grow from a second as long as the answers are
 /// the same; else a pause is 30 s. A change of `often` resets the pauses, and two questions are at least a second
-/// apart. `new_state` resets them too, and a question follows at once: a state that was just made has seen no answer.
+/// apart. `new_state` resets the pauses too, and a question follows at once: a state that was just made has seen no
+/// answer.
 ///
 /// After a failure the holders are unknown until the next answer. Every answer is published, even one that equals the
 /// last, because an orphan leaves the device list when two lists of holders in a row lack it.

@@ -194,7 +194,7 @@ impl Phase {
     }
 }
 
-/// The cause of a plugin that cannot run: the folder of checkpoints cannot be made, read or written.
+/// The reason why no claim can be prepared: the folder of checkpoints cannot be made, read or written.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot keep checkpoints of claims in {}", .0.display())]
 pub struct PluginError(PathBuf, #[source] std::io::Error);

@@ -52,7 +52,7 @@ fn registration_name(folder: &Path, driver: &str, number: u32) -> String {
     format!("{begin}{}{REGISTRATION}", shortened(driver, room))
 }
 
-/// The folder of our service sockets, one for each driver: its name, shortened if it is too long.
+/// The folder of our service sockets. It has the driver's name, shortened if that is too long.
 fn service_folder(plugins: &Path, driver: &str) -> PathBuf {
     let folder = plugins.as_os_str().len().max(KUBELETS_PLUGINS.len());
     let room = MAX_SOCKET_PATH.saturating_sub(folder + 2 + PREFIX.len() + 8 + ".sock".len());
@@ -75,7 +75,7 @@ pub(super) struct PluginSession {
     servers: Servers,
     verdicts: mpsc::Receiver<Result<(), String>>,
     connections: watch::Receiver<usize>,
-    /// The registration socket's path, while the session lives.
+    /// The registration socket's path, while it is served.
     socket: watch::Sender<Option<PathBuf>>,
 }
 
@@ -164,7 +164,7 @@ impl Registration for RegistrationService {
     ) -> Answer<wire::RegistrationStatusResponse> {
         let wire::RegistrationStatus { plugin_registered, error } = request.into_inner();
         let verdict = if plugin_registered { Ok(()) } else { Err(one_line(&error)) };
-        // If the channel is full, the same verdict waits already. An error would make the kubelet drop the plugin.
+        // If the channel is full, this verdict is lost. An error would make the kubelet drop the plugin.
         let _ = self.verdicts.try_send(verdict);
         Ok(Response::new(wire::RegistrationStatusResponse {}))
     }

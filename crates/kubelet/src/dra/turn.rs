@@ -2,7 +2,7 @@
 //! while this process has the right to touch claims.
 //!
 //! Everything that touches claims has a clone of the right: each call, each write to a disk, the writer of slices, MPS
-//! orders. The next process gets the right when all clones are dropped, so that no two processes ever touch claims.
+//! orders. The next process gets the right when all clones are dropped, so that one process at a time touches claims.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -101,7 +101,7 @@ impl ManagerTask {
         or_never(self.turn.clone().wait_for(is_other)).await;
     }
 
-    /// Answers calls and sweeps the claims until the right is taken back, then waits for the end of all that holds it.
+    /// Answers calls and sweeps the claims until the right is taken back, then waits until its last clone is dropped.
     async fn serve(&self, manager: Arc<ClaimManager>, right: Right) {
         self.lock.send_replace(Some(right.clone()));
         self.shared.manager.send_replace(Some(Arc::clone(&manager)));

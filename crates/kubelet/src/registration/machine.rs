@@ -13,7 +13,7 @@ use linkwise_core::reported::Reported;
 /// The time after which a session counts as stable: the next attempt follows at once, and the pauses start from the
 /// shortest again.
 const STABLE_SESSION: Duration = Duration::from_secs(10);
-/// The least time between two binds, however often files change.
+/// The least time between two binds, however often files change. See [`Handshake::FIRST_RETRY_KEEPS_GAP`].
 const MIN_BIND_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The phases of a plugin's life. The constants are the phases that every plugin has. A handshake adds its own, in
@@ -170,7 +170,7 @@ pub struct Attempts<H: Handshake> {
     last_bind: Option<Duration>,
     /// True once the plugin was asked to end.
     is_leaving: bool,
-    /// The causes of waiting that were reported.
+    /// The cause of waiting that was reported last.
     waits: Reported<String>,
     /// The actions of the present step, in order.
     actions: Vec<ActionOf<H>>,
@@ -244,7 +244,7 @@ impl<H: Handshake> Attempts<H> {
         self.act(Action::Bind);
     }
 
-    /// Reports why the plugin is not registered, once.
+    /// Reports why the plugin is not registered, unless the last report gave the same cause.
     pub fn report_waiting(&mut self, why: String) {
         self.actions.extend(self.waits.replace([why]).into_iter().map(Action::ReportWaiting));
     }
@@ -260,8 +260,8 @@ impl<H: Handshake> Attempts<H> {
         self.pauses.reset();
     }
 
-    /// Ends the open session, if there is one, and reports why. The next attempt waits until its connections are
-    /// closed.
+    /// Ends the open session, if there is one, and reports why. The next attempt waits until the session's
+    /// connections are closed.
     pub fn end_if_open(&mut self, cause: impl Into<String>, now: Duration) {
         if self.phase.is_open() {
             self.act(Action::ReportEnded(cause.into()));

@@ -2,8 +2,8 @@
 //! that hold after every input.
 //!
 //! A world keeps its own records (which socket of ours stands, which connections are open) from the machine's actions
-//! and its own events alone; nothing here reads the machine's state but its phase and its timer. The [`Neighbour`]
-//! decides what a kubelet does with the sockets.
+//! and its own events alone; nothing here reads the machine's state but its phase, its timer and its end. The
+//! [`Neighbour`] decides what a kubelet does with the sockets.
 
 use std::fmt::Debug;
 use std::time::Duration;

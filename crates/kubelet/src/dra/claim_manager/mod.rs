@@ -4,8 +4,7 @@
 //! Called by `service` for the kubelet and by `turn` for claims that are gone. The ledger in the node's state says what
 //! each claim has, from before anything is done for it until all is undone, so that no other claim gets its GPUs. The
 //! manager keeps the checkpoints, from which the next process makes the ledger. One caller at a time works on a claim.
-//! Claims hardly wait for each other, no lock is held during a wait for a disk or the API server, and nothing is
-//! polled.
+//! Claims hardly wait for each other: during a wait for a disk or the API server, only the claim's own turn is held.
 //!
 //! The answer names a CDI device for each request of the claim. The kubelet keeps every name that it was given for a
 //! claim, over its restarts and reboots, and passes old and new names to the runtime together. So the names never
@@ -47,7 +46,7 @@ struct Slot {
     turn: Arc<tokio::sync::Mutex<()>>,
     /// The file of the claim: its checkpoint, or the unreadable file in its place.
     found: Option<Found>,
-    /// The time at which the checkpoint was read or written.
+    /// The time at which the checkpoint was read or last changed.
     since: Option<Instant>,
     /// The time at which undoing the claim was tried first.
     undoing: Option<Instant>,

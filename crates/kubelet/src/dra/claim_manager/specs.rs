@@ -31,8 +31,8 @@ use linkwise_system::{files, or_never};
 pub(super) const MODE: u32 = 0o644;
 
 /// Writes the claims' CDI specs for ever: each time that the node's CDI devices change (a driver was updated, a device
-/// node appeared late, an operator removed files), that the published devices change, or that a control daemon of an
-/// older release ends.
+/// node appeared late, an operator removed files), that the host's or the published devices change, or that a control
+/// daemon of an older release ends.
 pub(in crate::dra) async fn keep_specs(manager: &ClaimManager) {
     let settings = &manager.settings;
     let (mut cdi, mut host) = (settings.cdi.clone(), settings.host_devices.clone());
