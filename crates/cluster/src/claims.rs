@@ -1,7 +1,7 @@
 //! [`ClaimReader`]: reads ResourceClaims for the DRA plugin, which prepares their devices.
 //!
-//! The only reader of claims. Each read is a GET, with up to two retries after transient errors. A read fails after
-//! 10 s, so that the kubelet, which waits for 45 s, has time to try again. Up to 16 reads run at once.
+//! Each read is a GET, with up to two retries after transient errors. Up to 16 reads run at once. A read fails 10 s
+//! after it began, so that the kubelet, which waits for 45 s, has time to try again.
 
 use std::sync::Mutex;
 use std::time::Duration;

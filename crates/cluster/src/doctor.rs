@@ -16,7 +16,7 @@ use crate::events::EventWriter;
 use crate::node_feature::{self, OBJECT};
 use crate::server::{Access, ApiServer, Pace, resource};
 
-/// A NodeFeature with this node's name.
+/// A NodeFeature named after this node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct NodeFeatureFound {
     /// Its namespace.
@@ -64,7 +64,8 @@ pub struct DraFound {
     pub slices: Result<Vec<(String, Vec<String>)>, String>,
     /// The policy that turns `nvidia.com/gpu: N` of pods into claims.
     pub pod_policy: Result<PodPolicy, String>,
-    /// The extended resource of the driver's DeviceClass; `None` if it has none, or if there is no such class.
+    /// The extended resource of the driver's DeviceClass; `None` if it has none, or if the class
+    /// is missing or unknown.
     pub extended_resource: Result<Option<ExtendedResourceFound>, String>,
 }
 

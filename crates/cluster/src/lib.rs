@@ -1,9 +1,9 @@
 //! The API server: the ResourceSlices and claims of DRA, NodeFeature objects, events about pods, a node's labels
 //! and its condition.
 //!
-//! One adapter, `server`, makes every request; each kind of object has one writer. No admission waits for the API
-//! server: slices and events are written in the background, and a claim is read when it is prepared for the first time.
-//! A request that fails is counted, logged once, and repeated after a pause; written objects stay.
+//! One adapter, `server`, makes every request; each kind of object has one writer. No Allocate waits for the API
+//! server: slices and events are written in the background. A claim is read when it is prepared. A writer's request
+//! that fails is counted, logged once, and repeated after a pause; written objects stay.
 
 mod claims;
 pub mod doctor;

@@ -3,9 +3,9 @@
 //! Each request has a deadline and a bound on the length of its answer, and is counted. The client is made of kube's
 //! parts, without kube's retries (`Attempts` paces them) and without its log lines for each failure.
 //!
-//! [`Access`] is the server's address and the credentials for it. In a pod, the address comes from the environment, and
-//! the token and the CA are the files that the kubelet mounts; elsewhere both come from a kubeconfig. The files are
-//! read whenever a client is made, so that a new client has the current token and CA.
+//! [`Access`] is the server's address and the credentials for it, from a kubeconfig. Without one, the address comes
+//! from the pod's environment, and the token and the CA are the files that the kubelet mounts. The files are read
+//! whenever a client is made, so that a new client has the current token and CA.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
