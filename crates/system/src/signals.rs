@@ -27,7 +27,7 @@ impl LastSignals {
         })
     }
 
-    /// Waits for one; returns its name. Cancel-safe.
+    /// Waits for a signal; returns its name. Cancel-safe.
     pub async fn recv(&mut self) -> &'static str {
         tokio::select! {
             _ = self.terminate.recv() => "SIGTERM",
@@ -36,7 +36,7 @@ impl LastSignals {
         }
     }
 
-    /// Returns true if one of them has arrived.
+    /// Returns true if a signal has arrived, and takes it.
     pub fn has_received(&mut self) -> bool {
         self.recv().now_or_never().is_some()
     }

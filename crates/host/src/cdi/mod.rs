@@ -2,8 +2,8 @@
 //! Device Interface, <https://github.com/cncf-tags/container-device-interface>).
 //!
 //! Owns the steps from the machine to the files: the [`Scanner`] of driver root and device nodes, a plain
-//! [`Description`], the specs that follow from it ([`specs`], pure) and their files ([`write()`]). Called by the
-//! runtime, but not during an admission; starts no task. `publish::injection` decides how a container asks for a
+//! [`Description`], the specs that follow from it ([`specs`], pure) and their files ([`write()`]). Called by
+//! `src/run`, but not during an admission; starts no task. `publish::injection` decides how a container asks for a
 //! device.
 //!
 //! Kinds, file names and device names are those of the NVIDIA device plugin (`internal/cdi/cdi.go` of

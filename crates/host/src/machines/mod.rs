@@ -22,7 +22,7 @@ pub use load::{MachineFileError, VERSION, load, of_bytes};
 pub use topo::TopoError;
 pub use xml::XmlError;
 
-/// The largest node file that is read, in bytes.
+/// The largest file of a machine that is read, in bytes.
 pub const MAX_FILE_BYTES: u64 = 64 << 20;
 
 /// Names with the texts of their files.

@@ -7,7 +7,7 @@
 //! client that does not go through MPS would otherwise take memory that no limit covers. Nothing else in linkwise
 //! changes a compute mode. Before a GPU's mode is set, a record of the GPU is written to the MPS root; it is removed
 //! once the mode is DEFAULT again. So even if this process is killed, the next one sets back the modes that this one
-//! set, and never a mode that an operator set.
+//! set, and the mode of no other GPU.
 
 use std::fs::{self, File};
 use std::io;

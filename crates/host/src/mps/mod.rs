@@ -7,7 +7,7 @@
 //! - The plugin, `linkwise run`, writes the orders and calls [`readiness`]. It starts no process and asks no driver.
 //!
 //! `publish::injection` decides what a container gets. docs/mps.md describes the whole. This module never spawns a
-//! task, and never touches a GPU that the orders do not name.
+//! task, and touches only GPUs that the orders or its own records name.
 
 mod control;
 mod daemon;

@@ -23,7 +23,7 @@ pub struct Changes {
     watch: FolderWatch,
     poll: Duration,
     gap: Duration,
-    /// The end of the gap after the last change; a change before it belongs to a rush.
+    /// The end of the gap after the last check; a change before it belongs to a rush.
     gap_end: Instant,
     /// The number of changes of the rush.
     rush: u32,

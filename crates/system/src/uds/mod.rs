@@ -2,7 +2,7 @@
 //!
 //! Used by all modules that serve or call over Unix sockets. This module knows neither their services nor the names of
 //! the sockets. A socket of ours is listening before it appears under its name, has mode 0600 from its first moment,
-//! and only its owner removes its file. The module starts no task and logs nothing.
+//! and its file is removed by its owner, or once it is dead. The module starts no task and logs nothing.
 
 mod peer;
 
@@ -22,7 +22,7 @@ pub use peer::{Callers, Peer};
 /// The longest path of a Unix socket, in bytes: sun_path of unix(7) less its closing zero.
 pub const MAX_SOCKET_PATH: usize = 107;
 
-/// The most connections that may wait to be accepted, as tokio and the standard library set it.
+/// The most connections that may wait to be accepted.
 const BACKLOG: i32 = 1024;
 
 /// The identity of a file: a new one at the same path differs, even if the inode is used again.
