@@ -1,8 +1,8 @@
 //! Plans the writes that make the API server's slices equal to the wanted pool: a function of the pool and the slices.
 //!
 //! The rules are those of Kubernetes' own helper for DRA drivers (resourceslicecontroller.go). The pool keeps its
-//! generation if at most one slice changes and none is new; otherwise all slices get the next generation. Obsolete
-//! slices are deleted first, then slices are updated, then created. In a pool with counters, the slices that hold
+//! generation if at most one slice changes, none is new, and all agree on generation and number of slices; otherwise
+//! all slices get the next generation. Obsolete slices are deleted first, then slices are updated, then created. In a pool with counters, the slices that hold
 //! counters are written before the others, and new slices before changed ones.
 
 use std::collections::BTreeMap;
@@ -38,7 +38,7 @@ impl Write {
         }
     }
 
-    /// Returns true for a slice of counters.
+    /// Returns true if a slice with counters is written.
     fn has_counters(&self) -> bool {
         match self {
             Self::Delete(..) => false,

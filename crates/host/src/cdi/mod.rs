@@ -91,7 +91,7 @@ pub struct DeviceEntry {
 pub struct DriverFiles {
     /// The driver's version, if it is known.
     pub version: Option<String>,
-    /// The libraries of that version, by path; empty if none were found.
+    /// The driver's libraries, by path; empty if none were found.
     pub libraries: Vec<String>,
     /// Links to libraries.
     pub links: Vec<Link>,

@@ -15,7 +15,7 @@ const MAX_MACHINE_TYPE: u64 = 4096;
 
 const NVIDIA: &str = "0x10de";
 
-/// The facts of this host. `sysfs` is the path of its /sys; an empty path stands for no machine type file.
+/// The facts of this host. `sysfs` is the path of its /sys; an empty `machine_type_file` stands for none.
 pub fn host(machine_type_file: &Path, sysfs: &Path) -> HostFacts {
     let text = files::read(machine_type_file, MAX_MACHINE_TYPE).ok().and_then(|bytes| String::from_utf8(bytes).ok());
     HostFacts { machine_type: text, vgpu: vgpu(&sysfs.join("bus/pci/devices")) }

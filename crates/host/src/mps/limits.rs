@@ -77,9 +77,9 @@ impl Limits {
         self.memory.iter().map(|limit| &limit.gpu)
     }
 
-    /// Returns true if a daemon with these limits also meets `wanted`. It still does after a GPU has left, so
-    /// that the daemon is not restarted, which would end CUDA work. Device numbers have to agree too, because NVML
-    /// renumbers GPUs after one that left.
+    /// Returns true if a daemon with these limits also meets `wanted`. A daemon that sees all GPUs still does after
+    /// one has left, so that it is not restarted, which would end CUDA work. Device numbers have to agree too, because
+    /// NVML renumbers GPUs after one that left.
     pub fn hold(&self, wanted: &Self) -> bool {
         let same_gpus = self.gpus().eq(wanted.gpus());
         // CUDA ignores all GPUs in CUDA_VISIBLE_DEVICES after one that has left, so a daemon with such a list needs all
