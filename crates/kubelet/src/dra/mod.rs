@@ -93,8 +93,8 @@ pub struct Settings {
     /// True if the node's door is DRA. If not, only claims that are prepared already are prepared again and unprepared,
     /// and the kubelet finds sockets only while there are such claims.
     pub serves: bool,
-    /// Reads claims from the API server. If `None`, no new claim is prepared; while DRA is off, the kubelet's lists then
-    /// show which claims are over.
+    /// Reads claims from the API server. If `None`, no new claim is prepared; while DRA is off, the kubelet's lists
+    /// then show which claims are over.
     pub read_claim: Option<ReadClaim>,
     /// The longest time that the preparation of one claim may take, disks included. The kubelet waits for 45 s.
     pub prepare_timeout: Duration,
