@@ -108,7 +108,7 @@ impl<F: Followed> Follower<F> {
     /// Follows the objects from a version until the server ends the watch. Returns the last version.
     async fn watch(&mut self, mut version: String) -> Result<String, ApiError> {
         let duration = shortened(self.server.pace().watch);
-        // The API takes seconds, and kube's client fewer than 295.
+        // The API takes seconds.
         let seconds = u32::try_from(duration.as_secs()).unwrap_or(u32::MAX).clamp(1, 294);
         let params = WatchParams::default().fields(&self.followed.selector()).timeout(seconds);
         let from = version.clone();
