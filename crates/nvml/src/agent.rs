@@ -154,8 +154,8 @@ fn enter(command: &AgentCommand) -> Result<(Option<DriverUse>, Option<File>), Ca
     Ok((Some(driver), gate.init_turn()))
 }
 
-/// Loads the library that the operator chose. Without one, loads the first that works of those in the driver's root and
-/// on the dynamic linker's path. Each agent searches the root again: the driver may be installed late.
+/// Loads the library that the operator chose. Without one, tries the driver's root, then the dynamic linker's path;
+/// an error after the loading ends the search. Each agent searches the root again: the driver may be installed late.
 fn load(command: &AgentCommand, calls: &Calls) -> Result<(PathBuf, Nvml), CallError> {
     let candidates = match &command.library {
         Some(root) if root.is_dir() => vec![library::under(root).unwrap_or_else(|usual| usual)],

@@ -26,7 +26,7 @@ use linkwise_system::lock;
 const WANTED: u64 = (sys::nvmlEventTypeXidCriticalError | sys::nvmlEventTypeDoubleBitEccError) as u64;
 /// The duration of one wait; an event ends it at once.
 pub const WAIT_TIMEOUT: Duration = Duration::from_secs(5);
-/// The least time from one wait to the next, and the pause after a first failed wait.
+/// The least time from the start of a wait without an event to the next wait, and the pause after a first failed wait.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 /// The pauses after failed waits.
 const PAUSES: Backoff = Backoff::new(FIRST_PAUSE, WAIT_TIMEOUT);
@@ -88,7 +88,7 @@ impl Waiting {
     }
 }
 
-/// Registers every GPU that has events; `None` if none has. The failures are recorded in `waiting`.
+/// Registers every GPU that has events; `None` if no GPU is registered. The failures are recorded in `waiting`.
 pub fn register<'nvml>(
     nvml: &'nvml Nvml,
     calls: &Calls,

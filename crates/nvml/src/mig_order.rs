@@ -1,7 +1,7 @@
 //! Makes, destroys and lists GPU instances for claims, in the agent. See docs/mig.md.
 //!
 //! Called by `watch` for an order of the parent, one at a time. Each call is reported before it is made. If it
-//! hangs, the parent knows the call, and kills this process after the limit of any call.
+//! hangs, the parent knows the call, and kills this process after the limit of a call.
 
 use nvml_wrapper_sys::bindings as sys;
 

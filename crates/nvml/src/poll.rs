@@ -207,7 +207,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_state_of_a_fabric_is_told_apart() {
+    fn state_of_a_fabric_gives_its_health() {
         let fabric =
             |state, status| fabric_health(Fabric { cluster: [0; 16], clique: 0, state, status, bad_route: false });
         let states = [(0, 0), (1, 0), (2, 0), (3, 0), (3, 999), (77, 0)].map(|(state, status)| fabric(state, status));

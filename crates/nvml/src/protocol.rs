@@ -25,8 +25,8 @@ pub enum FromAgent {
     /// A call is about to be made. It has returned when the next one is reported, or at the end of a poll, a scan or an
     /// order: [`FromAgent::Ready`], [`FromAgent::Polled`], [`FromAgent::MigDone`], [`FromAgent::Leaving`].
     Calling(Called),
-    /// A full scan: one at the start, one whenever the node has changed, and one for each [`ToAgent::Observe`]. Events
-    /// come only after the first scan. At the start a [`FromAgent::Polled`] follows at once.
+    /// A full scan: one at the start, one whenever the node has changed, and one for each [`ToAgent::Observe`] and
+    /// [`ToAgent::Mig`]. Events come only after the first scan. At the start a [`FromAgent::Polled`] follows at once.
     Ready(Box<NodeScan>),
     /// The driver reported an XID.
     Xid {
@@ -50,7 +50,7 @@ pub enum FromAgent {
         gpus: BTreeMap<GpuUuid, HealthPoll>,
         /// The GPUs that NVML counts but that do not report their UUID or PCI address, with the reasons.
         missing: Vec<Missing>,
-        /// The number of GPUs whose events do not arrive: their registration failed, or they are lost.
+        /// The number of GPUs whose events do not arrive.
         unheard: u32,
         /// The duration of the current wait for events, in milliseconds; 0 if no thread waits.
         waiting_ms: u64,
@@ -60,7 +60,7 @@ pub enum FromAgent {
     /// A call of the thread that waits for events failed. The agent goes on, and tries again.
     Failed(CallFailure),
     /// The agent ends because only another process can reach NVML: the library does not load or initialise, or the
-    /// driver is gone.
+    /// driver is gone or released.
     Leaving(CallError),
 }
 

@@ -1,7 +1,7 @@
 //! The only `unsafe` of the package: NVML calls that nvml-wrapper 0.13 lacks or answers wrongly, and `_exit`, which no
 //! safe library has.
 //!
-//! Called by the other files of the agent. Each function is one C call; it interprets nothing beyond the return code.
+//! Called by the other files of the agent. Most functions make one C call, and interpret only the return code.
 //! A handle from a [`Device`] or an [`EventSet`] is live, because these borrow the `Nvml` that keeps the library
 //! initialised.
 

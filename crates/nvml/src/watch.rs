@@ -45,7 +45,7 @@ pub struct Watch {
     pub gpus: Arc<Vec<Gpu<'static>>>,
     /// The GPUs that did not report their UUID or PCI address when last asked.
     pub missing: Vec<Missing>,
-    /// The GPUs that were registered for events: those present at the start.
+    /// The GPUs that NVML listed when the agent registered for events.
     pub registered: Vec<GpuUuid>,
     /// The state of the thread that waits for events.
     pub waiting: Arc<Waiting>,

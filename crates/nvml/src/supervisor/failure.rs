@@ -43,7 +43,7 @@ pub(super) enum Reached {
     Released,
     /// No library loads, or NVML finds no driver or lists no GPU.
     NoDriver,
-    /// NVML was not initialised: its library, or a driver, exists and failed.
+    /// No agent was started, or NVML was not initialised although its library exists.
     Failure,
     /// NVML was not initialised, since the library needed more memory than it may have.
     OverMemory,
@@ -68,8 +68,8 @@ pub(super) enum Outage {
 }
 
 impl Outage {
-    /// Returns true if an agent has ever scanned the GPUs: then there are some, and linkwise waits for a driver that is
-    /// gone.
+    /// Returns true if an agent of this process or of the previous one has scanned the GPUs: then there are some, and
+    /// linkwise waits for a driver that is gone.
     pub fn has_worked(&self) -> bool {
         !matches!(self, Self::Never)
     }

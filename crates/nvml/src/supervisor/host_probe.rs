@@ -1,7 +1,7 @@
 //! Reads the host without NVML: the PCI bus and the driver's version.
 //!
-//! Called by the executor (`mod.rs`), once a poll, on a thread of its own: all facts come from files, and a file of a
-//! device in trouble may never answer.
+//! Called by the executor (`mod.rs`) before each start of an agent, after each poll, and on a node without GPUs once an
+//! interval, on a thread of its own: a file of a device in trouble may never answer.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};

@@ -602,7 +602,7 @@ impl DriverMachine {
 
     /// Reports the newly quarantined GPUs, and those that are quarantined no longer.
     fn report_verdict(&mut self, verdict: Verdict) {
-        // A GPU that was never scanned was never offered: it only gets a line in the log.
+        // A GPU whose UUID is unknown only gets a line in the log.
         let scanned = |place| self.view.nvml.as_ref()?.at(place).map(|gpu| gpu.uuid.clone());
         let name = |place| {
             let uuid = scanned(place).or_else(|| self.quarantine.uuid(place).cloned());

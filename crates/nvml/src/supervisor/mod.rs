@@ -156,7 +156,7 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Runs for ever; fails if NVML cannot be initialised and only a new container can repair that.
+    /// Runs for ever; fails if NVML does not start or lists no GPU, and a new container may repair that.
     pub async fn run(self) -> Result<()> {
         let (input_sender, inputs) = mpsc::channel(MAX_INPUTS);
         let probe = HostProbe::new(self.sysfs.clone());

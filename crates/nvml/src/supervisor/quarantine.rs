@@ -253,7 +253,7 @@ mod tests {
             (quarantine.agent_scanned(&[], 0, None), skipped(&mut quarantine)),
             (Some(Verdict::default()), vec![place(3)])
         );
-        // However late it ends an agent again, the GPU is still skipped.
+        // The GPU ends an agent much later: it is still skipped.
         quarantine.blame(&gpu(3), "at last".into(), later + WINDOW * 2);
         assert_eq!(skipped(&mut quarantine), [place(3)]);
         // The GPU passes a trial.

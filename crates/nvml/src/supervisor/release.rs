@@ -33,7 +33,7 @@ const FILES_TIMEOUT: Duration = Duration::from_secs(5);
 pub struct Release {
     /// True while the driver is to be released.
     ordered: watch::Sender<bool>,
-    /// True while a process of an agent exists.
+    /// True while an agent's process exists or starts.
     held: watch::Sender<bool>,
     metrics: DriverMetrics,
     /// The node's gate; without one the order reaches this process only.

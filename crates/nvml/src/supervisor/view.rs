@@ -194,7 +194,7 @@ impl View {
         self.repeat_at = again.then(|| now + self.backoff.failed());
         self.failures.clone_from(&node.failures);
         if self.is_scanning_host {
-            // This call still runs, which is no reason to repeat the scan.
+            // A running scan of the host is no reason to repeat the scan through NVML.
             let (subject, call) = ("hwloc".to_owned(), "hwloc_topology_load".to_owned());
             let error = "it has not returned; the previous scan of the host is used, if there is one".to_owned();
             node.failures.push(ProbeFailure { subject, call, error });
