@@ -89,7 +89,7 @@ pub struct Node {
     pub(crate) offers_dra: watch::Sender<bool>,
     /// The last scan of the node.
     pub(crate) observed: watch::Sender<Option<Arc<NodeObservation>>>,
-    /// The role of the node's other linkwise processes, which the takeover tells this one's NVML supervisor.
+    /// The role of the node's other linkwise processes, which the takeover tells this process's NVML supervisor.
     pub others: watch::Sender<Others>,
     /// The number of times that the plugins had to register again.
     renew: watch::Sender<u64>,

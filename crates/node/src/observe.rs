@@ -1,4 +1,4 @@
-//! The health of GPUs and their holders through the other door, for the log and the metrics.
+//! The health of GPUs, their holders through the other door and the plan's faults, for log, metrics and readiness.
 
 use std::collections::BTreeSet;
 

@@ -18,7 +18,7 @@ use linkwise_core::state::{Cordon, Door, Event, NodeState, Shortfall};
 use linkwise_core::topology::GpuUuid;
 use linkwise_nvml::supervisor::Release;
 
-/// The longest time that an order to release waits for the agents to end. Its answer then names those that run.
+/// The longest time that an order to release waits until no process holds the driver. The answer names those that do.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The functions of the admin socket on this node.

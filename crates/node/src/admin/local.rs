@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn each_order_has_its_route() {
+    async fn orders_have_routes_and_metrics_have_none() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("run/admin.sock");
         for (line, status, words) in [

@@ -48,7 +48,8 @@ pub struct PluginStatus {
     pub running: usize,
 }
 
-/// The events that are replayed when this process becomes the owner: the last one of each kind, and the recent errors.
+/// The events that are replayed when this process becomes the owner: the last one of each kind, the quarantines,
+/// and the recent errors.
 #[derive(Debug, Default)]
 pub struct ReplayLog {
     /// The last event of each kind, by its place among the events of a start.

@@ -97,7 +97,7 @@ impl Position {
             Self::Alone => return handed_over,
             Self::Owner(folder, lock) => {
                 if lock.is_none() {
-                    // It has to stand by if another process gets the lock.
+                    // An owner without the lock has to stand by if another process gets it.
                     node.log_events();
                 }
                 (folder, lock, Some(false), TakeoverMachine::owner())

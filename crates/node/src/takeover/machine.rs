@@ -3,7 +3,7 @@
 //!
 //! Pure: no I/O, no clock. The executor is its one caller: it feeds inputs, performs actions, and gives the node's
 //! tasks the duties of the stage. The standby keeps all deadlines but one: the owner goes on serving if a standby that
-//! has the lock does not serve in time. It does so too if the connection ends. docs/life-cycle.md has the picture. The
+//! has the lock does not serve in time, or if the connection ends. docs/life-cycle.md has the picture. The
 //! tests connect two machines, and end either of them at each step.
 
 use std::time::Duration;
@@ -86,7 +86,7 @@ pub enum Input {
     Record,
     /// A standby asks to take over.
     TakeOver,
-    /// The kubelet calls the standby's DRA plugin.
+    /// The kubelet calls the standby's DRA plugin, or the standby no longer waits for that.
     TheyJoined,
     /// Every plugin of the standby is registered.
     TheyServe,
