@@ -33,7 +33,7 @@ pub(super) fn valid_metric(registry: &mut Registry) -> Gauge {
     valid
 }
 
-/// Logs findings. They are never silent: a setting that has no effect is a warning.
+/// Logs findings: at least as warnings, because a setting may have no effect.
 pub(super) fn log(findings: &[Finding]) {
     for Finding { line, key, severity, problem } in findings {
         match severity {
@@ -76,8 +76,8 @@ impl Reloader {
         self.lacks = lacks;
     }
 
-    /// Ends this start and returns true if the node is to be served again through the wanted door, another one. If the
-    /// device plugin serves and DRA lacks a right, the wanted door becomes the device plugin.
+    /// If the wanted door is not the present one, ends this start, so that the node is served again, and returns true.
+    /// If the device plugin serves and DRA lacks a right, the wanted door becomes the device plugin.
     async fn change_door(&mut self, wanted: &mut Door, reason: &str) -> bool {
         let now = self.settings.dra_gpus.value;
         let lacks = if *wanted == Door::Dra { self.rights.lacks().await } else { Vec::new() };

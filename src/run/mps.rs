@@ -36,7 +36,8 @@ use linkwise_system::signals::{LastSignals, listen};
 
 pub(super) use orders::spawn_in;
 
-/// The longest times for the daemon's work. Within `quit` its servers have a second to end, and the daemon the rest.
+/// The longest times for the daemon's work, and its pauses. Within `quit` the servers have a second, and the daemon the
+/// rest.
 const PACE: Pace = Pace {
     answer: Duration::from_secs(5),
     start: Duration::from_secs(10),

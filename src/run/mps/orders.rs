@@ -1,7 +1,7 @@
 //! The plugin's side of MPS: orders the control daemons of resources and of claims, and reports those that serve.
 //!
 //! One task writes one small file in a folder that it shares with the daemons' process, reads markers there, and starts
-//! no program. Admissions never wait for it.
+//! no program. An Allocate never waits for it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
