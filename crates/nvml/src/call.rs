@@ -105,7 +105,7 @@ impl CallError {
         Self { call: Cow::Borrowed(call), reason: Reason::Code(code) }
     }
 
-    /// A call with an unreadable answer, described in words.
+    /// A failure for which NVML has no code, described in words.
     pub fn unreadable(call: &'static str, what: impl fmt::Display) -> Self {
         Self { call: Cow::Borrowed(call), reason: Reason::Text(what.to_string()) }
     }

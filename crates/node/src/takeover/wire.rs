@@ -32,14 +32,14 @@ pub enum Message {
     /// the moment.
     #[serde(alias = "refused")]
     KeepPlace,
-    /// The kubelet calls the standby's DRA plugin.
+    /// The kubelet calls the standby's DRA plugin, or the standby no longer waits for that.
     Joined,
     /// The owner's health record. The lock comes with it; the owner writes no file any more.
     Record {
         /// The health record, of this version or another; null without one.
         #[serde(default)]
         record: serde_json::Value,
-        /// The owner's last scan, for a standby that takes its place; null if the owner saw no GPU.
+        /// The owner's last scan, if there is one, for a standby that takes its place; otherwise null.
         #[serde(default, skip_serializing_if = "serde_json::Value::is_null")]
         seen: serde_json::Value,
         /// True if NVML has been unavailable to the owner for the grace period.

@@ -67,8 +67,8 @@ impl DriverMetrics {
         self.xids.get_or_create(&[("uuid", gpu.to_string()), ("xid", xid)]).inc();
     }
 
-    /// Counts the end of an agent: `exited` by itself, `crashed`, `hung`, `silent`, killed for its `memory`, `replaced`
-    /// by a newer one, `released` on request.
+    /// Counts the end of an agent: `crashed`, `hung`, `silent`, killed for its `memory`, `replaced` by a newer one,
+    /// `released` on request, or else `exited`.
     pub fn agent_ended(&self, cause: &'static str) {
         self.agent_ends.get_or_create(&[("cause", cause)]).inc();
     }

@@ -446,7 +446,7 @@ fn owner_with_a_driver_keeps_its_place() {
         assert!(owner.machine.stage() == Stage::Owning && owner.files && owner.plugins, "{world:?}");
         assert!(standby.machine.stands_by() && !standby.holds_lock, "{world:?}");
         if standby.machine.wake().is_some() && standby.machine.stage() == Stage::StandingBy {
-            // It may end: the kubelet restarts its container, which asks again.
+            // The standby may end: the kubelet restarts its container, which asks again.
             assert!(standby.machine.may_end());
             refused += 1;
         }
@@ -537,7 +537,7 @@ fn owner_without_the_lock_stands_by() {
 }
 
 #[test]
-fn standby_learns_late_that_it_takes_over() {
+fn standby_learns_late_that_it_can_take_over() {
     let mut machine = TakeoverMachine::standby(false);
     machine.step(Input::SeesGpus(true), Duration::ZERO);
     assert_eq!(machine.step(Input::Held { can_take_over: true }, Duration::ZERO), []);

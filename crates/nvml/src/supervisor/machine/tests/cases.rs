@@ -117,7 +117,7 @@ fn tegra_idles_whatever_its_library_does() {
         let actions = world.machine.step(input, world.now);
         let idles = |action: &Action| matches!(action, Action::Idle(Idle::NoGpu(reason)) if reason.contains("Tegra"));
         assert!(actions.iter().any(idles), "{actions:?}");
-        assert!(actions.contains(&Action::Emit(Event::Observed(Box::default()))), "a node that had GPUs lacks them");
+        assert!(actions.contains(&Action::Emit(Event::Observed(Box::default()))), "GPUs that the node had are removed");
     }
 }
 
