@@ -24,7 +24,7 @@ pub struct RunArgs {
     /// The node's name, for --write-labels-file and --dra-gpus
     #[arg(long, value_name = "NAME", env = "NODE_NAME")]
     pub node_name: Option<String>,
-    /// The API server, for --dra-gpus.
+    /// The API server, for DRA, the node's condition and events.
     #[command(flatten)]
     pub api: ApiServerArgs,
     /// The UID of this process's pod, so that a container of it that starts again does not take over a second time

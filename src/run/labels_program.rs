@@ -178,7 +178,7 @@ impl LabelTasks {
     }
 }
 
-/// Returns true if the PCI bus has a GPU for NVIDIA's driver, or does not answer.
+/// Returns false if the PCI bus is listed in time and has no GPU for NVIDIA's driver.
 async fn may_have_gpus(sysfs: &Path) -> bool {
     let sysfs = sysfs.to_owned();
     let look = timeout(BUS_TIMEOUT, spawn_blocking(move || has_no_gpu(&sysfs))).await;
