@@ -253,7 +253,7 @@ impl<'a> Document<'a> {
         uuids.map(|uuid| cell(uuid.as_ref())).collect()
     }
 
-    fn nobody_holds(&self) -> &'static str {
+    fn text_without_holders(&self) -> &'static str {
         match (&self.view.allocations, self.unlisted()) {
             (None, _) => "The kubelet has not reported holders yet.",
             (Some(_), 0) => "No pod holds a GPU.",
