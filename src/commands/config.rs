@@ -18,7 +18,7 @@ pub fn config(args: &ConfigArgs) -> Result<()> {
     }
 }
 
-/// Prints all findings on a file. Fails if linkwise would refuse the file, or if a key is unknown.
+/// Prints all findings on a file. Fails if one of them is a warning or an error.
 fn check_file(file: &Path) -> Result<()> {
     let findings = check(file)?;
     let file = file.display();

@@ -1,8 +1,8 @@
 //! The commands besides `run`: `topology`, `allocate`, `expect`, `verify`, `snapshot`, `doctor`, `dra`, `labels`,
 //! `claim`, `admin`, `top`, `wait`, `config`, `config-manager`, `completions` and `man`.
 //!
-//! Most of them read a machine (from a file, or this one), call the core and print the result. `run_command` calls them. The
-//! output for scripts is an interface; golden tests check the output for people.
+//! Most of them read a machine (from a file, or this one), call the core and print the result. `run_command` calls
+//! them. The output for scripts is an interface; golden tests check the output for people.
 
 mod admin;
 mod allocate;

@@ -67,7 +67,7 @@ fn rpc(method: &str, code: &'static str, elapsed: Duration) -> Life<Phase> {
     Life::Rpc(Rpc { method: method.to_owned(), code: code.to_owned(), elapsed })
 }
 
-/// The text of all metrics, each with at least one series.
+/// The text of all metrics except those of DRA, each with at least one series.
 fn everything() -> String {
     let (metrics, sender) = metrics();
     let resource = ResourceName::gpu();
