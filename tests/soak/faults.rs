@@ -113,8 +113,8 @@ impl Fault {
         OF_A_GPU.contains(&self)
     }
 
-    /// Begins the fault. If it is `alone`, waits until it is noticed. Kubelets up to 1.36 may forget their connection
-    /// when an older stream ends; without a connection, `disconnect` returns false.
+    /// Begins the fault. For most faults that are `alone`, waits until linkwise notices. Kubelets up to 1.36 may forget
+    /// their connection when an older stream ends; without a connection, `disconnect` returns false.
     pub async fn begin(self, soak: &mut Soak, gpu: u32, alone: bool) {
         let world = std::sync::Arc::clone(&soak.world);
         let (kubelet, server) = (&world.node.kubelet, &world.node.cluster.server);

@@ -191,7 +191,7 @@ impl Journal {
         self.errors.lock().unwrap().clone()
     }
 
-    /// Judges a failed call by `before`, the calm at its start. After a cause it may fail, [`STUCK_TIMEOUT`] at most.
+    /// Judges a failed call by `before`, the calm at its start. After a cause calls may fail for [`STUCK_TIMEOUT`].
     pub fn failed(&self, causes: &Causes, what: &str, began: Instant, before: Option<Calm>, error: &dyn fmt::Display) {
         let Some(now) = causes.calm() else { return };
         let is_unexplained = before.is_some_and(|before| before.causes == now.causes && before.since > causes.timeout);

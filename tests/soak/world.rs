@@ -218,7 +218,7 @@ fn spawn(node: &Node, pod: u32) -> Process {
     let mut command = mig::program(node);
     command.env("FAKE_NVML_MACHINE", node.at("machine.json")).env("MPS_ROOT", "/host/mps");
     command.arg("--mps-container-root").arg(node.at("mps")).arg("--fail-on-init-error=false");
-    // Everything happens about a hundred times as fast as on a node.
+    // Polls are a hundred times as frequent as on a node, and waits are shorter.
     let times = "--nvml-poll-ms=100 --nvml-call-ms=1000 --nvml-start-ms=10000 --nvml-pause-ms=50 --nvml-grace-ms=500 \
                  --nvml-trial-ms=100 --health-hold-ms=100 --claims-listed-ms=300";
     command.args(times.split(' '));
