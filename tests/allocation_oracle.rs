@@ -76,7 +76,7 @@ fn sorted(tables: &AllocationTables, available: Set, must_include: Set, size: u3
     first.into_iter().chain(then).take(size as usize).collect()
 }
 
-/// Compares every request to a machine: each set of available GPUs with each size.
+/// Compares all requests without `must_include` to a machine: each set of available GPUs with each size.
 fn compare_all(tables: &AllocationTables) {
     let oracle = Oracle::new(tables.topology());
     let count = tables.topology().gpus().len() as u32;
@@ -107,9 +107,9 @@ proptest! {
         }
     }
 
-    /// Compares all requests to a small machine, because random ones may miss some.
+    /// Compares each set of available GPUs with each size, because random requests may miss some.
     #[test]
-    fn small_machines_match_brute_force_for_all_requests(observed in random_node::node(4)) {
+    fn small_machines_match_brute_force_for_all_free_sets(observed in random_node::node(4)) {
         compare_all(&tables(&observed));
     }
 

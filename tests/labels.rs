@@ -167,8 +167,8 @@ fn labels_equal_those_of_real_nodes() {
     assert_has(&labels, "gpu.product=A100-PCIE-40GB gpu.memory=40536 mig-1g.5gb.memory=4864");
 }
 
-/// Returns true if NFD accepts a label's name or value: it is empty, or has at most 63 characters and begins and ends
-/// with a letter or digit.
+/// Returns true if NFD accepts a label's name or value: at most 63 letters, digits, `-`, `_` and `.`, with a letter or
+/// digit at both ends.
 fn nfd_accepts(text: &str) -> bool {
     let bytes = text.as_bytes();
     bytes.len() <= 63

@@ -150,7 +150,7 @@ fn gpu_without_its_own_memory_shows_none() {
     }
 }
 
-/// Returns true for a control character, and for one that changes the direction of writing.
+/// Returns true for a control character other than a line feed, and for one that changes the direction of writing.
 fn is_hostile(char: char) -> bool {
     (char.is_control() && char != '\n') || matches!(char, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }

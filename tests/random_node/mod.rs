@@ -116,7 +116,7 @@ fn host() -> impl Strategy<Value = HostObservation> {
     parts.prop_map(|(cpu, numa_nodes, host_bridges)| HostObservation { cpu, numa_nodes, host_bridges })
 }
 
-/// A processor: each that the table of bandwidths between packages has, and an unknown one.
+/// A processor from the table of bandwidths between packages, or an unknown one.
 fn cpu() -> impl Strategy<Value = CpuObservation> {
     let intel = [79, 85, 106, 143, 207].map(|model| ("x86_64", "GenuineIntel", 6, model));
     let amd = ("x86_64", "AuthenticAMD", 25, 1);

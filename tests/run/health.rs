@@ -53,7 +53,7 @@ async fn kubelet_that_clears_its_folder_keeps_the_record() {
     node.setup.tell("xid 2 79");
     wait_kept(&node.setup, &uuid(1, 2)).await;
     let setup = node.end().await;
-    // At its start a kubelet removes every file but its checkpoint, and leaves folders.
+    // A starting kubelet removes files and leaves folders. The box still needs its socket.
     for entry in std::fs::read_dir(setup.at("k")).unwrap().map(Result::unwrap) {
         if !entry.file_type().unwrap().is_dir() && entry.file_name() != "kubelet.sock" {
             std::fs::remove_file(entry.path()).unwrap();

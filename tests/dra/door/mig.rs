@@ -97,7 +97,7 @@ impl Driver {
         }
     }
 
-    /// Executes an order, and numbers it if it succeeds.
+    /// Executes an order, and counts it if it succeeds.
     fn carry_out(&mut self, order: &MigOrder) -> Result<MigDone, MigOrderError> {
         let devices = self.execute(order)?;
         self.done += 1;
