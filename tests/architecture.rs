@@ -50,7 +50,7 @@ const RESERVED: [(&str, &[&str]); 12] = [
     ("legacy::Client", &["crates/cluster/src/server.rs"]),
 ];
 
-/// The longest file, tests included.
+/// The longest file, with the tests in it.
 const MAX_FILE_LINES: usize = 700;
 
 /// The longest function, tests excluded.

@@ -163,9 +163,9 @@ impl SwitchedNode {
         let (through_dra, through_plugin): (BTreeSet<u32>, BTreeSet<u32>) = free.partition(|_| self.setting.dra);
         let serves = || {
             let (by_plugin, by_dra) = self.offered();
-            assert!(by_plugin.is_disjoint(&claimed), "the plugin offers no GPU of a claim: {by_plugin:?}");
+            assert!(by_plugin.is_disjoint(&claimed), "the plugin offers a GPU of a claim: {by_plugin:?}");
             let of_plugin: BTreeSet<u32> = held.difference(&claimed).copied().collect();
-            assert!(by_dra.is_disjoint(&of_plugin), "DRA offers no GPU of the plugin's pods: {by_dra:?}");
+            assert!(by_dra.is_disjoint(&of_plugin), "DRA offers a GPU of the plugin's pods: {by_dra:?}");
             // Count all slots, because the previous list may have the same GPUs under other ids.
             let ids = self.node.healthy(GPU).into_iter().filter(|id| through_plugin.contains(&gpu_of(id))).count();
             ids == through_plugin.len() * self.setting.slots && by_dra.is_superset(&through_dra)

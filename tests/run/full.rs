@@ -61,7 +61,7 @@ async fn full_disk_leaves_last_cdi_spec_whole() {
     node.metric("linkwise_cdi_spec_writes_total{outcome=\"failed\"}", 2).await;
     assert_eq!(node.process.count("keeping the previous ones"), 1);
     let left: Vec<_> = std::fs::read_dir(node.setup.at("cdi")).unwrap().collect();
-    assert!(left.is_empty(), "no half-written spec: {left:?}");
+    assert!(left.is_empty(), "a half-written spec is left: {left:?}");
     assert_eq!(allocation(&kubelet, "meanwhile", GPU, 1).await.cdi_names.len(), 1);
     limit(node.process.id(), "fsize=unlimited:unlimited");
     until(async || std::fs::read_to_string(&spec).map(|text| assert_eq!(text, whole))).await;

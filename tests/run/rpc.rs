@@ -167,5 +167,5 @@ async fn unknown_method_is_unimplemented_in_one_series() {
     let unknown = format!("linkwise_rpcs_total{{resource=\"{GPU}\",method=\"unknown\",code=\"UNIMPLEMENTED\"}}");
     node.metric(&unknown, 3).await;
     let text = node.get("/metrics").await.body;
-    assert!(!text.contains("Dance") && !text.contains("Any"), "an unknown method makes no series of its own: {text}");
+    assert!(!text.contains("Dance") && !text.contains("Any"), "an unknown method makes a series of its own: {text}");
 }

@@ -544,6 +544,6 @@ impl Soak {
         assert!(status.success(), "{status}: {log:?}");
         assert_eq!(self.sockets(), Vec::<PathBuf>::new());
         let left: Vec<Footprint> = agents.into_iter().filter_map(footprint).collect();
-        assert!(left.is_empty(), "no agent is left behind");
+        assert!(left.is_empty(), "an agent is left behind");
     }
 }
