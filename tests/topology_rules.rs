@@ -1,5 +1,5 @@
 //! The graph of random machines, compared with a second implementation of its rules that walks the observed tree; and
-//! every warning, with its text.
+//! most warnings, with their texts.
 
 #![allow(clippy::cast_possible_truncation, reason = "a few GPUs are counted")]
 
