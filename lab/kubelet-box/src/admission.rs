@@ -1,8 +1,8 @@
 //! Admits a pod: `affinity` gives the NUMA nodes, `selection` chooses the devices, `endpoint` calls the plugin, and
 //! `devices` records the result.
 //!
-//! Called by `KubeletBox` only, one pod at a time. The module holds no lock across a call, and every call has a
-//! deadline. The checks come in the order of the device manager (read in 1.33).
+//! Called by `KubeletBox` only, one pod at a time. `Core::turn` is the only lock held across a call, and every call has
+//! a deadline. The checks come in the order of the device manager (read in 1.33).
 
 use std::sync::Arc;
 

@@ -1,7 +1,7 @@
 //! The device manager's books: the health of each device, the devices that each container holds, and the current plugin
 //! connection of each resource.
 //!
-//! One `Book` lives in `life::Core`, behind its lock. `registration`, `endpoint`'s streams and `admission` write it.
+//! One `Book` lives in `life::Core`, behind its lock. Other modules write it through `Core::change`.
 //! Pure: no I/O, no clock. Kubelets tell a resource's connections apart in odd ways. `connections` repeats them on
 //! purpose, for each kind of kubelet.
 
@@ -60,7 +60,7 @@ pub(super) struct Book {
     /// The visible state, to which `snapshot` adds the resources.
     pub(super) seen: State,
     resources: BTreeMap<String, Resource>,
-    /// The devices that containers hold. The checkpoint file keeps them across a restart.
+    /// The devices that containers hold. They outlive a restart, as in a kubelet's checkpoint file.
     pub(super) held: BTreeMap<Place, Allocation>,
     /// The devices that the kubelet has not yet taken from pods that have ended.
     ended: BTreeMap<Place, Allocation>,
@@ -146,7 +146,7 @@ impl Book {
         }
     }
 
-    /// Returns true if a pod could get a free device of the resource.
+    /// Returns true if the resource's endpoint is not stopped and a device, free or not, is healthy.
     pub(super) fn is_usable(&self, resource: &str) -> bool {
         let usable = |entry: &Resource| {
             let stopped = entry.endpoint.is_none_or(|endpoint| endpoint.stopped.is_some());
@@ -164,7 +164,7 @@ impl Book {
         *which(&mut self.resource(resource).seen.calls) += 1;
     }
 
-    /// The devices of a resource to choose from; `None` before its first device list.
+    /// The devices of a resource to choose from; `None` if the resource is not registered.
     pub(super) fn pool(&self, resource: &str) -> Option<Pool> {
         let entry = self.resources.get(resource).filter(|entry| entry.registered)?;
         let of_resource = self.held.iter().filter(|(place, _)| place.resource == resource);
@@ -175,7 +175,7 @@ impl Book {
         })
     }
 
-    /// The healthy ids of a resource; `None` before its first device list.
+    /// The healthy ids of a resource; `None` if the resource is not registered.
     pub(super) fn healthy(&self, resource: &str) -> Option<&Ids> {
         self.resources.get(resource).filter(|entry| entry.registered).map(|entry| &entry.seen.healthy)
     }

@@ -97,7 +97,7 @@ pub enum AdmissionError {
     /// The box is stopped.
     #[error("pod {0}: the kubelet is not running")]
     NotRunning(String),
-    /// No plugin has listed devices of this resource, or it has been removed since.
+    /// No plugin has listed devices of this resource, or the resource has been removed since.
     #[error("{0}: no such resource on this node")]
     Unregistered(Box<Place>),
     /// The resource is there, but none of its devices is healthy.
@@ -144,7 +144,7 @@ pub enum AdmissionError {
 }
 
 impl AdmissionError {
-    /// The status with which the plugin answered; `None` if it did not answer.
+    /// The status of the failed call to the plugin, if there is one.
     pub fn status(&self) -> Option<&tonic::Status> {
         match self {
             Self::Preferred(_, CallError::Status(_, status))

@@ -2,7 +2,7 @@
 //!
 //! `Core` holds the state that outlives a restart (books, options, seed) and the visible state; `Life` ends with
 //! `stop`. `registration` calls [`Life::connect`], `admission` takes plugins from here, and `KubeletBox` starts and
-//! ends the run. No other module of the box spawns a task.
+//! ends the run. Tasks are spawned through [`Life::spawn`] and by gRPC's connections. `dra` has a `Life` of its own.
 //!
 //! The steps around a connection come in a kubelet's order. The registration server knows a connection before it dials.
 //! When a stream ends, the registration server looks up a connection again, forgets it and closes it. Only then does
@@ -33,7 +33,7 @@ use super::{Fault, Options};
 /// The device manager's checkpoint file, in the device-plugins folder (`kubeletDeviceManagerCheckpoint`).
 const CHECKPOINT: &str = "kubelet_internal_checkpoint";
 
-/// The time that `stop` waits for the tasks that it has cancelled.
+/// The longest time that `stop` waits for tasks and connections to end.
 pub(super) const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Locks the mutex, even if a holder panicked, because the mutex guards only plain values.

@@ -1,7 +1,7 @@
 //! The choice of the devices that a container gets: the part of the device manager that makes no call.
 //!
 //! Called by `admission` in two steps, because a GetPreferredAllocation call may lie between them. Pure, except that a
-//! seeded generator gives the order in which sets are read. In a kubelet it comes from Go's maps. Follows the device
+//! seeded generator gives the order in which sets are read. In a kubelet, Go's maps give it. Follows the device
 //! manager of 1.33.
 
 use std::collections::{BTreeMap, BTreeSet};

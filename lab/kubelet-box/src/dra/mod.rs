@@ -38,7 +38,7 @@ use endpoint::Driver;
 /// The deadline of Prepare and Unprepare.
 const CALL_TIMEOUT: Duration = Duration::from_secs(45);
 
-/// Receives the name of the driver whose slices the kubelet deletes, or `None` for all drivers at its start.
+/// Receives the name of the driver whose slices the kubelet deletes, or `None` for all drivers when it starts.
 pub type Wipe = Arc<dyn Fn(Option<&str>) + Send + Sync>;
 
 /// The behaviour of the DRA manager. [`DraOptions::new`] gives a kubelet's own values.
@@ -219,7 +219,7 @@ impl DraKubelet {
         Ok(())
     }
 
-    /// Ends all connections and tasks, and returns when they have ended.
+    /// Ends all connections and tasks. Returns when they have ended, or after 5 s.
     pub async fn stop(&self) {
         let Some(life) = lock(&self.life).take() else { return };
         life.abandon();

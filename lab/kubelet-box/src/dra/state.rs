@@ -60,7 +60,7 @@ pub struct ClaimState {
     pub pods: BTreeSet<String>,
     /// Set if all drivers have prepared all claims of a pod with this claim since the kubelet started.
     pub prepared: bool,
-    /// The number of Prepare calls for the claim.
+    /// The number of attempts to prepare the claim.
     pub calls: u64,
     /// The CDI devices in the answers of its drivers.
     pub cdi: Vec<String>,

@@ -81,7 +81,7 @@ fn combinations(all: NumaMask, lists: &[Vec<TopologyHint>], each: &mut impl FnMu
 
 /// The better of two candidates. A preferred one is better than one that is not. Of two preferred ones the narrower is
 /// better. Of two that are not preferred, the better is not wider than `enough` and nearest to it. If both are wider,
-/// it is the narrower.
+/// the narrower is better.
 fn better(current: Candidate, other: Candidate, enough: u32) -> Candidate {
     let narrower = if other.mask.is_narrower_than(current.mask) { other } else { current };
     match (current.preferred, other.preferred) {
