@@ -253,7 +253,7 @@ impl Store {
         Ok(self.put(manager, key, object))
     }
 
-    /// The object after a merge patch (RFC 7386) of all fields but the spec if `is_status` is set, else but the status.
+    /// The object after a merge patch (RFC 7386). The spec stays if `is_status` is set, else the status.
     pub fn merged(&self, key: &Key, patch: &Value, is_status: bool) -> Result<Value, Refusal> {
         let live = self.current(key, patch)?;
         let mut object = live.clone();
@@ -263,7 +263,7 @@ impl Store {
         Ok(object)
     }
 
-    /// The stored object that a client wants to change, if it has not changed since the client read it.
+    /// The stored object that a client wants to change, if it has the version and the UID that the client sent.
     fn current(&self, key: &Key, sent: &Value) -> Result<&Value, Refusal> {
         let live = self.get(key).ok_or_else(|| Refusal::not_found(key))?;
         let metadata = &sent["metadata"];
@@ -309,7 +309,7 @@ impl Store {
         Ok(self.write(key, identified(applied, key)))
     }
 
-    /// Deletes an object, if it has not changed since the client read it.
+    /// Deletes an object, if the preconditions in the client's options hold.
     pub fn delete(&mut self, key: &Key, options: &Value) -> Result<Value, Refusal> {
         let live = self.get(key).ok_or_else(|| Refusal::not_found(key))?;
         for field in ["uid", "resourceVersion"] {
