@@ -14,7 +14,7 @@ const MAX_BYTES: usize = 512 << 20;
 /// The bytes that a runtime maps for its heap, as Go does, and the bytes that it uses.
 const MAPPED_BYTES: usize = 1 << 30;
 const USED_BYTES: usize = 8 << 20;
-/// The number of its threads, and the stack of each, which is glibc's default.
+/// The number of a runtime's threads, and the stack of each, which is glibc's default.
 const THREADS: usize = 16;
 const STACK_BYTES: usize = 8 << 20;
 

@@ -2,7 +2,7 @@
 //! part of the GPU kit (`lab/gpu-kit`), which tries linkwise on a machine with a GPU.
 //!
 //! It starts the real program as a child process, as a DaemonSet would, once as a device plugin and once with DRA, and
-//! writes the results into a folder. It changes nothing on the machine.
+//! writes the results into a folder. It changes nothing else on the machine.
 
 mod container;
 #[cfg(feature = "cluster")]
@@ -27,7 +27,7 @@ use linkwise_system::output::print;
 pub use container::{ContainerArgs, run as run_container};
 use fault::Fault;
 
-/// The longest time for a start or a fault. A driver without persistence mode has to start each GPU first.
+/// The longest wait for a start, a fault or another step. A driver without persistence mode has to start each GPU first.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The arguments.

@@ -1,5 +1,5 @@
 //! Reads traces: CSV with the columns `size`, `duration_seconds` and optionally `arrival_seconds` and `pods`. An error
-//! names the line that is wrong.
+//! in a line names the line.
 
 use anyhow::{Context, Result, bail, ensure};
 

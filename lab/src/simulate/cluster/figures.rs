@@ -15,7 +15,7 @@ const WRITES_PER_CLAIM: u64 = 7;
 /// of several GPUs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(super) struct Figures {
-    /// The counted jobs: all but those that fill the cluster first.
+    /// The counted jobs: those that started, without those that fill the cluster first.
     pub jobs: u64,
     /// The counted jobs of several GPUs.
     pub several: u64,
@@ -39,8 +39,8 @@ pub(super) struct Figures {
     pub never_started: usize,
     /// The share of the GPUs that are in use, over time.
     pub busy: Option<u64>,
-    /// The share of the free GPUs, over time, that are in no set of four with the collective of the idle machine's best
-    /// four.
+    /// The share of the free GPUs of machines with sets of four, over time, that are in no set of four with the
+    /// collective of the idle machine's best four.
     pub fragmentation: Option<u64>,
     /// The ResourceSlices of a node on average, in bytes of JSON.
     pub slice_bytes_per_node: u64,

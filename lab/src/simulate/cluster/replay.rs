@@ -80,7 +80,7 @@ impl<'a, 'b> Replay<'a, 'b> {
         Ok(self.tally.figures(left))
     }
 
-    /// Ends the jobs that end until `then`, and starts waiting jobs in their places.
+    /// Ends the pods that end until `then`, and starts waiting jobs in their places.
     fn end_until(&mut self, then: u64) -> Result<()> {
         while let Some(Reverse((end, job, node, set))) = self.running.peek().copied()
             && end <= then

@@ -39,12 +39,13 @@ impl Shapes {
         Ok(found)
     }
 
-    /// The place of a job's shape. Pods take all GPUs of a rail, so that no two pods share a NIC. If pods take only a
-    /// part of the rails, consecutive jobs take different parts.
+    /// The place of a job's shape.
     pub fn position(&self, number: usize, job: &Job) -> Option<usize> {
         self.shapes.binary_search(&self.shape(number, job)).ok()
     }
 
+    /// The shape of a job. If claims name rails, a pod gets as few rails as hold its GPUs. Consecutive jobs take
+    /// different rails, if there are enough.
     fn shape(&self, number: usize, job: &Job) -> Shape {
         let rails = self.rails.filter(|_| job.pods > 1).map(|(all, each)| {
             let own = u8::try_from(job.size.div_ceil(each)).unwrap_or(u8::MAX).min(all).max(1);
