@@ -10,7 +10,7 @@ pub(super) struct Refusal {
     pub code: u16,
     pub reason: &'static str,
     pub message: String,
-    /// The `details` of the Status: the object and its invalid fields. Null if the refusal is not about an object.
+    /// The `details` of the Status: a missing or invalid object, and its invalid fields. Null in other refusals.
     details: Value,
 }
 

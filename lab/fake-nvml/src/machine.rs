@@ -144,7 +144,8 @@ pub struct Placement {
     pub size: u32,
 }
 
-/// The engines of a MIG device. If a file has none, they are 14 multiprocessors and a copy engine for each slice.
+/// The engines of a MIG device. If a file has none, they are 14 multiprocessors for each compute slice and a copy
+/// engine for each GPU slice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Engines {
     pub multiprocessors: u32,

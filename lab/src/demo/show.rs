@@ -68,7 +68,7 @@ pub(super) fn holders(topology: &NodeTopology, note: impl Fn(&Gpu) -> String) ->
     text
 }
 
-/// The note of a GPU in [`holders`]: the reason why it is unhealthy, or the pod that holds it.
+/// The note of a GPU in [`holders`]: the reason why it is unhealthy, the pod that holds it, or `free`.
 pub(super) fn holder(health: Option<&Health>, pod: Option<&String>) -> String {
     match (health, pod) {
         (Some(Health::Unhealthy { reason, .. }), _) => format!("✗ {reason}"),

@@ -23,7 +23,7 @@ use checks::Checks;
 
 /// Feature gates of the API server that drop fields silently. The defaults are those of Kubernetes 1.36.
 ///
-/// While a gate is off, updates of a slice keep the fields that the slice already has; a new slice loses them.
+/// While a gate is off, updates of an object keep the fields that the object already has; a new object loses them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gates {
     /// `DRADeviceTaints`: `taints` of devices.
