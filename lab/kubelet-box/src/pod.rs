@@ -98,7 +98,7 @@ pub struct Admitted {
 pub struct AdmittedContainer {
     /// The devices by resource name.
     pub resources: BTreeMap<String, Grant>,
-    /// The Topology Manager's decision for the container, or `None` under policy none.
+    /// The Topology Manager's decision for the container, or the caller's hint; `None` if there is neither.
     pub hint: Option<TopologyHint>,
 }
 

@@ -38,7 +38,7 @@ pub enum Failure {
     /// An object does not follow the API, or uses a part of it that is not modelled.
     #[error("{name}: {why}")]
     Malformed {
-        /// Kind and name.
+        /// The object, or a part of it.
         name: String,
         /// The rule that it breaks, or the part that is not modelled.
         why: String,
@@ -50,9 +50,9 @@ pub enum Failure {
 pub struct Refusal {
     /// The node.
     pub node: String,
-    /// Namespace and name of the claim that cannot be allocated.
+    /// Namespace and name of the furthest claim that the search reached.
     pub claim: String,
-    /// The first request of the claim that cannot be allocated; `request/alternative` for an alternative.
+    /// The furthest request that the search reached; `request/alternative` for its last alternative.
     pub request: String,
     /// The number of devices that the request asks for.
     pub wanted: usize,

@@ -1,4 +1,4 @@
-//! The demo succeeds on every machine under every policy and scope, and its page can be watched.
+//! The demo succeeds on every machine under every policy, with the scopes in turn, and its page can be watched.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
 

@@ -39,7 +39,7 @@ pub struct ResourceHints {
 pub(crate) struct Units {
     /// All units, healthy or not, used or not.
     pub(crate) all: Vec<NumaMask>,
-    /// The healthy and free units.
+    /// The healthy and free units, or those that the containers hold already.
     pub(crate) available: Vec<NumaMask>,
 }
 

@@ -44,8 +44,8 @@ impl Shapes {
         self.shapes.binary_search(&self.shape(number, job)).ok()
     }
 
-    /// The shape of a job. If claims name rails, a pod gets as few rails as hold its GPUs. Consecutive jobs take
-    /// different rails, if there are enough.
+    /// The shape of a job. If claims name rails and the job has several pods, these get as few rails as hold the GPUs
+    /// of one. Consecutive jobs get different rails, if there are enough.
     fn shape(&self, number: usize, job: &Job) -> Shape {
         let rails = self.rails.filter(|_| job.pods > 1).map(|(all, each)| {
             let own = u8::try_from(job.size.div_ceil(each)).unwrap_or(u8::MAX).min(all).max(1);
