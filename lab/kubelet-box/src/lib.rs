@@ -68,7 +68,7 @@ pub struct Options {
     pub call_timeout: Duration,
     /// The time from the stop of an endpoint to the removal of its resource (5 min).
     pub grace: Duration,
-    /// The time that [`KubeletBox::wait`] waits (20 s).
+    /// The longest time that [`KubeletBox::wait`] waits (20 s).
     pub wait_timeout: Duration,
     /// The Topology Manager and the machine it works on (policy none).
     pub topology_manager: TopologyManager,

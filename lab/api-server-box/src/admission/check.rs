@@ -55,7 +55,7 @@ const NAMESPACES: [&str; 2] = ["lists", "optional"];
 ///
 /// # Errors
 ///
-/// The server's message, if the text does not compile or its value may have another type than `wanted`.
+/// The server's message, if the text does not compile or its value is known to have another type than `wanted`.
 pub(super) fn compile(expression: &str, scope: &Scope, wanted: Wanted) -> Result<(), String> {
     let program = compiled(expression);
     let program = program.as_ref().as_ref().map_err(|errors| format!("compilation failed: {errors}"))?;

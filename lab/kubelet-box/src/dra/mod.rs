@@ -59,7 +59,7 @@ pub struct DraOptions {
     /// The shortest pause before a failed pod is started again (10 s: kubelet.go, `backOffPeriod`). The longest is 1.5
     /// times as long (pod_workers.go, `workerBackOffPeriodJitterFactor`).
     pub back_off: Duration,
-    /// The time that [`DraKubelet::wait`] waits (20 s).
+    /// The longest time that [`DraKubelet::wait`] waits (20 s).
     pub wait_timeout: Duration,
     /// Called when slices are deleted.
     pub wipe: Option<Wipe>,
