@@ -38,7 +38,7 @@ use endpoint::Driver;
 /// The deadline of Prepare and Unprepare.
 const CALL_TIMEOUT: Duration = Duration::from_secs(45);
 
-/// Receives the name of the driver whose slices the kubelet deletes, or `None` for all drivers when it starts.
+/// Receives the name of the driver whose slices the kubelet deletes, or `None` for all drivers at the kubelet's start.
 pub type Wipe = Arc<dyn Fn(Option<&str>) + Send + Sync>;
 
 /// The behaviour of the DRA manager. [`DraOptions::new`] gives a kubelet's own values.
