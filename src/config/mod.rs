@@ -95,8 +95,8 @@ impl Cli {
     }
 }
 
-/// The variables with linkwise's prefix that are set and that nothing reads, probably because they are misspelt. Under
-/// the name of NVIDIA's DRA driver, also the variables of that driver that linkwise does not follow.
+/// The variables with linkwise's prefix that are set and that nothing reads, probably because they are misspelt. If the
+/// program is called by the name of NVIDIA's DRA driver, also that driver's variables that linkwise does not follow.
 pub fn unknown_variables() -> Vec<String> {
     fn variables(command: &clap::Command, all: &mut BTreeSet<String>) {
         let names = command.get_arguments().filter_map(|arg| arg.get_env());

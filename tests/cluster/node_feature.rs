@@ -132,7 +132,7 @@ async fn removed_or_edited_object_is_repaired() {
 }
 
 #[tokio::test]
-async fn object_of_gfd_is_replaced_once_whole() {
+async fn whole_object_of_gfd_is_replaced_once() {
     let cluster = Cluster::start().await;
     cluster.server.put(GFD, &key(), of_gfd());
     let writing = start(&cluster, PACE, None);

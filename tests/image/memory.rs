@@ -43,7 +43,7 @@ async fn leak_ends_agents_but_neither_container_nor_pods() {
         number += 1;
         ends = node.metric(OVER_MEMORY).await;
     }
-    // Without cgroups there is no count, which the start of the container reports.
+    // Without cgroups there is no count, as the container logs at its start.
     assert_eq!(pod.container(PLUGIN_CONTAINER).oom_kills().unwrap_or(0), 0);
     pod.stop().await;
 }

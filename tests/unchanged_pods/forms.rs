@@ -1,4 +1,4 @@
-//! The policy for unchanged pods on each pod in pods.yaml, and on random pods.
+//! The policy that gives unchanged pods claims, on each pod in pods.yaml and on random pods.
 
 use insta::assert_snapshot;
 use proptest::prelude::*;
@@ -60,13 +60,13 @@ fn resources() -> impl Strategy<Value = Value> {
     ];
     let claims = prop::sample::select(vec![json!([]), json!([{"name": "nic"}]), json!([{"name": "linkwise-gpus-1"}])]);
     let (counts, claims) = (prop::option::weighted(0.7, counts), prop::option::weighted(0.2, claims));
-    (counts, 0..8u8, claims).prop_map(|(count, odd, claims)| {
+    (counts, 0..8u8, claims).prop_map(|(count, form, claims)| {
         let mut resources = json!({});
         if let Some(count) = count {
-            if odd != 0 {
+            if form != 0 {
                 resources["limits"] = json!({GPUS: count, "memory": "1Gi"});
             }
-            if odd <= 1 {
+            if form <= 1 {
                 resources["requests"] = json!({ GPUS: count });
             }
         }

@@ -31,7 +31,7 @@ const MIG: &str = "mig";
 /// that a start may take.
 const INIT_TURN_TIMEOUT: Duration = Duration::from_secs(30);
 /// The longest time that an order about MIG devices waits for orders of other processes. Meanwhile the agent sends no
-/// message; the supervisor kills it only after the time of a poll and a call.
+/// message. The supervisor kills a silent agent later: after a poll interval and the longest time of a call.
 const MIG_TURN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The kernel's id of this boot.
@@ -102,8 +102,8 @@ impl Gate {
         boot.is_empty() || boot_id().is_none_or(|now| now == boot)
     }
 
-    /// Releases the driver for every process of the node, or resumes it. Returns false if the kubelet's folder is
-    /// missing: then other processes cannot learn of the release.
+    /// Releases the driver for every process of the node, or resumes it. A release returns false if the kubelet's
+    /// folder is missing: then other processes cannot learn of it.
     pub fn set_released(&self, is_released: bool) -> io::Result<bool> {
         let path = self.folder.join(RELEASE);
         if is_released {
@@ -145,7 +145,7 @@ impl Gate {
 
     /// Waits for the turn to change MIG devices. The turn ends when the file is dropped, or when the process ends: a
     /// killed process ends only after its present call. Returns `None` if there is no folder. Fails if another process
-    /// keeps its turn: which MIG devices that process makes is not known yet.
+    /// keeps its turn too long, because the MIG devices that it makes are not known yet.
     pub fn mig_turn(&self) -> Result<Option<File>, TurnTaken> {
         self.turn(MIG, MIG_TURN_TIMEOUT)
     }

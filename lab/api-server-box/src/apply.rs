@@ -39,11 +39,11 @@ pub(super) fn apply(live: Option<&Value>, config: &Value, manager: &str, force: 
     let mut owners = owners(live);
     let wanted = fields(config);
     let is_mine = |owner: &Owner| owner.manager == manager && owner.operation == "Apply";
-    let others_value = |field: &Vec<String>| at(live, field) != at(config, field);
+    let differs = |field: &Vec<String>| at(live, field) != at(config, field);
     let conflicts: Vec<String> = owners
         .iter()
         .filter(|owner| !is_mine(owner))
-        .flat_map(|owner| wanted.intersection(&owner.fields).filter(|field| others_value(field)))
+        .flat_map(|owner| wanted.intersection(&owner.fields).filter(|field| differs(field)))
         .map(|field| format!(".{}", field.join(".")))
         .collect();
     if !conflicts.is_empty() && !force {
@@ -64,7 +64,7 @@ pub(super) fn apply(live: Option<&Value>, config: &Value, manager: &str, force: 
         }
     }
     for owner in owners.iter_mut().filter(|owner| !is_mine(owner)) {
-        owner.fields.retain(|field| !wanted.contains(field) || !others_value(field));
+        owner.fields.retain(|field| !wanted.contains(field) || !differs(field));
     }
     owners.retain(|owner| !is_mine(owner));
     owners.push(Owner { manager: manager.to_owned(), operation: "Apply".to_owned(), fields: wanted });
