@@ -10,14 +10,14 @@ use linkwise_core::publish::labels::{HostFacts, LabelSettings};
 use linkwise_host::labels::{own_fabric, text};
 use linkwise_system::output::{complain, print};
 
-/// Prints the labels. Problems with the labels go to standard error. A machine gets no timestamp, and if `--node-name`
-/// is not set, the node has the machine's name.
+/// Prints the labels, without a timestamp. Problems with the labels go to standard error. If `--node-name` is not set,
+/// the node has the machine's name.
 pub async fn labels(args: &LabelsArgs) -> Result<()> {
     let settings = load(&args.flags)?.settings;
     let machine = machine(&args.node).await?;
     let own_fabric = Some(own_fabric(args.node_name.as_deref().unwrap_or(&machine.name)));
-    let of_labels = LabelSettings { timestamp: None, clique: settings.gpu_clique_label.value, own_fabric };
-    let (labels, problems) = labels_of(&machine.observed, &settings, &HostFacts::default(), &of_labels);
+    let label_settings = LabelSettings { timestamp: None, clique: settings.gpu_clique_label.value, own_fabric };
+    let (labels, problems) = labels_of(&machine.observed, &settings, &HostFacts::default(), &label_settings);
     complain("linkwise", problems);
     Ok(print(&text(&labels))?)
 }

@@ -19,7 +19,7 @@ use linkwise_node::node::{Node, NodeSettings};
 
 const CONFIGURATION: &str = "version: v1\nlinkwise: {dra: {gpus: all}}\n";
 
-/// The kubelet's folder of device plugins, below the node's folder, as are the paths below.
+/// The kubelet's folder of device plugins. This path and the next ones start at the node's folder.
 pub const DEVICE_PLUGINS: &str = "device-plugins";
 /// The kubelet's folder of registration sockets.
 pub const REGISTRY: &str = "registry";

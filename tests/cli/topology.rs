@@ -78,7 +78,7 @@ fn json_has_all_fields_for_each_machine() {
 }
 
 #[test]
-fn json_bandwidths_match_the_table() {
+fn json_bandwidths_are_those_of_nccl() {
     let v100 = json(&["topology", "--node", "dgx1-v100", "--format", "json"]);
     assert_eq!(square(&v100["nvlink_mbps"])[0], [0, 20_000, 20_000, 40_000, 40_000, 0, 0, 0]);
     assert_eq!(square(&v100["level"])[0], [0, 0, 3, 3, 5, 5, 5, 5]);

@@ -111,7 +111,7 @@ async fn stream_end_removes_devices_then_resource() {
 }
 
 #[tokio::test]
-async fn old_streams_end_loses_new_registration() {
+async fn end_of_old_stream_loses_new_registration() {
     let (dir, kubelet, old) = node("a b", unchanged, |_| {}).await;
     let new = Plugin::serve(dir.path(), "new.sock", "a b c");
     new.register().await.unwrap();
@@ -124,7 +124,7 @@ async fn old_streams_end_loses_new_registration() {
 }
 
 #[tokio::test]
-async fn old_stream_ended_first_keeps_registration() {
+async fn registration_after_end_of_old_stream_stays() {
     let (dir, kubelet, old) = node("a b", unchanged, |_| {}).await;
     old.end_streams();
     kubelet.wait(|s| s.resources[GPU].open_streams == 0).await.unwrap();

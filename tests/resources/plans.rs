@@ -13,7 +13,7 @@ use crate::resources::{
     NOW, after, dgx, gpu, mig, mixed, no_holders, planned, problems, renamed, resource, seen, sharing, sliced, with,
 };
 
-fn slices(name: &str, replicas: u32) -> SharedResource {
+fn replicated(name: &str, replicas: u32) -> SharedResource {
     SharedResource::new(resource(name), replicas)
 }
 
@@ -33,12 +33,12 @@ fn impossible_plan_is_withheld_and_named() {
     let on_mig = |kind, shared| ResourcePlan { mig_strategy: MigStrategy::Mixed, ..sharing(kind, shared) };
     let slicing = |shared| on_mig(SharingKind::TimeSlicing, shared);
     let by_mps = |shared| on_mig(SharingKind::Mps, shared);
-    let devices = |devices| SharedResource { devices, ..slices("nvidia.com/gpu", 2) };
+    let devices = |devices| SharedResource { devices, ..replicated("nvidia.com/gpu", 2) };
     let list = |text: &str| SharedDevices::List(vec![text.parse().unwrap()]);
-    let renamed = |name: &str, to: &str| SharedResource { rename: Some(resource(to)), ..slices(name, 2) };
+    let renamed = |name: &str, to: &str| SharedResource { rename: Some(resource(to)), ..replicated(name, 2) };
     let long = format!("{}.com/{}", "x".repeat(40), "y".repeat(60));
     let name = NamePattern { pattern: Pattern::new("*"), name: resource(&long) };
-    let by_default = Sharing::new(SharingKind::TimeSlicing, vec![slices(&long, 2)]);
+    let by_default = Sharing::new(SharingKind::TimeSlicing, vec![replicated(&long, 2)]);
     let by_default = Sharing { rename_by_default: true, ..by_default };
     let cases = [
         (
@@ -49,12 +49,12 @@ fn impossible_plan_is_withheld_and_named() {
             0,
         ),
         (
-            slicing(vec![slices("nvidia.com/gpu", 1)]),
+            slicing(vec![replicated("nvidia.com/gpu", 1)]),
             "nvidia.com/gpu: replicas is 1, at least 2 are needed; it is not offered",
             13,
         ),
         (
-            slicing(vec![slices("nvidia.com/mig-1g.10gb", u32::MAX)]),
+            slicing(vec![replicated("nvidia.com/mig-1g.10gb", u32::MAX)]),
             "nvidia.com/mig-1g.10gb would have 34359738360 slots, at most 16384 are possible; each device gets 2048",
             16_390,
         ),
@@ -75,18 +75,18 @@ fn impossible_plan_is_withheld_and_named() {
             14,
         ),
         (
-            by_mps(vec![slices("nvidia.com/mig-3g.40gb", 2)]),
+            by_mps(vec![replicated("nvidia.com/mig-3g.40gb", 2)]),
             "nvidia.com/mig-3g.40gb is to be shared by MPS, but GPUs 0000:47:00.0 are in MIG mode; it is not offered",
             13,
         ),
         (
-            sharing(SharingKind::Mps, vec![slices("nvidia.com/gpu", 2)]),
+            sharing(SharingKind::Mps, vec![replicated("nvidia.com/gpu", 2)]),
             "nvidia.com/gpu is to be shared by MPS, but GPUs 0000:0f:00.0, 0000:47:00.0, 0000:4e:00.0 are in MIG mode; \
              it is not offered",
             0,
         ),
         (
-            by_mps(vec![slices("nvidia.com/gpu", 49)]),
+            by_mps(vec![replicated("nvidia.com/gpu", 49)]),
             "nvidia.com/gpu is to be shared by MPS with 49 replicas, but the MPS server of GPU 0000:07:00.0 takes 48 \
              clients at most; it is not offered",
             13,
@@ -126,7 +126,7 @@ fn impossible_plan_is_withheld_and_named() {
 fn rows_of_one_resource_share_different_gpus() {
     let row = |name: &str, replicas: u32, gpu: &str| {
         let devices = SharedDevices::List(vec![gpu.parse().unwrap()]);
-        SharedResource { rename: Some(resource(name)), devices, ..slices("nvidia.com/gpu", replicas) }
+        SharedResource { rename: Some(resource(name)), devices, ..replicated("nvidia.com/gpu", replicas) }
     };
     let rows = vec![row("nvidia.com/x", 2, "0"), row("nvidia.com/y", 3, "1")];
     let snapshot = with(&sharing(SharingKind::TimeSlicing, rows), dgx(8));
@@ -230,11 +230,11 @@ fn display_is_offered_and_display_adapter_is_not() {
 }
 
 #[test]
-fn shared_and_filtered_gpus_are_chosen_by_any_name() {
+fn gpus_are_selected_by_index_uuid_or_address() {
     let mut node = mixed();
     let devices = vec!["1".parse().unwrap(), node.gpus[2].uuid.as_str().parse().unwrap()];
     let rename = Some(resource("nvidia.com/half"));
-    let half = SharedResource { rename, devices: SharedDevices::List(devices), ..slices("nvidia.com/gpu", 2) };
+    let half = SharedResource { rename, devices: SharedDevices::List(devices), ..replicated("nvidia.com/gpu", 2) };
     let exclude = vec![GpuSelector::Pci(node.gpus[3].pci)];
     let filter = Filter { exclude, exclude_displays: true };
     let plan = ResourcePlan { filter, ..sharing(SharingKind::TimeSlicing, vec![half]) };
@@ -341,7 +341,7 @@ fn fault_follows_hardware_through_plan_changes() {
     let snapshot = after(NodeState::default(), [seen(mixed()), xid()]);
     assert_eq!(with_xid(&snapshot), BTreeSet::from([(1, false, None)]));
     // The GPU's slots, under another name, and its MIG devices have the fault, too.
-    let slots = SharedResource { rename: Some(resource("a.b/c")), ..slices("nvidia.com/gpu", 2) };
+    let slots = SharedResource { rename: Some(resource("a.b/c")), ..replicated("nvidia.com/gpu", 2) };
     let snapshot = after(snapshot, [planned(&sharing(SharingKind::TimeSlicing, vec![slots]))]);
     assert_eq!(with_xid(&snapshot), BTreeSet::from([(1, false, Some(0)), (1, false, Some(1))]));
     assert_eq!(offered(&snapshot), [("a.b/c".to_owned(), 6)]);
@@ -352,7 +352,7 @@ fn fault_follows_hardware_through_plan_changes() {
     let healthy =
         |snapshot: &NodeState| snapshot.offers().of(&one).filter(|(_, it)| it.health == Health::Healthy).count();
     assert_eq!(healthy(&snapshot), 1);
-    // A fault counts that happened while the device was not offered.
+    // A fault that happened while the device was not offered counts.
     let snapshot = with(&plan, mixed());
     let faulty = after(snapshot.clone(), [xid(), planned(&ResourcePlan::default())]);
     assert_eq!(with_xid(&faulty), BTreeSet::from([(1, false, None)]));

@@ -103,7 +103,7 @@ impl Shared {
 }
 
 impl Drop for Shared {
-    /// Ends the control daemon whose supervisor was killed.
+    /// Kills the control daemons that outlive the daemons' process.
     fn drop(&mut self) {
         kill_groups(&self.root());
     }
@@ -241,7 +241,7 @@ async fn new_replicas_are_offered_with_their_limits() {
     kubelet.admit(&Pod::single("before", GPU, 1), None).await.unwrap();
     let before = shared.control();
     shared.refuse_start(true);
-    // config-manager sends SIGHUP for each change of the configuration.
+    // config-manager's SIGHUP at a change must not end the process.
     daemons.signal("HUP");
     replace(&shared.config(), &replicas(5));
     daemons.said("its limits changed").await;
@@ -263,7 +263,7 @@ async fn new_replicas_are_offered_with_their_limits() {
 }
 
 #[tokio::test]
-async fn mps_daemon_survives_a_lost_gpu_and_takes_a_new_one() {
+async fn lost_gpu_ends_no_mps_daemon_but_a_new_gpu_does() {
     let (shared, daemons, node, kubelet) = serve(Shared::two(&replicas(3)), 6).await;
     let (control, orders) = (shared.control(), shared.root().join(".dra/orders.json"));
     shared.replace_gpus(&node, &GPUS[..1]);
@@ -277,7 +277,7 @@ async fn mps_daemon_survives_a_lost_gpu_and_takes_a_new_one() {
 }
 
 #[tokio::test]
-async fn unsupported_mps_sharing_is_named() {
+async fn resource_name_too_long_for_mps_is_named() {
     let (shared, setup) = Shared::two(&replicas(48));
     let _daemons = shared.daemons();
     let node = setup.start().await;

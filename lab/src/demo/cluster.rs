@@ -78,8 +78,8 @@ impl Cluster {
         self.server.object(&ResourceType::PODS.key(Some(NAMESPACE), name)).with_context(|| format!("no pod {name}"))
     }
 
-    /// Makes the claim of a pod: from its template, as the controller of claims does, or without one for its extended
-    /// resource, as the scheduler does.
+    /// Makes the claim of a pod: from its template, as the controller of claims does, or if it has none, for its
+    /// extended resource, as the scheduler does.
     fn claim(&self, pod: &str) -> Result<Value> {
         let spec = self.pod(pod)?["spec"].clone();
         let reference = &spec["resourceClaims"][0];
@@ -117,18 +117,18 @@ impl Cluster {
     /// Makes the claim of a pod, and lets the scheduler try once to allocate it.
     pub fn schedule(&self, pod: &str) -> Result<Scheduled> {
         let mut made = self.claim(pod)?;
-        let name = made["metadata"]["name"].as_str().context("the API server gives names")?.to_owned();
+        let name = made["metadata"]["name"].as_str().context("the API server gave no name")?.to_owned();
         let placement = match self.scheduler()?.schedule(&[NODE], &[made.clone()]) {
             Ok(placement) => placement,
             Err(why @ Failure::Refused(_)) => return Ok(Scheduled::Waits(why.to_string())),
             Err(failure) => return Err(failure).context("the scheduler fails"),
         };
-        let allocation = placement.allocations.into_iter().next().context("a claim has one allocation")?;
+        let allocation = placement.allocations.into_iter().next().context("the claim has no allocation")?;
         let reserved = json!({"resource": "pods", "name": pod, "uid": self.pod(pod)?["metadata"]["uid"]});
         made["status"] = json!({"allocation": allocation, "reservedFor": [reserved]});
         let stored = self.server.replace_status("kube-scheduler", &Self::key(&name), &made);
         let stored = stored.map_err(|status| anyhow!("claim {name} is refused: {status}"))?;
-        let uid = stored["metadata"]["uid"].as_str().context("the API server gives UIDs")?.to_owned();
+        let uid = stored["metadata"]["uid"].as_str().context("the API server gave no UID")?.to_owned();
         let claim = ClaimRef { namespace: NAMESPACE.to_owned(), name, uid };
         Ok(Scheduled::Allocated { claim, spec: stored["spec"].clone(), allocation })
     }

@@ -89,8 +89,8 @@ fn failed_call_keeps_last_answer_null_replaces_it() {
     let message = serde_json::to_value(&before).unwrap();
     let mut places = Vec::new();
     answers(&message, "", &mut places);
-    // The driver has three answers. Each GPU has fourteen facts, four links with two facts each, MIG with its profiles
-    // and one device's facts. The two GPUs have one common ancestor.
+    // The driver has 3 answers. Each GPU has 14 facts, 4 links (each with two facts), MIG with its profiles, and the
+    // list of MIG devices with one device and its 3 facts. The two GPUs have one common ancestor.
     assert_eq!(places.len(), 3 + 2 * (14 + 4 * 3 + 2 + 5) + 1, "{places:#?}");
     let failed = json!({"Err": {"call": "nvmlTest", "reason": {"code": 999}}});
     for place in places {

@@ -30,7 +30,7 @@ type Running = Reverse<(u64, usize, usize, GpuSet)>;
 pub(super) struct Replay<'a, 'b> {
     scheduler: Scheduler<'a>,
     jobs: &'b [Job],
-    /// The index of the first counted job.
+    /// The index of the first job that the figures count.
     counted: usize,
     running: BinaryHeap<Running>,
     /// The waiting jobs by shape.
@@ -94,7 +94,7 @@ impl<'a, 'b> Replay<'a, 'b> {
         Ok(())
     }
 
-    /// Starts waiting jobs that have a pod for the node on which GPUs became free. The other jobs fit no better than
+    /// Starts waiting jobs of which a pod fits the node on which GPUs became free. The other jobs fit no better than
     /// before.
     fn serve(&mut self, node: usize) -> Result<()> {
         loop {
@@ -141,7 +141,7 @@ impl<'a, 'b> Replay<'a, 'b> {
         Ok(true)
     }
 
-    /// A pod of a shape that is about to start in this place. The place is still free.
+    /// The record of a pod that is about to start in this place, which is still free.
     fn started(&self, shape: usize, placed: Placed) -> Started {
         let best = self.offers.get(shape).and_then(|offers| offers.last_key_value()).map(|(best, _)| *best);
         let states = self.scheduler.states();

@@ -153,7 +153,7 @@ impl<'a> States<'a> {
         model.release(&used)?;
         match placed {
             Ok(placement) => {
-                let allocation = placement.allocations.into_iter().next().context("a claim has one allocation")?;
+                let allocation = placement.allocations.into_iter().next().context("the claim has no allocation")?;
                 let set =
                     set_of(machine, &allocation).with_context(|| format!("a device of {allocation} is unknown"))?;
                 let mut claim = claim.clone();

@@ -17,7 +17,7 @@ const NOT_LISTED: &str = "PodResources does not list our devices, 10s after the 
 type World = worlds::World<Kubelet>;
 type Happening = worlds::Happening<Own>;
 
-/// An event of the kubelet.
+/// A happening that only this handshake has.
 #[derive(Clone, Debug)]
 enum Own {
     /// Our socket is bound, while another plugin exists.
@@ -68,8 +68,8 @@ struct Kubelet {
     asking: bool,
     detaching: bool,
     predecessor: Predecessor,
-    /// True if the other plugin's end may end our session: that plugin was gone when our socket was bound, or the
-    /// kubelet did not forget the name.
+    /// True if the other plugin's end may end our session: that plugin was gone when our socket was bound, or Detach
+    /// failed.
     may_lose_session: bool,
     /// True if a kubelet up to 1.36 has a client of ours under the resource's name, which the end of any stream ends.
     named: bool,
