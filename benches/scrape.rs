@@ -1,5 +1,5 @@
-//! The time of a scrape with 8 GPUs, with 64 pods of two slots or none: over the port, and of the text alone, with
-//! unchanged pods and right after they changed.
+//! The time of a scrape with 8 GPUs, without pods and with 64 pods of two slots: over the port, of the text alone, and
+//! of the text right after a change.
 //!
 //! Prints a table and judges nothing; the budget is 2 ms a scrape. Run it with `cargo bench --bench scrape`.
 
@@ -20,7 +20,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 const REPLICAS: u32 = 16;
-/// Scrapes of each kind.
+/// Scrapes of each kind; a tenth after changes.
 const ROUNDS: usize = 2_000;
 
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]
@@ -84,7 +84,7 @@ async fn measure(machine: &str, pods: usize) {
     serving.await.unwrap().unwrap();
 }
 
-/// Pods with a slot of two GPUs each.
+/// Pods with slots of two GPUs each.
 fn holdings(gpus: &[String], pods: usize, name: &str) -> Holdings {
     let mut holdings = Holdings::default();
     for pod in 0..pods {

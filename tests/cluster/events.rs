@@ -146,15 +146,15 @@ async fn missing_right_delays_events_until_it_is_given() {
 #[tokio::test]
 async fn refused_namespace_delays_no_other() {
     let writing = writing().await;
-    let message = "unable to create new content in namespace ends because it is being terminated";
+    let message = "unable to create new content in namespace ending because it is being terminated";
     let refusal = Answer::Refusal(403, message, None);
-    writing.cluster.server.fail(Fault::of("POST", "/namespaces/ends/", usize::MAX, refusal));
-    writing.due(&["ends/p", "ends/q", "a/p", "z/p"]);
+    writing.cluster.server.fail(Fault::of("POST", "/namespaces/ending/", usize::MAX, refusal));
+    writing.due(&["ending/p", "ending/q", "a/p", "z/p"]);
     writing.wait_events_of(&["a/p", "z/p"]).await;
 }
 
 #[tokio::test]
-async fn events_that_still_hold_are_written_after_outage() {
+async fn events_still_due_are_written_when_server_is_back() {
     let writing = writing().await;
     writing.cluster.server.go_away().await;
     writing.due(&["a/ends", "a/stays"]);
@@ -252,8 +252,8 @@ async fn pod_without_nvlink_gets_an_event_with_bandwidths() {
     assert_eq!((regarded_pod(&event).as_str(), &event["reportingInstance"]), ("default/poor", &json!("n")));
     assert_eq!(event["regarding"]["uid"], "uid-of-poor");
     let note = event["note"].as_str().unwrap();
-    let measured = "The 2 GPUs of container main reach 10.0 GB/s together, and 2 GPUs of this node can reach 40.0.";
-    assert!(note.starts_with(measured), "{note}");
+    let expected = "The 2 GPUs of container main reach 10.0 GB/s together, and 2 GPUs of this node can reach 40.0.";
+    assert!(note.starts_with(expected), "{note}");
     assert_eq!(node.cluster.count("GET", "/pods"), 0, "no pod is read");
     assert_eq!(node.healthy(GPU).len(), 8);
 }

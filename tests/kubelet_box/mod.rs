@@ -12,7 +12,7 @@ use linkwise_kubelet_box::{KubeletBox, Options};
 use plugin::{GPU, Plugin};
 use tempfile::TempDir;
 
-/// A timeout for tests in which it has to pass.
+/// A timeout for tests in which it has to expire.
 pub const SHORT_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// Starts a kubelet in a temporary folder; `change` sets its options.

@@ -64,7 +64,7 @@ async fn strategies_alone_and_combined_answer_allocate() {
         "--device-list-strategy=cdi-cri --pass-device-specs",
         "--device-list-strategy=cdi-cri,cdi-annotations --device-id-strategy=index",
         "--device-list-strategy=envvar,cdi-cri --pass-device-specs",
-        // Both strategies set one variable, which with mounts has to name their folder.
+        // Both strategies set NVIDIA_VISIBLE_DEVICES, which has to name the mounts' folder.
         "--device-list-strategy=envvar,volume-mounts --device-id-strategy=index",
         // Options that a chart leaves empty.
         "--pass-device-specs --dev-root= --nvidia-cdi-hook-path= --driver-root-ctr-path=/nowhere",

@@ -10,7 +10,7 @@ use crate::run::node::{
 const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";
 
-/// A machine with short timeouts, pauses and intervals.
+/// Makes linkwise's timeouts, pauses and intervals short.
 fn quick(setup: Setup) -> Setup {
     setup.nvml_ms(&[("poll", 50), ("call", 1_000), ("start", 5_000), ("pause", 2), ("grace", 100), ("trial", 50)])
 }

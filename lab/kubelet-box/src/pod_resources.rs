@@ -1,8 +1,8 @@
 //! The PodResources service, on a socket of its own if [`super::Options::pod_resources`] names one.
 //!
-//! Started whenever the kubelet starts. Like a kubelet, the service answers from the books of the device manager and of
-//! the DRA manager: the devices that containers hold, the healthy devices, and the claims of containers. A list takes
-//! the devices from pods that have ended, in the kubelet's memory.
+//! It starts with the kubelet. Like a kubelet, it answers from the books of device manager and DRA manager: the devices
+//! that containers hold, the healthy devices, and the claims of containers. A call of List first takes the devices from
+//! pods that have ended, in memory only.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -178,7 +178,7 @@ async fn held_demo_shows_free_gpus_after_its_last_pod() {
     let page = printed.find_map(|line| line.strip_prefix("The node's page: http://").map(str::to_owned)).unwrap();
     let address = page.trim_end_matches('/');
     assert!(printed.any(|line| line.starts_with("Serving until interrupted")), "the last pod has ended");
-    // No pod holds a GPU, although the short-lived pods may have been in none of the kubelet's lists.
+    // linkwise counts no GPU as held, even if no kubelet list had the short-lived pods.
     let counts = ["held\"} 0", "free\"} 8", "mig\"} 0", "unhealthy\"} 0", "unknown\"} 0"];
     let counts = counts.map(|count| format!("linkwise_gpus_by_availability{{availability=\"{count}"));
     let metrics = get_until(address, "/metrics", &counts.each_ref().map(String::as_str)).await;

@@ -205,7 +205,7 @@ pub(super) fn event_rights(found: &mut Findings, node: &Node, missing: Option<Mi
     }
 }
 
-/// Names the objects that GPU Feature Discovery left behind, because NFD makes labels of all of them.
+/// Reports who wrote each NodeFeature object of this node, because NFD makes labels of all of them.
 pub(super) fn node_features(found: &mut Findings, node: &Node, features: Option<NodeFeatures>) {
     found.check = "labels";
     // Outside of a cluster there are no NodeFeature objects.

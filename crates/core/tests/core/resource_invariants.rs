@@ -151,7 +151,7 @@ proptest! {
         for (resource, devices) in snapshot.offers().resources().iter().map(|(name, of)| (name, of.devices())) {
             let without_daemon = devices.iter().filter(|(_, device)| mps && device.slot.is_some());
             for (id, _) in without_daemon {
-                prop_assert!(!snapshot.offers().is_healthy(resource, id) && !fresh, "{id} is old and unhealthy");
+                prop_assert!(!snapshot.offers().is_healthy(resource, id) && !fresh, "{id} is left over and unhealthy");
             }
         }
         let ready = snapshot.mps_shares().clone();

@@ -84,7 +84,7 @@ impl<'a> Part<'a> {
         }
     }
 
-    /// The CPUs of a NUMA node; `None` for the unknown node.
+    /// The CPUs of a NUMA node; `None` if unknown, and for other parts.
     pub fn cpus(&self) -> Option<String> {
         match self.kind {
             PartKind::Node(Some(_), "") => Some("no CPUs".to_owned()),
@@ -188,7 +188,7 @@ mod tests {
         let bridge =
             HostBridgeObservation { devices: vec![twice.clone(), twice, deep, wrong, stranger], ..Default::default() };
         let observed = NodeObservation {
-            // Two GPUs claim one address, one has a NIC's address, one is too deep, one has no place.
+            // Two GPUs claim one address, one has a NIC's address, one is too deep, one is not in the tree.
             gpus: vec![
                 gpu(0, "0000:01:00.0"),
                 gpu(1, "0000:01:00.0"),

@@ -69,7 +69,7 @@ fn claims_share_a_gpu_up_to_its_capacity() {
     let device = &planned.devices[0];
     assert_eq!((device.share_id.as_deref(), device.share), (Some("1"), Some(Share { shares: 2, memory: 40 << 30 })));
     assert_eq!(device.cdi, ["linkwise.dev/device=u-a-gpu-0", "linkwise.dev/claim=u-a"]);
-    // A checkpoint without the field of shares, as older releases wrote it, can still be read.
+    // A checkpoint without the field `share`, as older releases wrote it, can still be read.
     let text = serde_json::to_string(&planned).unwrap();
     assert_eq!(serde_json::from_str::<Prepared>(&text).unwrap(), planned);
     let old = text.replace(r#""share":{"shares":2,"memory":42949672960},"#, "");
@@ -157,12 +157,12 @@ fn shares_never_exceed_the_gpu() {
             if *whole { claim(&uid, &[("a", "gpu-0")]) } else { part() }
         });
         let outcomes = in_turn(&shared(shares, false), &claims.collect::<Vec<_>>());
-        let (mut left, mut memory_left, mut any) = (u64::from(shares), 80, false);
+        let (mut left, mut memory_left, mut used) = (u64::from(shares), 80, false);
         for (outcome, (wants, memory, whole)) in outcomes.into_iter().zip(wants) {
-            let fits = if whole { !any } else { wants > 0 && memory > 0 && wants <= left && memory <= memory_left };
+            let fits = if whole { !used } else { wants > 0 && memory > 0 && wants <= left && memory <= memory_left };
             assert_eq!(outcome.is_ok(), fits, "{outcome:?}");
             if fits {
-                any = true;
+                used = true;
                 (left, memory_left) = if whole { (0, 0) } else { (left - wants, memory_left - memory) };
             }
             *(if fits { &mut planned } else { &mut refused }) += 1;
