@@ -66,8 +66,8 @@ fn before(nics: &[&Nic], a: usize, b: usize) -> bool {
     }
 }
 
-/// The order in which GPUs take turns at equally near NICs: the bits of the turn mirrored, if the NICs are a power of
-/// two.
+/// The order in which GPUs take turns at equally near NICs: each turn with its bits mirrored if the number of NICs is a
+/// power of two, else as it is.
 fn turns(nics: usize) -> Vec<usize> {
     let mut turns = vec![0];
     while turns.len() < nics {
@@ -104,7 +104,7 @@ proptest! {
     ) {
         let mut observed = observed;
         if addresses {
-            // NICs get functions 0 and 1 of one device after the other.
+            // Every two NICs become functions 0 and 1 of one device.
             let mut cards = 0_u8;
             each_device(&mut observed, &mut |device| {
                 if device.kind == PciKind::Nic && device.pci.is_none() && cards < 60 {

@@ -1,4 +1,4 @@
-//! `linkwise wait`: waits until the kubelet sees that linkwise serves this node.
+//! `linkwise wait`: waits until the kubelet has devices of linkwise, or linkwise's DRA driver listens.
 //!
 //! The command is for `helm test` and for scripts, and runs outside of linkwise's pod. It needs only the kubelet's
 //! folders: no GPU, no driver, no API server. It changes nothing.

@@ -37,7 +37,7 @@ use linkwise_system::signals::{LastSignals, listen};
 
 /// Serves the node. Returns true if it is to be served again, through the other door.
 pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Result<bool> {
-    let (last, hangup) = (LastSignals::listen()?, listen(SignalKind::hangup(), "SIGHUP")?);
+    let (own_signals, hangup) = (LastSignals::listen()?, listen(SignalKind::hangup(), "SIGHUP")?);
     let release_order = listen(SignalKind::user_defined1(), "SIGUSR1")?;
     let resume_order = listen(SignalKind::user_defined2(), "SIGUSR2")?;
     let Loaded { mut settings, findings } = load(&args.flags)?;
@@ -73,7 +73,7 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
         let plugin = &mut inputs.plugin;
         (plugin.mig, plugin.mps, plugin.serves) = (Some(mig), Some(mps), dra.serves);
         plugin.listed_within = args.nvml.claims_listed_ms.map_or(plugin.listed_within, Duration::from_millis);
-        // Nodes that never had claims have no series of DRA.
+        // A node that neither serves DRA nor has claims has no series of DRA.
         inputs.has_metrics = dra.serves || dra.has_claims;
         let plugin = dra::spawn_in(&mut node, inputs, api.as_ref().filter(|_| dra.has_api_server));
         alive = Arc::new(move || plugin.answers().boxed());
@@ -90,7 +90,7 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
         let orders = operator::orders(&node, &release);
         node.spawn("admin socket", serve_operators(path, admin, orders));
     }
-    node.spawn("signals", follow_signals(last, (release_order, resume_order), release, node.shutdown()));
+    node.spawn("signals", follow_signals(own_signals, (release_order, resume_order), release, node.shutdown()));
     if let Some(port) = args.healthcheck_port {
         node.spawn("gRPC health", health::serve(health::address(port), alive));
     }
@@ -104,16 +104,16 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     Ok(serve_again.is_cancelled())
 }
 
-/// Passes on an operator's orders to release the driver and to resume, until a signal ends this start.
+/// Passes on an operator's orders to release the driver and to resume, until a signal ends linkwise.
 async fn follow_signals(
-    mut last: LastSignals,
+    mut last_signals: LastSignals,
     (mut release_order, mut resume_order): (Signal, Signal),
     release: Release,
     shutdown: CancellationToken,
 ) -> Result<()> {
     let signal = loop {
         tokio::select! {
-            signal = last.recv() => break signal,
+            signal = last_signals.recv() => break signal,
             // `order` logs an order that does not reach the node's other processes.
             _ = release_order.recv() => drop(release.order(true).await),
             _ = resume_order.recv() => drop(release.order(false).await),
@@ -124,7 +124,7 @@ async fn follow_signals(
     Ok(())
 }
 
-/// Warns of variables that nothing reads, and of items that are not XIDs.
+/// Warns of variables that nothing reads, and of items of the XID variables that are not XIDs.
 fn warn_of_ignored(args: &RunArgs) {
     for variable in unknown_variables() {
         tracing::warn!(variable, "variable ignored: linkwise does not read it; see linkwise run --help");
@@ -195,11 +195,11 @@ fn make_driver(
     let metrics = node.metrics().register(DriverMetrics::register);
     let release = Release::new(metrics.clone(), gate(settings, "linkwise-run"));
     node.views.follow_release(release.follow());
-    let (mig, orders) = mpsc::channel(supervisor::MAX_MIG_REQUESTS);
+    let (mig, requests) = mpsc::channel(supervisor::MAX_MIG_REQUESTS);
     let idle = node.readiness.idle().clone();
     let driver = driver_of(&args.nvml, &args.host, settings, node.events(), metrics, (idle, release.clone()));
     let others = node.others.subscribe();
-    (supervisor::Driver { mig: Some(orders), others, ..driver }, release, mig)
+    (supervisor::Driver { mig: Some(requests), others, ..driver }, release, mig)
 }
 
 /// Starts the task that keeps CDI specs up to date; returns its CDI devices.

@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 use linkwise_kubelet_box::Pod as Workload;
 
 use crate::node::{GPU, Node, PLUGIN, until};
-use crate::node_settings::{DRA, PLUGIN as ALONE, SETTINGS, Setting};
+use crate::node_settings::{DRA, PLUGIN as PLUGIN_SETTING, SETTINGS, Setting};
 use crate::pod::Pod;
 
 /// The GPU of an id or a name: `GPU-...0003::1`, `gpu-3`.
@@ -79,9 +79,9 @@ async fn dra_on_and_off_and_on_under_a_claim() {
     node.wait_driver(&pod).await;
     let claim = node.claim("one", "gpu-5", &[]);
     let cdi = node.start_claim(&pod, "p", &claim).await;
-    end(&node, pod, &ALONE).await;
+    end(&node, pod, &PLUGIN_SETTING).await;
     // The claim keeps its GPU, and the others change doors.
-    let pod = node.deploy(PLUGIN, ALONE.values).await;
+    let pod = node.deploy(PLUGIN, PLUGIN_SETTING.values).await;
     node.wait_offered(&pod, GPU, 7).await;
     assert!(!offered(&node).0.contains(&5), "the claim's pod has GPU 5");
     let seven = node.kubelet.admit(&Workload::single("default/seven", GPU, 7), None).await.unwrap();

@@ -99,7 +99,7 @@ fn lost_gpu_takes_only_its_own_slots() {
     let gone = fewer.gpus.pop().unwrap();
     let snapshot = after(ready(shared()), [seen(fewer.clone())]);
     assert_eq!(listed(&snapshot), BTreeMap::from([("gone", 2), ("healthy", 6)]));
-    // A daemon of fewer GPUs does not count for the GPU that is back.
+    // Once the GPU is back, a daemon of fewer GPUs does not count for any.
     let snapshot = after(ready(snapshot), [seen(node())]);
     assert_eq!(listed(&snapshot), BTreeMap::from([("mps_not_ready", 8)]));
     // Nor does a daemon count that started with another amount of memory.

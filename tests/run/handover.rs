@@ -1,4 +1,4 @@
-//! The strategies by which containers get their GPUs: their answers to Allocate, and CDI specs that follow the machine.
+//! The answers to Allocate under each strategy by which containers get GPUs, and CDI specs that follow the machine.
 
 use std::fs;
 use std::path::PathBuf;

@@ -1,7 +1,7 @@
 //! The Registration service on `kubelet.sock`.
 //!
-//! Started by `KubeletBox::start`. Registrations that pass its checks go to `life`. The service keeps no books and does
-//! not dial. Injected faults act here, before the request is checked.
+//! Started by `KubeletBox::start`. Registrations that pass its checks go to `life`, which dials. The service itself
+//! only counts calls. Injected faults act here, before the request is checked.
 
 use std::fs;
 use std::io;

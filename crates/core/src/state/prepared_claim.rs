@@ -1,5 +1,5 @@
-//! [`PreparedClaim`]: a claim with hardware of this node, as the ledger has it, with its devices and MPS as its
-//! checkpoint keeps them.
+//! [`PreparedClaim`]: a claim and its hardware, as the ledger has it. [`Prepared`]: that hardware, with its MPS daemon,
+//! as the claim's checkpoint keeps it.
 //!
 //! Fields that a later version adds to a checkpoint are ignored, so that this version can read it after a rollback.
 
@@ -76,7 +76,7 @@ impl PreparedClaim {
         self.gpus().any(|own| own == gpu)
     }
 
-    /// The names of its devices.
+    /// The names of its devices, without those that it has with admin access.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.taken().map(|device| device.device.as_str())
     }
@@ -129,7 +129,7 @@ pub struct PreparedDevice {
     /// The MIG device; `None` for the whole GPU, or before it is made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mig: Option<MigUuid>,
-    /// The GPU instance of a MIG device that is made for the claim, also before it is made; destroyed after the claim.
+    /// The GPU instance that linkwise makes for the claim, set before it is made; destroyed after the claim.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub made: Option<MigSlot>,
     /// The full names of its CDI devices, `vendor/class=name`: its own ([`claim_member`]), and that of its request

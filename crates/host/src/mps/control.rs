@@ -68,7 +68,7 @@ impl Control {
     }
 
     /// The command that starts the daemon. A daemon with shared memory of its own runs in a mount namespace of its own,
-    /// which receives the container's later mounts.
+    /// which receives later mounts of our container.
     pub(super) fn foreground(&self) -> Command {
         let mut command = Command::new(if self.shm.is_some() { Path::new("unshare") } else { &self.program });
         if let Some(shm) = &self.shm {

@@ -158,8 +158,8 @@ fn half_of_memory(meminfo: &str) -> Option<u64> {
     total.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib / 2)
 }
 
-/// The label that every container may read and write. It has no categories, because containers of all pods use these
-/// files.
+/// The label of files that every container may read and write. It has no categories, because containers of all pods use
+/// these files.
 const LABEL: &[u8] = b"system_u:object_r:container_file_t:s0\0";
 
 /// Labels a folder and its files, if SELinux is enabled: the kernel shows it at `selinuxfs`. Fails at the first path

@@ -10,8 +10,8 @@ use std::time::Duration;
 use linkwise_core::backoff::Backoff;
 use linkwise_core::reported::Reported;
 
-/// The time after which a session counts as stable: the next attempt follows at once, and the pauses start from the
-/// shortest again.
+/// The time after which a session counts as stable: the next attempt after its end follows at once, and the pauses
+/// start from the shortest again.
 const STABLE_SESSION: Duration = Duration::from_secs(10);
 /// The least time between two binds, however often files change. See [`Handshake::FIRST_RETRY_KEEPS_GAP`].
 const MIN_BIND_INTERVAL: Duration = Duration::from_millis(100);

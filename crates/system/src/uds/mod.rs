@@ -1,8 +1,8 @@
 //! Unix sockets: those that linkwise listens on, those that it connects to, and the process at the other end.
 //!
 //! Used by all modules that serve or call over Unix sockets. This module knows neither their services nor the names of
-//! the sockets. A socket of ours is listening before it appears under its name, has mode 0600 from its first moment,
-//! and its file is removed by its owner, or once it is dead. The module starts no task and logs nothing.
+//! the sockets. A socket of ours is listening before it appears under its name, and has mode 0600 from its first
+//! moment. Its process removes its file; `remove_dead` removes dead ones. The module starts no task and logs nothing.
 
 mod peer;
 

@@ -309,7 +309,7 @@ proptest! {
 
     /// The invariants of docs/life-cycle.md hold after every input. Then the world recovers, and we serve in time.
     #[test]
-    fn invariants_hold_and_it_registers_again(
+    fn invariants_hold_and_plugin_registers_again(
         story in prop::collection::vec(happening::<Kubelet>(), 0..80),
         seed in any::<u64>(),
         lost in any::<bool>(),

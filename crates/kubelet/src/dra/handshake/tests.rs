@@ -193,7 +193,7 @@ proptest! {
 
     /// The invariants hold after every input. Then the world recovers, and the kubelet registers the plugin in time.
     #[test]
-    fn invariants_hold_and_it_registers_again(
+    fn invariants_hold_and_plugin_registers_again(
         story in prop::collection::vec(happening::<Kubelet>(), 0..80),
         seed in any::<u64>(),
         lost in any::<bool>(),
@@ -286,7 +286,7 @@ fn missing_folder_is_waited_for_and_reported_once() {
 }
 
 #[test]
-fn idle_connection_that_comes_back_is_registered() {
+fn idle_connection_that_comes_back_keeps_registration() {
     let mut world = disconnected();
     does(&mut world, Own::Connects);
     assert_eq!((world.phase(), world.machine.wake()), (Phase::Registered, None));
