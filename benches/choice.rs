@@ -3,8 +3,8 @@
 //! Prints a row for each machine and size of request: median and worst time over all sets of free GPUs (a sample for
 //! more than 8 GPUs), the most sets that a request compared, the share of answers proven best, and the time of the
 //! brute force on the idle machine (`-` if it would take minutes). The time to build the tables follows each machine.
-//! It judges nothing: README.md has the budgets. Run it with `cargo bench --bench choice`, and quote a figure with the
-//! machine on which it was measured.
+//! It judges nothing: README.md has the budgets. Run it with `cargo bench --bench choice`, and quote a figure with its
+//! machine.
 
 #![allow(
     clippy::unwrap_used,
@@ -32,7 +32,7 @@ use linkwise_host::machines;
 use oracle::Oracle;
 use support::percentile;
 
-/// The repetitions of each request, whose median counts because the machine has other work too.
+/// The repetitions of each request and each build of tables. The median counts: the machine has other work too.
 const ROUNDS: usize = 9;
 /// The most sets of free GPUs in a sample; beyond 16 GPUs a third of them.
 const MAX_SETS: usize = 300;
@@ -117,7 +117,7 @@ fn availabilities(gpus: usize) -> Box<dyn Iterator<Item = GpuSet>> {
     Box::new(std::iter::once(all).chain(sample.map(move |set| set.intersection(all))))
 }
 
-/// The time of the brute force for the idle machine, without anything computed before.
+/// The time of the brute force on the idle machine, with an empty cache.
 fn brute_force(tables: &AllocationTables, size: usize) -> Option<Duration> {
     let gpus = tables.topology().gpus().len();
     if gpus > MAX_BRUTE_FORCE_GPUS {

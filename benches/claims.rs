@@ -1,5 +1,5 @@
 //! The time of NodePrepareResources and NodeUnprepareResources over the socket, with checkpoints in memory and on a
-//! disk. The GET of the claim is not counted: a function answers it at once.
+//! disk. No GET of the claim is made: a function answers at once.
 //!
 //! The calls come from the kubelet in the box. A repeated Prepare is answered from the checkpoint. Run it with `cargo
 //! bench --bench claims`; LINKWISE_BENCH_DISK names a folder on the disk (default: the build folder).

@@ -2,9 +2,10 @@
 //! socket, the resident memory of linkwise and its agent, and the writes to the API server on an idle node and in a
 //! storm of health changes.
 //!
-//! The release program runs with the fake NVML library (8 GPUs), the API server in the box and the kubelet in the box.
-//! Run it with `cargo bench --bench dra`; it takes two minutes. LINKWISE_BENCH_PROGRAM names another program, such as
-//! the image's; LINKWISE_BENCH_IDLE is the number of seconds for which the idle node is observed.
+//! The release program runs with the fake NVML library (8 GPUs, then 16 with MIG devices), the API server in the box and
+//! the kubelet in the box. Run it with `cargo bench --bench dra`; it takes two minutes. LINKWISE_BENCH_PROGRAM names
+//! another program, such as the image's; LINKWISE_BENCH_IDLE is the number of seconds for which the idle node is
+//! observed.
 
 #![allow(
     clippy::unwrap_used,
@@ -30,17 +31,17 @@ use serde_json::{Value, json};
 use support::{child_of, memory, program, spread};
 
 const DRIVER: &str = "gpu.nvidia.com";
-/// The starts of the program, whose median counts.
+/// The measured starts of the program.
 const STARTS: usize = 5;
 /// Claims after the first.
 const CLAIMS: usize = 100;
-/// The MIG devices of each GPU of the node with many devices, which holds [`CONCURRENT_CLAIMS`] at once.
+/// The MIG devices of each GPU of the node with many devices, and the claims that its pods use at once.
 const MIG_DEVICES: u32 = 7;
 const CONCURRENT_CLAIMS: usize = 32;
 const CHANGES: u32 = 1000;
 /// The time after which the threads of the start have ended.
 const SETTLE_DELAY: Duration = Duration::from_secs(12);
-/// The time for which the idle node is observed, unless the environment names another.
+/// The default of LINKWISE_BENCH_IDLE.
 const IDLE: Duration = Duration::from_secs(30);
 /// The longest wait for the devices to be published.
 const PUBLISH_TIMEOUT: Duration = Duration::from_secs(60);
@@ -109,7 +110,7 @@ async fn main() {
 async fn many_devices() {
     let folder = tempfile::tempdir().unwrap();
     let mut machine = machines::load("dgx2-v100").unwrap();
-    // The kernel's list of device nodes (/proc/driver/nvidia-caps/mig-minors).
+    // The NVIDIA driver's list of device nodes (/proc/driver/nvidia-caps/mig-minors).
     let mut minors = String::new();
     for (gpu, place) in machine.observed.gpus.iter_mut().zip(0..) {
         let device = |index: u32| -> MigDeviceObservation {
@@ -165,7 +166,7 @@ impl Node {
         Self::on(&Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/host/src/machines/dgx-h100.yaml"), "").await
     }
 
-    /// Starts a node with the GPUs of a node file, and with these device nodes of MIG devices.
+    /// Starts a node with the GPUs of a node file, and with this text as the driver's `mig-minors`.
     async fn on(machine: &Path, minors: &str) -> Self {
         let (server, folder) = (ApiServerBox::start(&ResourceType::ALL).await, tempfile::tempdir().unwrap());
         server.accept_tokens(&["token"]);

@@ -1,9 +1,9 @@
 //! The device plugin as on a node: the time from a start, and from a restart of the kubelet, to the registration; the
-//! time from an event to the kubelet's stream; memory with whole and with shared GPUs; CPU and wake-ups while idle.
-//! Memory, CPU and wake-ups on a node without GPUs too.
+//! time from an event to the kubelet's stream; memory with whole and with shared GPUs; CPU and wake-ups while idle; and
+//! memory, CPU and wake-ups on a node without GPUs.
 //!
-//! The release program runs with the fake NVML library (8 GPUs) and the kubelet in the box. Memory is that of both
-//! processes, without NVIDIA's library. Run it with `cargo bench --bench footprint`; it takes two minutes.
+//! The release program runs with the fake NVML library (8 GPUs) and the kubelet in the box. Memory is that of the
+//! plugin and its agent, without NVIDIA's library. Run it with `cargo bench --bench footprint`; it takes two minutes.
 //! LINKWISE_BENCH_PROGRAM names another program, such as the image's.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends at its first error")]
@@ -21,7 +21,7 @@ use linkwise_kubelet_box::{KubeletBox, Options, Restart};
 use support::{child_of, memory, program, spread};
 
 const RESOURCE: &str = "nvidia.com/gpu";
-/// The starts of the plugin, whose median counts.
+/// The measured starts of the plugin.
 const STARTS: usize = 11;
 const EVENTS: usize = 7;
 const RESTARTS: usize = 11;
@@ -47,7 +47,7 @@ async fn main() {
     let mut registered = Vec::new();
     for _ in 0..RESTARTS {
         node.kubelet.stop().await.unwrap();
-        // A real kubelet takes seconds to come back. The plugin has noticed its end by then, so that is not measured.
+        // A real kubelet takes seconds to come back, in which the plugin notices the end of the old one.
         tokio::time::sleep(Duration::from_millis(500)).await;
         let begin = Instant::now();
         node.kubelet.start_again(Restart::Kubelet).unwrap();

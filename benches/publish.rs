@@ -2,8 +2,7 @@
 //!
 //! Prints a row for each machine: the time for the order of GPUs and the groups, which are computed once for a
 //! topology; the time for the devices, which are made at each change of health; and the size of the slices as JSON. It
-//! judges nothing. Run it with `cargo bench --bench publish`, and quote a figure with the machine on which it was
-//! measured.
+//! judges nothing. Run it with `cargo bench --bench publish`, and quote a figure with its machine.
 
 #![allow(
     clippy::unwrap_used,
@@ -44,14 +43,14 @@ fn table(machine: &str, observed: &NodeObservation) {
     let (layout, grouped) = timed(|| GpuLayout::of(state.tables(), gpus));
     let facts = || DraFacts::of_state(&state, &layout, DraSettings::default());
     let (published, made) = timed(|| devices(&facts()).0);
-    println!("{machine:<28}{:>5}{grouped:>12.0?}{made:>12.0?}{:>9.1}", gpus.len(), bytes(published));
+    println!("{machine:<28}{:>5}{grouped:>12.0?}{made:>12.0?}{:>9.1}", gpus.len(), kilobytes(published));
 }
 
 /// The size of the slices as JSON, in kB.
-fn bytes(devices: Vec<SliceDevice>) -> f64 {
+fn kilobytes(devices: Vec<SliceDevice>) -> f64 {
     let pool = Pool::new("node", devices);
-    let texts = pool.slices(1).iter().map(|slice| serde_json::to_string(slice).unwrap().len()).sum::<usize>();
-    texts as f64 / 1000.0
+    let bytes = pool.slices(1).iter().map(|slice| serde_json::to_string(slice).unwrap().len()).sum::<usize>();
+    bytes as f64 / 1000.0
 }
 
 fn timed<T>(mut make: impl FnMut() -> T) -> (T, Duration) {

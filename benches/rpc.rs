@@ -32,7 +32,7 @@ use support::percentile;
 const ROUNDS: usize = 5_000;
 /// Admissions in a block, during which NVML either hangs or answers.
 const BLOCK: usize = 500;
-const BLOCKS: usize = 10;
+const BLOCKS: usize = 20;
 const RESOURCE: &str = "nvidia.com/gpu";
 
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]
@@ -100,7 +100,7 @@ fn question(ids: &[String], size: i32) -> wire::PreferredAllocationRequest {
 /// the library's lock and does not return.
 async fn while_nvml_hangs() {
     let folder = tempfile::tempdir().unwrap();
-    // `client` finds the plugin's socket by its name, so no other file here may have that name.
+    // `client` finds the plugin's socket by `linkwise-` in its path, so no other path here may have that.
     let sockets = folder.path().join("kubelet");
     let kubelet = KubeletBox::start(Options::new(&sockets)).unwrap();
     let control = Control::new(folder.path().join("control"));
@@ -123,7 +123,7 @@ async fn while_nvml_hangs() {
     let mut client = client(&sockets).await;
     // The times while NVML answers, and those while it hangs.
     let mut times = [Vec::new(), Vec::new()];
-    for block in 0..BLOCKS * 2 {
+    for block in 0..BLOCKS {
         let hangs = block % 2 == 1;
         let word = if hangs { "hold" } else { "unhold" };
         control.send(&format!("{word} 0 nvmlDeviceGetTemperature")).unwrap();

@@ -20,7 +20,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 const REPLICAS: u32 = 16;
-/// Scrapes of each kind; a tenth after changes.
+/// Scrapes of each kind; after changes a tenth as many.
 const ROUNDS: usize = 2_000;
 
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]
@@ -92,7 +92,7 @@ fn holdings(gpus: &[String], pods: usize, name: &str) -> Holdings {
             let mut slots = gpus.iter().flat_map(|gpu| (0..REPLICAS).map(move |slot| format!("{gpu}::{slot}")));
             DeviceId::from(slots.nth(at).unwrap())
         };
-        // The two slots of a pod are as many places apart as there are pods, so on two GPUs.
+        // The two slots of a pod are as many places apart as there are pods, so they are on two GPUs.
         let ids = [slot(pod), slot(pod + pods)];
         holdings.containers.extend(ids.iter().map(|id| (ResourceName::gpu(), id.clone())));
         let devices = [(ResourceName::gpu(), ids.into())].into();

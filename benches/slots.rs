@@ -1,8 +1,8 @@
-//! The time of a choice among slots, as GetPreferredAllocation asks a snapshot: with 64 slots on each GPU and with as
-//! many as a resource can have, for sampled sizes of requests and both policies.
+//! The time of a choice among slots, as GetPreferredAllocation asks a snapshot, on machines of at least 8 GPUs: with 64
+//! slots on each GPU and with as many as a resource can have, for sampled sizes of requests and both policies.
 //!
-//! Prints a table with the median and the worst size, and judges nothing; the budget is 1 ms for 1024 slots on 16 GPUs.
-//! Run it with `cargo bench --bench slots`.
+//! Prints the median and worst time and the size of the worst, and judges nothing; the budget is 1 ms for 1024 slots on
+//! 16 GPUs. Run it with `cargo bench --bench slots`.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends at its first error")]
 
@@ -15,7 +15,7 @@ use linkwise_core::state::{
 };
 use linkwise_host::machines;
 
-/// The slots on each GPU to which the budget applies.
+/// The budget's number of slots on each GPU.
 const REPLICAS: u32 = 64;
 /// The most slots of a resource.
 const MAX_SLOTS: u32 = 16_384;
@@ -49,7 +49,7 @@ fn main() {
 
 fn row(machine: &str, snapshot: &NodeState, policy: AllocationPolicy) {
     let resource = ResourceName::gpu();
-    // The whole GPUs of the plan before stay on the list as unhealthy devices, which no kubelet offers.
+    // The whole GPUs of the default plan stay on the list as unhealthy devices, which no kubelet offers.
     let all: Vec<DeviceId> =
         snapshot.offers().of(&resource).filter(|(_, device)| device.slot.is_some()).map(|(id, _)| id.clone()).collect();
     let request = |size: usize| AllocationRequest { available: all.clone(), must_include: Vec::new(), size };

@@ -1,4 +1,4 @@
-//! Helpers of the benchmarks: figures of times, and of processes from the kernel's files.
+//! Helpers of the benchmarks: percentiles of times, and figures of processes from /proc.
 
 #![allow(dead_code, reason = "each benchmark needs a part")]
 
@@ -6,7 +6,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// The time that `percent` of all times do not exceed.
+/// The time that `percent` % of all times do not exceed.
 pub fn percentile(times: &mut [Duration], percent: usize) -> Duration {
     times.sort_unstable();
     times.get((times.len() * percent / 100).min(times.len().saturating_sub(1))).copied().unwrap_or_default()
