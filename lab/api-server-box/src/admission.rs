@@ -4,11 +4,11 @@
 //! policy when a client stores it, and refuses the policy if one of its expressions does not compile. A binding applies
 //! a policy to new pods, once for each object that the binding's `paramRef` finds. The mutations of a policy are JSON
 //! patches, evaluated in order. An error refuses the request; with `failurePolicy: Ignore`, the pod is created, with
-//! the changes of all mutations that did not fail. If the conditions of any policy held, the policies with
-//! `reinvocationPolicy: IfNeeded` are evaluated once more, with the parameters for which their conditions held first
+//! the changes of all mutations that did not fail. If a policy applied without an error or changed the pod,
+//! policies with `reinvocationPolicy: IfNeeded` are evaluated once more, with the parameters with which they applied
 //! (`mutating/dispatcher.go`, `reinvocationcontext.go`). While the server starts, a policy whose conditions hold
 //! refuses the request regardless of its failure policy, because the schemas for patches are not loaded yet. Bindings
-//! are evaluated in the order of their names; the real server iterates over a Go map, in random order.
+//! are evaluated in the order of their names; on the real server in random order.
 //!
 //! Features that are not modelled are refused by name when a client stores the policy or the binding: apply
 //! configurations, `Object` literals (an API server of 1.36.2 panics on a list of them), and parameters of another
@@ -242,8 +242,8 @@ pub(super) fn check(key: &Key, object: &Value) -> Result<(), Refusal> {
     check_expressions(key, conditions.chain(variables).chain(mutations))
 }
 
-/// Refuses a policy if one of its expressions does not compile. Each expression comes with the name of its list, its
-/// scope and the type of its value.
+/// Refuses a policy if an expression does not compile or has another type than wanted. Each expression comes with the
+/// name of its list, its scope and the wanted type.
 fn check_expressions<'a>(
     key: &Key,
     expressions: impl Iterator<Item = (&'a str, &'a String, &'a Scope, Wanted)>,
@@ -265,7 +265,7 @@ pub(super) fn mutate(store: &Store, key: &Key, object: &mut Value) -> Result<(),
     let unlabelled = json!({});
     let namespace = namespace.unwrap_or(&unlabelled);
     let mut is_second_round = false;
-    // The bindings and parameters for which the conditions of the policy held in the first round.
+    // The bindings and parameters with which a policy applied without an error in the first round.
     let mut invoked = BTreeSet::new();
     loop {
         let (before, mut patched) = (object.clone(), false);
@@ -377,7 +377,7 @@ fn invoke(store: &Store, policy: &PolicySpec, object: &mut Value, params: Option
     error.map_or(Ok(true), Err)
 }
 
-/// The parameters of a binding; a single `None` if the policy has no parameters.
+/// The parameters of a binding; a single `None` if the policy has no `paramKind` or the binding no `paramRef`.
 fn parameters(
     store: &Store,
     key: &Key,

@@ -228,7 +228,7 @@ mod tests {
         let wanted = thing(json!({"a": "2"}));
         assert_eq!(apply(Some(&theirs), &wanted, "me", false).unwrap_err(), [".spec.labels.a"]);
         let forced = apply(Some(&theirs), &wanted, "me", true).unwrap();
-        assert_eq!(forced["spec"]["labels"], json!({"a": "2", "b": "1"}), "b has no other owner");
+        assert_eq!(forced["spec"]["labels"], json!({"a": "2", "b": "1"}), "b still belongs to the other manager");
         assert_eq!(managers(&forced), [("other".to_owned(), 1), ("me".to_owned(), 1)]);
     }
 
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn update_takes_what_it_changes_and_removes_the_rest() {
+    fn update_owns_changed_and_drops_absent_fields() {
         let mine = apply(None, &thing(json!({"a": "1", "b": "1", "c": "1"})), "me", false).unwrap();
         let updated = update(Some(&mine), &thing(json!({"a": "1", "b": "2"})), "other");
         assert_eq!(managers(&updated), [("me".to_owned(), 1), ("other".to_owned(), 1)]);

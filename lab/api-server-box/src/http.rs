@@ -1,4 +1,4 @@
-//! Connections and routes: each request becomes a call of the store, and the result its answer.
+//! Connections and routes: each request becomes a call of the store, whose result is the answer.
 
 use std::convert::Infallible;
 use std::str::FromStr;
@@ -137,7 +137,7 @@ async fn faulty(fault: Answer) -> Option<Response<Body>> {
     })
 }
 
-/// A request about objects that its client may make.
+/// A request about objects, after the checks of [`Call::read`].
 struct Call {
     method: String,
     path: String,

@@ -64,7 +64,6 @@ pub fn stored(resource: &ResourceType, namespace: Option<&str>, gates: Gates, ob
 /// A verb of RBAC and a resource: `("create", "events")`.
 type Right = (&'static str, &'static str);
 
-/// Locks a mutex, whose holders do not panic.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().expect("no thread panics while it holds the lock")
 }
@@ -196,7 +195,7 @@ impl ApiServerBox {
         self.address
     }
 
-    /// `https://127.0.0.1:port`.
+    /// The server's URL, such as `https://127.0.0.1:6443`.
     pub fn url(&self) -> String {
         format!("https://{}", self.address)
     }

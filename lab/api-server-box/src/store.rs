@@ -151,7 +151,7 @@ pub(super) struct Store {
     changes: Vec<Change>,
     /// The version of the last change.
     version: u64,
-    /// The version of the last change that is forgotten; the changes before it are forgotten too.
+    /// The store has forgotten the changes up to this version.
     expired: u64,
     /// The feature gates, which decide which fields of objects are dropped.
     pub gates: Gates,

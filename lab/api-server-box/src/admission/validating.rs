@@ -61,7 +61,7 @@ enum Action {
 
 /// A request to create, change or delete an object, as policies see it.
 pub(crate) struct AdmissionRequest<'a> {
-    /// `CREATE`, `UPDATE`, `PATCH` or `DELETE`.
+    /// `CREATE`, `UPDATE`, `DELETE`, or `PATCH` for a patch whose result is not modelled.
     pub operation: &'static str,
     /// The `userInfo` of the client.
     pub user: &'a Value,

@@ -313,7 +313,7 @@ fn check_device(checks: &mut Checks, field: &str, device: &Device) {
     }
 }
 
-/// `validateRequestPolicy`.
+/// The rules of `validateRequestPolicy`.
 fn check_policy(checks: &mut Checks, field: &str, capacity: &str, policy: &RequestPolicy) {
     let texts = [Some(capacity), policy.default.as_deref()].into_iter().flatten();
     let range = policy.valid_range.iter().flat_map(|range| [&range.min, &range.max, &range.step]).flatten();
@@ -329,7 +329,7 @@ fn check_policy(checks: &mut Checks, field: &str, capacity: &str, policy: &Reque
     check_range(checks, &format!("{field}.validRange"), capacity, default, range);
 }
 
-/// `validateRequestPolicyRange`.
+/// The rules of `validateRequestPolicyRange`.
 fn check_range(checks: &mut Checks, field: &str, capacity: &str, default: &str, range: &ValidRange) {
     let amount = |text: &str| Quantity::parse(text).unwrap_or_default();
     let whole = amount(capacity);
@@ -356,7 +356,7 @@ fn check_range(checks: &mut Checks, field: &str, capacity: &str, default: &str, 
     }
     if let Some(step) = &range.step {
         let field = format!("{field}.step");
-        // Refused, because the real server divides by the step.
+        // The real server divides by the step, so zero is refused here.
         if ceil(step) == 0 {
             return checks.invalid(field, step, "must be greater than zero");
         }
