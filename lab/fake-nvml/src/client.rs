@@ -67,12 +67,12 @@ impl Control {
         }
     }
 
-    /// Returns true if a process has loaded the library.
+    /// Returns true if a process listens: it has called nvmlInit and runs.
     pub fn is_heard(&self) -> bool {
         !self.listeners().is_empty()
     }
 
-    /// The number of processes that have loaded the library.
+    /// The number of processes that listen.
     pub fn processes(&self) -> usize {
         self.listeners().len()
     }

@@ -21,7 +21,7 @@ pub enum Fault {
     Crash,
 }
 
-/// The GPU that a command names: an index, a UUID or `*`.
+/// The GPUs that a command names: an index, a UUID, or `*` for all.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selector(pub String);
 

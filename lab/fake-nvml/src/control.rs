@@ -16,7 +16,7 @@ static JOURNAL: OnceLock<PathBuf> = OnceLock::new();
 /// Binds the socket, replays the journal, and serves commands in a thread of its own.
 ///
 /// The journal stays locked from before the socket is bound until the journal is read, and a client locks the journal
-/// while it sends a command. No command is lost therefore: this process either receives it or finds it in the journal.
+/// while it sends a command. No command is lost therefore: this process receives it or finds it in the journal.
 pub fn start(socket: &Path) -> io::Result<()> {
     let journal = command::journal(socket);
     // A process starts only one server.

@@ -26,7 +26,7 @@ fn keep(memory: Vec<u8>) {
     LEAKED.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
 }
 
-/// Leaks this number of MiB each second from now on, in small steps, regardless of calls.
+/// Leaks this number of MiB each second from now on, in small steps.
 pub fn leak(mib: usize) {
     MIB_PER_SECOND.store(mib, Ordering::Relaxed);
     LEAK.call_once(|| drop(thread::spawn(leak_steadily)));

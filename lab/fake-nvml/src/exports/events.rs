@@ -38,7 +38,7 @@ exports! {
 
     fn nvmlDeviceRegisterEvents(device: nvmlDevice_t, types: c_ulonglong, set: nvmlEventSet_t) {
         let (mut state, at) = enter_gpu("nvmlDeviceRegisterEvents", device).inspect_err(|code| {
-            // By NVML's reference, the set is undefined after this error, so that it cannot be used any more.
+            // By NVML's reference, the set is undefined after this error.
             if *code == nvmlReturn_enum_NVML_ERROR_UNKNOWN {
                 state::lock().sets.remove(&set.addr());
             }

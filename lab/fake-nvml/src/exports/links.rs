@@ -9,8 +9,8 @@ use super::{INVALID, UNSUPPORTED, exports, pci_info, put, version};
 use crate::machine::{NvLinks, Remote};
 use crate::state::{Answer, State};
 
-/// A link's remote end, and its state. UNKNOWN if the machine file does not mention NVLinks; NOT_SUPPORTED if it lists
-/// none; INVALID_ARGUMENT for a number that it does not list.
+/// A link's remote end, and its state. UNKNOWN if the machine file does not mention the GPU's NVLinks; NOT_SUPPORTED if
+/// it lists none, or after `link … absent`; INVALID_ARGUMENT for a number that it does not list.
 fn link(state: &State, at: usize, link: c_uint) -> Answer<(Remote, c_uint)> {
     let gpu = state.machine.gpus.get(at).ok_or(INVALID)?;
     let groups = gpu.nvlinks.as_ref().ok_or(nvmlReturn_enum_NVML_ERROR_UNKNOWN)?;

@@ -1,7 +1,7 @@
 //! MIG: the mode, the MIG devices, their instances and profiles, and the creation and destruction of instances.
 //!
 //! Every changed layout is written to the journal of the control socket, because a driver keeps its instances while
-//! processes come and go. The handle of a MIG device or a GPU instance encodes the position of the GPU and a number.
+//! processes come and go. The handle of a MIG device or an instance encodes the position of the GPU and a number.
 
 use std::collections::BTreeMap;
 use std::ffi::c_uint;
@@ -24,8 +24,8 @@ const PROFILES: c_uint = 18;
 const COMPUTE: c_uint = 0x80;
 /// The number of compute instances that this process has made.
 static MADE: AtomicU32 = AtomicU32::new(0);
-/// The first of the driver's profile ids. A driver numbers profiles in its own way (19 is 1g on an A100), never by
-/// NVML's profile numbers.
+/// The driver's id of a profile without an id in the machine file is this plus NVML's number. A real driver's ids are
+/// not NVML's numbers either (19 is 1g on an A100).
 const PROFILE_IDS: c_uint = 100;
 
 fn mig(state: &State, at: usize) -> Answer<&Mig> {
@@ -55,7 +55,7 @@ fn profile_id(device: &MigDevice) -> Answer<c_uint> {
     device.profile_id.map_or_else(|| Ok(PROFILE_IDS + profile(device)?), Ok)
 }
 
-/// The placement of a GPU instance. If the file has none, the instance follows the instances with lower ids.
+/// The placement of a GPU instance. If the machine file has none, the instance follows the instances with lower ids.
 fn placement(mig: &Mig, device: &MigDevice) -> Placement {
     device.placement.unwrap_or_else(|| {
         let before = mig.devices.iter().filter(|other| other.gpu_instance < device.gpu_instance);
@@ -151,7 +151,7 @@ exports! {
         if !profiles.is_empty() {
             return put(info, profile_info(profiles.iter().find(|profile| profile.number == number).ok_or(INVALID)?));
         }
-        // A MIG device in the machine's file may name the driver's id of its profile.
+        // A MIG device in the machine file may name the driver's id of its profile.
         let named = |device: &&MigDevice| device.profile_id.is_some() && profile(device) == Ok(number);
         let named = mig(&state, at)?.devices.iter().find(named).and_then(|device| device.profile_id);
         let id = named.unwrap_or(PROFILE_IDS + number);

@@ -64,7 +64,7 @@ fn put<T>(out: *mut T, value: T) -> Answer {
     Ok(())
 }
 
-/// The version with which a structure begins, if it is a known one, given by the size and the number of each.
+/// The version with which a structure begins, if it is one of `known`: the size and the number of each version.
 fn version<T>(out: *mut T, known: &[(usize, c_uint)]) -> Answer<c_uint> {
     if out.is_null() {
         return Err(INVALID);
@@ -92,7 +92,7 @@ fn put_text(buffer: *mut c_char, length: c_uint, text: &str) -> Answer {
     Ok(())
 }
 
-/// A PCI address in NVML's structure. `None` becomes the address of ones that NVML gives for an unknown remote end.
+/// A PCI address in NVML's structure. `None` becomes `FFFFFFFF:FF:FF.0`, which NVML gives for an unknown remote end.
 fn pci_info(pci: Option<Pci>) -> nvmlPciInfo_t {
     // SAFETY: plain integers and character arrays, for which zeros are valid.
     let mut info: nvmlPciInfo_t = unsafe { std::mem::zeroed() };
