@@ -50,20 +50,20 @@ async fn allocate_all(life: &Arc<Life>, pod: &Pod, hint: Option<TopologyHint>) -
         if settles && manager.scope == Scope::Container {
             hint = settle(std::slice::from_ref(container))?;
         }
-        let granted = Turn { life, pod: &pod.name, container, hint }.allocate().await?;
+        let granted = ContainerAdmission { life, pod: &pod.name, container, hint }.allocate().await?;
         admitted.containers.insert(container.name.clone(), granted);
     }
     Ok(admitted)
 }
 
-struct Turn<'a> {
+struct ContainerAdmission<'a> {
     life: &'a Arc<Life>,
     pod: &'a str,
     container: &'a Container,
     hint: Option<TopologyHint>,
 }
 
-impl Turn<'_> {
+impl ContainerAdmission<'_> {
     async fn allocate(&self) -> Result<AdmittedContainer, AdmissionError> {
         let core = &self.life.core;
         let mut granted = AdmittedContainer { hint: self.hint, ..AdmittedContainer::default() };
@@ -136,7 +136,7 @@ fn check(core: &Core, place: Box<Place>, requested: u32, still_running: bool) ->
         {
             return Err(AdmissionError::RequestChanged(place, requested, count));
         }
-        // A container that still runs after a restart of the kubelet keeps its devices unchecked.
+        // A container that still runs after a restart of the kubelet keeps its devices, healthy or not.
         if still_running {
             return Ok(held.map_or(Found::Nothing, Found::Held));
         }
@@ -184,7 +184,7 @@ fn reach(
     Ok(plugin)
 }
 
-/// Returns the items in the random order in which a kubelet reads its maps and sets.
+/// The items in a random order, as a kubelet reads its maps and sets.
 fn shuffled<T: Clone>(core: &Core, items: impl IntoIterator<Item = T>) -> Vec<T> {
     lock(&core.rng).shuffled(items)
 }

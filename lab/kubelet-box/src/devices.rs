@@ -2,8 +2,7 @@
 //! connection of each resource.
 //!
 //! One `Book` lives in `life::Core`, behind its lock. Other modules write it through `Core::change`.
-//! Pure: no I/O, no clock. Kubelets tell a resource's connections apart in odd ways. `connections` repeats them on
-//! purpose, for each kind of kubelet.
+//! Pure: no I/O, no clock. `connections` repeats the odd ways in which kubelets tell a resource's connections apart.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -180,7 +179,7 @@ impl Book {
         self.resources.get(resource).filter(|entry| entry.registered).map(|entry| &entry.seen.healthy)
     }
 
-    /// Returns true if a kubelet knows this resource as a device plugin's: it has a list, or a container holds it.
+    /// Returns true if a kubelet knows the resource as a device plugin's: it has a list, or a container holds its devices.
     pub(super) fn is_known(&self, resource: &str) -> bool {
         let listed = self.resources.get(resource).is_some_and(|entry| entry.registered);
         listed || self.held.keys().any(|place| place.resource == resource)
@@ -272,7 +271,7 @@ impl Book {
     }
 
     /// Drops all that is not in the checkpoint, because the kubelet's process has ended.
-    pub(super) fn ended(&mut self) {
+    pub(super) fn kubelet_ended(&mut self) {
         self.seen.running = false;
         self.clients.clear();
         self.streams.clear();
@@ -285,7 +284,7 @@ impl Book {
 
     /// Starts a kubelet with this checkpoint. Resources of the checkpoint get a stopped endpoint. Returns the stamps of
     /// these stops. `containers_run` is true if the containers still run.
-    pub(super) fn started(&mut self, containers_run: bool) -> Vec<(String, StopStamp)> {
+    pub(super) fn kubelet_started(&mut self, containers_run: bool) -> Vec<(String, StopStamp)> {
         self.seen.running = true;
         // The kubelet believes the file until its list of pods is complete.
         self.ended = self.written.clone();

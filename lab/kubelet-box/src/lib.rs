@@ -178,7 +178,7 @@ impl KubeletBox {
         let life = Life::new(Arc::clone(&self.core));
         // The books come before the registration socket, as a kubelet's device manager reads its checkpoint first
         // (`Start` in manager.go).
-        let stamps = self.core.change(|book| book.started(after == Restart::Kubelet));
+        let stamps = self.core.change(|book| book.kubelet_started(after == Restart::Kubelet));
         registration::serve(&life)?;
         pod_resources::serve(&life)?;
         for (resource, stamp) in stamps {

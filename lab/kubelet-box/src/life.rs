@@ -268,7 +268,7 @@ impl Life {
             self.connections.wait().await;
         };
         let in_time = timeout(STOP_TIMEOUT, all).await.is_ok();
-        self.core.change(Book::ended);
+        self.core.change(Book::kubelet_ended);
         lock(&self.core.gaps).forget_open();
         if in_time { outcome } else { Err(BoxError::Stuck(STOP_TIMEOUT)) }
     }

@@ -1,9 +1,9 @@
 //! The part of the books about connections to plugins: those of a resource, and the one whose end stops the resource.
 //!
-//! The steps are those of a kubelet's registration server and of its device manager. Each method is a step that a
-//! kubelet makes under one lock. So anything that can happen between two steps in a kubelet can happen between two
-//! methods here. Read in pkg/kubelet/cm/devicemanager (`manager.go`, `plugin/v1beta1/handler.go`, `client.go`) of
-//! 1.36.2 and of the development branch after it.
+//! Each method is a step that a kubelet's registration server or device manager makes under one lock. So anything that
+//! can happen between two steps in a kubelet can happen between two methods here. Read in
+//! pkg/kubelet/cm/devicemanager (`manager.go`, `plugin/v1beta1/handler.go`, `client.go`) of 1.36.2 and of the
+//! development branch after it.
 
 use std::collections::BTreeMap;
 

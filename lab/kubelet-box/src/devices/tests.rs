@@ -20,7 +20,7 @@ fn advertised(devices: &str) -> Vec<wire::Device> {
 
 fn connected(devices: &str) -> (Book, ClientId) {
     let mut book = Book::default();
-    book.started(true);
+    book.kubelet_started(true);
     let client = connect(&mut book);
     book.list(GPU, advertised(devices));
     (book, client)
@@ -74,7 +74,7 @@ fn written(book: &mut Book) -> Option<Vec<String>> {
 }
 
 #[test]
-fn checkpoint_keeps_ended_pods_until_a_list() {
+fn checkpoint_keeps_ended_pod_until_holders_listed() {
     let (mut book, _) = connected("a b c");
     hold(&mut book, "one", "a");
     hold(&mut book, "two", "b");
@@ -167,14 +167,14 @@ fn failed_registration_forgets_previous_connection() {
 /// The books of a kubelet from 1.37 on, with these sockets connected.
 fn by_socket(sockets: &[&str]) -> (Book, Vec<ClientId>) {
     let mut book = Book::new(Connections::BySocket);
-    book.started(true);
+    book.kubelet_started(true);
     let clients = sockets.iter().map(|socket| connect_at(&mut book, socket).unwrap()).collect();
     book.list(GPU, advertised("a b"));
     (book, clients)
 }
 
 #[test]
-fn by_socket_new_end_gives_calls_back_to_old() {
+fn by_socket_end_of_new_gives_calls_back_to_old() {
     let (mut book, clients) = by_socket(&["old.sock", "new.sock"]);
     assert_eq!(disconnect(&mut book, "new.sock", Some(clients[1])), Some((clients[1], None)));
     assert_eq!(book.endpoint(GPU).unwrap().client, Some(clients[0]));
