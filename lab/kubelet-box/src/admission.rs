@@ -41,13 +41,13 @@ async fn allocate_all(life: &Arc<Life>, pod: &Pod, hint: Option<TopologyHint>) -
         hint.map(Some).map_err(AdmissionError::TopologyAffinity)
     };
     let mut hint = hint;
-    let settles = hint.is_none() && manager.policy != Policy::None;
-    if settles && manager.scope == Scope::Pod {
+    let needs_hint = hint.is_none() && manager.policy != Policy::None;
+    if needs_hint && manager.scope == Scope::Pod {
         hint = settle(&pod.containers)?;
     }
     let mut admitted = Admitted::default();
     for container in &pod.containers {
-        if settles && manager.scope == Scope::Container {
+        if needs_hint && manager.scope == Scope::Container {
             hint = settle(std::slice::from_ref(container))?;
         }
         let granted = ContainerAdmission { life, pod: &pod.name, container, hint }.allocate().await?;
@@ -122,7 +122,7 @@ impl ContainerAdmission<'_> {
 enum Found {
     /// The container has its devices already.
     Held(Allocation),
-    /// The container has no devices and needs none.
+    /// The container has no devices and gets none.
     Nothing,
     /// The container needs some of the devices of this pool.
     Pool(Pool),
@@ -170,7 +170,7 @@ async fn ask(life: &Life, place: &Place, question: &Question, size: u32) -> Resu
     Ok(Some(Asked { available, must_include, size, preferred }))
 }
 
-/// Returns the plugin of a resource whose endpoint is not stopped, and counts the call that is about to be made.
+/// Returns the plugin of a resource if its endpoint is not stopped, and counts the coming call.
 fn reach(
     life: &Life,
     resource: &str,

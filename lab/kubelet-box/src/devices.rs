@@ -30,7 +30,7 @@ pub(super) type StopStamp = u64;
 /// The devices that one pod holds.
 type PodBook = BTreeMap<Place, Allocation>;
 
-/// The longest device id that the API allows.
+/// The longest device id that the API allows, in bytes.
 const MAX_ID: usize = 63;
 
 /// The endpoint of a registration.
@@ -179,7 +179,7 @@ impl Book {
         self.resources.get(resource).filter(|entry| entry.registered).map(|entry| &entry.seen.healthy)
     }
 
-    /// Returns true if a kubelet knows the resource as a device plugin's: it has a list, or a container holds its devices.
+    /// Returns true if a kubelet knows the resource as a device plugin's: it has a list, or a container holds a device.
     pub(super) fn is_known(&self, resource: &str) -> bool {
         let listed = self.resources.get(resource).is_some_and(|entry| entry.registered);
         listed || self.held.keys().any(|place| place.resource == resource)
