@@ -2,10 +2,9 @@
 //! socket, the resident memory of linkwise and its agent, and the writes to the API server on an idle node and in a
 //! storm of health changes.
 //!
-//! The release program runs with the fake NVML library (8 GPUs, then 16 with MIG devices), the API server in the box and
-//! the kubelet in the box. Run it with `cargo bench --bench dra`; it takes two minutes. LINKWISE_BENCH_PROGRAM names
-//! another program, such as the image's; LINKWISE_BENCH_IDLE is the number of seconds for which the idle node is
-//! observed.
+//! The release program runs with the fake NVML library (8 GPUs, then 16 with MIG devices), the API server in the box
+//! and the kubelet in the box. Run it with `cargo bench --bench dra`; it takes two minutes. LINKWISE_BENCH_PROGRAM
+//! names another program, such as the image's; LINKWISE_BENCH_IDLE is the seconds for which the idle node is observed.
 
 #![allow(
     clippy::unwrap_used,

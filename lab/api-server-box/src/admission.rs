@@ -344,7 +344,7 @@ fn invoke(store: &Store, policy: &PolicySpec, object: &mut Value, params: Option
             Ok(Some(true)) => {}
             // A false condition decides, even if another one cannot be evaluated: `matchconditions/matcher.go`.
             Ok(Some(false)) => return Ok(false),
-            Ok(None) => error = error.or_else(|| Some(failed(expression, "its value is no boolean".to_owned()))),
+            Ok(None) => error = error.or_else(|| Some(failed(expression, "its value is not a boolean".to_owned()))),
             Err(why) => error = error.or(Some(why)),
         }
     }

@@ -1,4 +1,4 @@
-//! Owners of fields: server-side apply and updates change an object, and record the owner of each changed field.
+//! Owners of fields: server-side apply and updates change an object, and record the owner of each field that they set.
 //!
 //! A field is a path of keys to a leaf: a scalar, a list (owned as a whole) or an empty map. The owners are recorded in
 //! `metadata.managedFields`.

@@ -102,7 +102,7 @@ impl Check<'_> {
             Expr::Map(map) => {
                 let (mut keys, mut values) = (Vec::new(), Vec::new());
                 for entry in &map.entries {
-                    let EntryExpr::MapEntry(entry) = &entry.expr else { return Err("no entry of a map".to_owned()) };
+                    let EntryExpr::MapEntry(entry) = &entry.expr else { return Err("not a map entry".to_owned()) };
                     keys.push(self.type_of(&entry.key)?);
                     values.push(self.type_of(&entry.value)?);
                 }
@@ -116,7 +116,7 @@ impl Check<'_> {
                     return Err(format!("undeclared reference to '{name}', or a type that is not modelled"));
                 }
                 for entry in &literal.entries {
-                    let EntryExpr::StructField(entry) = &entry.expr else { return Err("no field".to_owned()) };
+                    let EntryExpr::StructField(entry) = &entry.expr else { return Err("not a field".to_owned()) };
                     let (field, found) = (entry.field.as_str(), self.type_of(&entry.value)?);
                     if !PATCH_FIELDS.contains(&field) {
                         return Err(format!("undefined field '{field}' of {PATCH}"));

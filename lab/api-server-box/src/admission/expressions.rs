@@ -128,7 +128,7 @@ fn to_json(value: &Cel) -> Result<Value, String> {
         Cel::Map(map) => {
             let entry = |(key, value): (&MapKey, &Cel)| match key {
                 MapKey::String(key) => Ok((key.as_str().to_owned(), to_json(value)?)),
-                other => Err(format!("a map with the key {other:?} is no JSON")),
+                other => Err(format!("a map with the key {other:?} is not JSON")),
             };
             Value::Object(map.map.iter().map(entry).collect::<Result<JsonMap<_, _>, _>>()?)
         }
@@ -145,6 +145,6 @@ fn to_json(value: &Cel) -> Result<Value, String> {
             }
             Value::Object(operation)
         }
-        other => return Err(format!("{} is no JSON", other.type_of())),
+        other => return Err(format!("{} is not JSON", other.type_of())),
     })
 }

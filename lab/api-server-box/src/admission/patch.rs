@@ -5,7 +5,7 @@ use serde_json::Value;
 /// Returns the object after all operations, or the reason why one of them failed.
 pub(super) fn apply(object: &Value, patch: &Value) -> Result<Value, String> {
     let mut patched = object.clone();
-    for operation in patch.as_array().ok_or("the patch is no list")? {
+    for operation in patch.as_array().ok_or("the patch is not a list")? {
         let (op, path) = (text(operation, "op")?, text(operation, "path")?);
         let value = || operation.get("value").cloned().ok_or_else(|| format!("{op} operation without a value: {path}"));
         match op {
@@ -30,7 +30,7 @@ fn text<'a>(operation: &'a Value, field: &str) -> Result<&'a str, String> {
 
 /// The parent of a path, and its last key.
 fn parent<'a>(object: &'a mut Value, path: &str) -> Result<(&'a mut Value, String), String> {
-    let (parent, key) = path.rsplit_once('/').ok_or_else(|| format!("no path: {path:?}"))?;
+    let (parent, key) = path.rsplit_once('/').ok_or_else(|| format!("not a path: {path:?}"))?;
     let parent = object.pointer_mut(parent).ok_or_else(|| format!("doc is missing path: {path:?}: missing value"))?;
     Ok((parent, key.replace("~1", "/").replace("~0", "~")))
 }

@@ -10,7 +10,7 @@ use crate::refusal::Refusal;
 use crate::store::Key;
 use linkwise_scheduler_box::Quantity;
 
-/// The limit of Kubernetes 1.36 (`types.go`) for `DeviceRequestsMaxSize`, `…ConstraintsMaxSize`, `…ConfigMaxSize`,
+/// Limits of Kubernetes 1.36 (`types.go`): `DeviceRequestsMaxSize`, `…ConstraintsMaxSize`, `…ConfigMaxSize`,
 /// `AllocationResultsMaxSize` and `DeviceSelectorsMaxSize`.
 const MAX_ITEMS: usize = 32;
 /// `FirstAvailableDeviceRequestMaxSize`.

@@ -289,7 +289,7 @@ fn request_policy_that_breaks_a_rule_is_refused() {
 }
 
 #[test]
-fn capacity_of_a_claim_is_checked_and_canonical() {
+fn claim_capacity_and_share_id_are_checked() {
     let key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), "c");
     let claim = |requests: Value| {
         let exactly = json!({"deviceClassName": "c", "capacity": {"requests": requests}});
