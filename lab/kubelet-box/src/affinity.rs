@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use super::devices::Book;
 use super::pod::{Container, Place};
 use super::topology_manager::{
-    NumaMask, Refusal, ResourceHints, Scope, TopologyHint, TopologyManager, Units, device_hints, settle,
+    DeviceMasks, NumaMask, Refusal, ResourceHints, Scope, TopologyHint, TopologyManager, device_hints, settle,
 };
 
 /// The containers of a pod that need a hint together: a single one in scope container.
@@ -58,7 +58,7 @@ impl Affinity<'_> {
             held => held != requested,
         };
         let available = if held.is_empty() { free } else { held };
-        let hints = device_hints(self.manager, resource, requested, &Units { all, available });
+        let hints = device_hints(self.manager, resource, requested, &DeviceMasks { all, available });
         match hints.hints {
             Some(_) if impossible => ResourceHints { hints: Some(Vec::new()), ..hints },
             _ => hints,

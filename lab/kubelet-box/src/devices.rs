@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::Connections;
 use super::pod::{Allocation, Place};
 use super::selection::{Ids, Pool};
-use super::state::{Calls, Harm, ResourceState, State, Violation};
+use super::state::{Calls, ResourceState, State, Violation, ViolationKind};
 use linkwise_kubelet_api::v1beta1 as wire;
 
 mod connections;
@@ -109,25 +109,25 @@ impl Book {
     /// Replaces the device list of the resource. The list may come over any stream of the resource.
     pub(super) fn list(&mut self, resource: &str, devices: Vec<wire::Device>) {
         let mut found = Vec::new();
-        let mut harm = |id: &str, harm| {
-            found.push(Violation { resource: resource.to_owned(), id: id.to_owned(), harm });
+        let mut violation = |id: &str, kind| {
+            found.push(Violation { resource: resource.to_owned(), id: id.to_owned(), kind });
         };
         let entry = self.resource(resource);
         entry.registered = true;
         entry.seen.clear_list();
         for wire::Device { id, health, topology } in devices {
             if id.len() > MAX_ID {
-                harm(&id, Harm::IdTooLong);
+                violation(&id, ViolationKind::IdTooLong);
                 continue;
             }
             let ids = if health == "Healthy" { &mut entry.seen.healthy } else { &mut entry.seen.unhealthy };
             ids.insert(id.clone());
             if !matches!(health.as_str(), "Healthy" | "Unhealthy") {
-                harm(&id, Harm::UnknownHealth(health));
+                violation(&id, ViolationKind::UnknownHealth(health));
             }
             let nodes = topology.into_iter().flat_map(|topology| topology.nodes).map(|node| node.id).collect();
             if entry.seen.numa.insert(id.clone(), nodes).is_some() {
-                harm(&id, Harm::DuplicateId);
+                violation(&id, ViolationKind::DuplicateId);
             }
         }
         for (place, allocation) in self.held.iter().filter(|(place, _)| place.resource == resource) {
@@ -310,6 +310,6 @@ fn vanished(entry: &Resource, place: &Place, allocation: &Allocation) -> impl It
     gone.map(|id| Violation {
         resource: place.resource.clone(),
         id: id.clone(),
-        harm: Harm::VanishedWhileHeld(place.clone()),
+        kind: ViolationKind::VanishedWhileHeld(place.clone()),
     })
 }

@@ -13,7 +13,7 @@ use super::topology_manager::{Refusal, UnsupportedMachine};
 /// An error of starting, stopping or restarting the box.
 #[derive(Debug, thiserror::Error)]
 pub enum BoxError {
-    /// The folder cannot be made, read or cleaned, or the socket in it cannot be bound.
+    /// One of the box's folders or sockets cannot be used.
     #[error("cannot {action} {}", path.display())]
     Io {
         /// The attempted action, as a verb.
@@ -30,10 +30,10 @@ pub enum BoxError {
     #[error(transparent)]
     Unsupported(#[from] UnsupportedMachine),
     /// A task of the box panicked.
-    #[error("a task of the kubelet ended badly")]
+    #[error("a task of the kubelet panicked")]
     Task(#[source] tokio::task::JoinError),
     /// Tasks or connections did not end in time, and the tasks were aborted.
-    #[error("tasks or connections of the kubelet were still there after {0:?}")]
+    #[error("tasks or connections of the kubelet did not end within {0:?}")]
     Stuck(Duration),
 }
 

@@ -1,7 +1,7 @@
 //! A kubelet in a box: the device manager's half of a kubelet, in this process, over real sockets.
 //!
 //! Owns a folder's `kubelet.sock`, the connections to the plugins that register there, and the books of the devices
-//! that each container holds. Used by the `demo` command and by integration tests, so that a plugin that works here
+//! that each container holds. Used by the demo, the GPU kit, benchmarks and tests, so that a plugin that works here
 //! works with a kubelet. The semantics were read in the source of 1.33. They are the same up to 1.36 except where a
 //! file says so. Kubelets from 1.37 on tell a resource's connections apart, which the box can do too (see
 //! [`Connections`]). The box knows the wire types of `linkwise_kubelet_api` and nothing else of linkwise, because
@@ -46,7 +46,7 @@ pub use linkwise_kubelet_api::v1beta1::{DeviceSpec, Mount};
 pub use load::{Load, Tally};
 pub use names::is_extended_resource;
 pub use pod::{Admitted, AdmittedContainer, Allocation, Asked, Container, Grant, Place, Pod};
-pub use state::{Calls, Harm, ResourceState, Resources, State, Violation};
+pub use state::{Calls, ResourceState, Resources, State, Violation, ViolationKind};
 pub use topology_manager::{
     NumaMask, Policy, Refusal, ResourceHints, Scope, TopologyHint, TopologyManager, UnsupportedMachine,
 };
@@ -135,7 +135,7 @@ pub enum Fault {
     Hang,
     /// Register answers, but never dials the plugin.
     AnswerWithoutDial,
-    /// Register dials, answers and follows the stream, but the books ignore its lists. Kubelets up to 1.36 can lose a
+    /// Register dials, answers and follows the stream, but the books ignore all lists. Kubelets up to 1.36 can lose a
     /// registration in this way when an older stream of the resource ends.
     Forget,
 }

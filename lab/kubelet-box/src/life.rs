@@ -147,7 +147,7 @@ impl Life {
             }
             Err(error) => {
                 // The books forget a connection by resource or by socket; it may be another registration's. A
-                // connection that was dialled is never closed.
+                // connection that was dialled stays open.
                 self.core.change(|book| book.deregister_client(resource, endpoint));
                 Err(error)
             }

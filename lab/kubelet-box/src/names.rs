@@ -2,7 +2,7 @@
 //!
 //! Called by `registration`. Pure. The rules are those of Kubernetes' extended resource names.
 
-/// The prefix under which quotas name a resource. It counts towards the length limits.
+/// The prefix under which quotas name a resource. It counts towards [`MAX_DOMAIN`].
 const QUOTA_PREFIX: &str = "requests.";
 /// The longest DNS subdomain.
 const MAX_DOMAIN: usize = 253;

@@ -49,7 +49,7 @@ impl PodResourcesLister for Service {
             let namespace = NAMESPACE.to_owned();
             wire::PodResources { name: place.pod.clone(), namespace, containers: vec![container] }
         };
-        // A pod may be listed several times, because readers collect its devices.
+        // A pod may be listed several times, because readers merge its entries.
         let mut pod_resources: Vec<_> = self.core.change(|book| {
             book.update_allocated();
             book.held.iter().map(pod).collect()

@@ -1,7 +1,7 @@
 //! The Registration service on `kubelet.sock`.
 //!
-//! Started by `KubeletBox::start`. Registrations that pass its checks go to `life`, which dials. The service itself
-//! only counts calls. Injected faults act here, before the request is checked.
+//! Started with the box. Registrations that pass its checks go to `life`, which dials. The service writes only the
+//! counts of calls in the books. Injected faults act here, before the request is checked.
 
 use std::fs;
 use std::io;
@@ -51,7 +51,7 @@ pub(super) fn serve_at(life: &Arc<Life>, path: &Path, routes: Routes) -> Result<
     let incoming = UnixListenerStream::new(listener);
     life.spawn(async move {
         let server = tonic::transport::Server::builder().add_routes(routes);
-        // A failure to accept shows as registrations that cannot connect.
+        // A failure to accept shows as clients that cannot connect.
         let _ = server.serve_with_incoming_shutdown(incoming, end.cancelled_owned()).await;
         // A child process that has not called exec yet has a copy of the listener, which would still accept
         // connections.

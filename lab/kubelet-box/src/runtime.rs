@@ -2,8 +2,8 @@
 //!
 //! It follows the CDI library (container-device-interface: `Cache.InjectDevices` in pkg/cdi/cache.go,
 //! `ContainerEdits.Apply` in pkg/cdi/container-edits.go), and containerd, which calls the library (`WithCDI` in
-//! pkg/cri/opts: a repeated name counts once). All specs of the folder are read each time. A file that is not a spec is
-//! skipped.
+//! pkg/cri/opts: a repeated name counts once). All JSON files of the folder are read each time. One that is not a
+//! spec is skipped.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

@@ -106,13 +106,13 @@ pub struct Violation {
     pub resource: String,
     /// The id of the device.
     pub id: String,
-    /// The fault of the device.
-    pub harm: Harm,
+    /// The kind of the violation.
+    pub kind: ViolationKind,
 }
 
-/// The fault of a device that a plugin lists, or no longer lists.
+/// A plugin's mistake about a device that it lists, or no longer lists.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Harm {
+pub enum ViolationKind {
     /// The id is longer than the 63 characters that the API allows, and the device was left out.
     IdTooLong,
     /// The id is in one list twice.

@@ -112,11 +112,11 @@ fn plugin_violations_are_recorded_once() {
     for _ in 0..2 {
         book.list(GPU, devices.clone());
     }
-    let violation = |id: &str, harm| Violation { resource: GPU.to_owned(), id: id.to_owned(), harm };
+    let violation = |id: &str, kind| Violation { resource: GPU.to_owned(), id: id.to_owned(), kind };
     let expected = vec![
-        violation("a", Harm::DuplicateId),
-        violation(&long, Harm::IdTooLong),
-        violation("z", Harm::UnknownHealth("healthy".into())),
+        violation("a", ViolationKind::DuplicateId),
+        violation(&long, ViolationKind::IdTooLong),
+        violation("z", ViolationKind::UnknownHealth("healthy".into())),
     ];
     assert_eq!(book.snapshot().violations, expected);
     assert_eq!((gpu(&book).healthy, gpu(&book).unhealthy), (ids(&format!("a {}", "y".repeat(63))), ids("z")));
@@ -132,7 +132,7 @@ fn held_id_may_become_unhealthy_not_vanish() {
     let gone = |pod: &str, id: &str| Violation {
         resource: GPU.into(),
         id: id.into(),
-        harm: Harm::VanishedWhileHeld(place(pod)),
+        kind: ViolationKind::VanishedWhileHeld(place(pod)),
     };
     assert_eq!(book.snapshot().violations, [gone("pod", "a")]);
     book.list(GPU, advertised(""));

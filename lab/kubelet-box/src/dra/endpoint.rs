@@ -21,8 +21,8 @@ use super::ClaimRef;
 /// A socket could not be dialled.
 #[derive(Debug, thiserror::Error)]
 pub enum DialError {
-    /// The `:authority` that grpc-go would send is not a valid host for HTTP/2 servers written in Rust.
-    #[error("'{0}' is no legal authority")]
+    /// The `:authority` that grpc-go would send is not valid for HTTP/2 libraries written in Rust.
+    #[error("'{0}' is not a valid authority")]
     Authority(String, #[source] http::Error),
     /// The socket could not be connected.
     #[error("cannot connect to {0}")]

@@ -2,8 +2,8 @@
 //! them, and follows their health streams (semantics read in the source of 1.34 to 1.36).
 //!
 //! Owns the cache of claims, which outlives a restart as a kubelet's checkpoint does, and the connections to drivers,
-//! which do not outlive it. Used by the `demo` command and by integration tests. Like the rest of the box, this module
-//! knows the wire types and nothing of linkwise.
+//! which do not outlive it. Used by the demo, the GPU kit, benchmarks and tests. Like the rest of the box, this
+//! module knows the wire types and nothing of linkwise.
 //!
 //! The API server is absent. A kubelet reads claims there. Here the caller names a pod's claims with the drivers of
 //! their allocation, and learns by a callback when the kubelet would delete slices.
@@ -41,7 +41,7 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(45);
 /// Receives the name of the driver whose slices the kubelet deletes, or `None` for all drivers at the kubelet's start.
 pub type Wipe = Arc<dyn Fn(Option<&str>) + Send + Sync>;
 
-/// The behaviour of the DRA manager. [`DraOptions::new`] gives a kubelet's own values.
+/// The behaviour of the DRA manager. [`DraOptions::new`] gives the defaults.
 #[derive(Clone)]
 pub struct DraOptions {
     /// The folder of registration sockets; created if it is missing.
@@ -66,7 +66,7 @@ pub struct DraOptions {
 }
 
 impl DraOptions {
-    /// A kubelet's own values.
+    /// A kubelet's own values, except for `reconcile`.
     pub fn new(registry: impl Into<PathBuf>) -> Self {
         Self {
             registry: registry.into(),

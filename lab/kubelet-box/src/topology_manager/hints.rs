@@ -26,7 +26,7 @@ impl TopologyHint {
 pub struct ResourceHints {
     /// The resource's name.
     pub resource: String,
-    /// The number of requested units.
+    /// The number of requested devices.
     pub requested: usize,
     /// Every mask that can meet the request, possibly none, or `None` if the resource has no preference.
     pub hints: Option<Vec<TopologyHint>>,
@@ -34,12 +34,12 @@ pub struct ResourceHints {
     pub fewest: u32,
 }
 
-/// The NUMA nodes of each unit of one resource. A unit that names no node has an empty mask.
+/// The NUMA nodes of each device of one resource. A device that names no node has an empty mask.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Units {
-    /// All units, healthy or not, used or not.
+pub(crate) struct DeviceMasks {
+    /// All devices, healthy or not, used or not.
     pub(crate) all: Vec<NumaMask>,
-    /// The healthy and free units, or those that the containers hold already.
+    /// The healthy and free devices, or those that the containers hold already.
     pub(crate) available: Vec<NumaMask>,
 }
 
@@ -48,16 +48,16 @@ pub(crate) fn device_hints(
     manager: &TopologyManager,
     resource: &str,
     requested: usize,
-    units: &Units,
+    devices: &DeviceMasks,
 ) -> ResourceHints {
     let nodes = manager.nodes();
     let mut fewest = nodes.count();
-    let hints = units.all.iter().any(|device| *device != NumaMask::default()).then(|| {
+    let hints = devices.all.iter().any(|device| *device != NumaMask::default()).then(|| {
         let masks = nodes.within();
-        let among = |units: &[NumaMask], mask: NumaMask| units.iter().filter(|unit| mask.meets(**unit)).count();
-        let enough = masks.iter().filter(|mask| among(&units.all, **mask) >= requested);
+        let among = |all: &[NumaMask], mask: NumaMask| all.iter().filter(|device| mask.meets(**device)).count();
+        let enough = masks.iter().filter(|mask| among(&devices.all, **mask) >= requested);
         fewest = enough.map(|mask| mask.count()).min().map_or(fewest, |least| least.min(fewest));
-        let fits = masks.into_iter().filter(|mask| among(&units.available, *mask) >= requested);
+        let fits = masks.into_iter().filter(|mask| among(&devices.available, *mask) >= requested);
         fits.map(|mask| TopologyHint { mask: Some(mask), preferred: mask.count() == fewest }).collect()
     });
     ResourceHints { resource: resource.to_owned(), requested, hints, fewest }

@@ -44,7 +44,7 @@ impl NumaMask {
         (self.count(), self.0) < (other.count(), other.0)
     }
 
-    /// Every mask with some of these nodes and no other, the smallest masks first. There are 2^n - 1 of them, and n is
+    /// Every mask with some of these nodes and no other, the smallest masks first: 2^n - 1 masks of n nodes. n is
     /// at most eight here.
     pub(super) fn within(self) -> Vec<Self> {
         let mut masks = Vec::new();

@@ -22,7 +22,7 @@ pub use hints::{ResourceHints, TopologyHint};
 pub use mask::NumaMask;
 pub use refusal::Refusal;
 
-pub(super) use hints::{Units, device_hints};
+pub(super) use hints::{DeviceMasks, device_hints};
 pub(super) use merge::settle;
 
 /// The strictness of the Topology Manager: the kubelet's `--topology-manager-policy`.

@@ -4,8 +4,8 @@
 
 use super::*;
 
-/// One case. A resource is `"2 of 0 0* 1"`: the number of requested units, then each unit by its NUMA nodes. `0+1` is
-/// on two nodes, `-` on none, and `*` marks a unit that is not available.
+/// One case. A resource is `"2 of 0 0* 1"`: the number of requested devices, then each device by its NUMA nodes. `0+1`
+/// is on two nodes, `-` on none, and `*` marks a device that is not available.
 struct Row {
     source: &'static str,
     policy: Policy,
@@ -61,10 +61,10 @@ const ROWS: &[Row] = &[
     row(NO_TOPOLOGY, S, &[0, 1], &["2 of - -"], "any preferred admitted"),
     // The numbers of nodes need not begin at 0, and may have gaps.
     row(DEVICES, S, &[0, 8], &["2 of 0* 0 8 8"], "{8} preferred admitted"),
-    // A request for zero units accepts any one node.
+    // A request for zero devices accepts any one node.
     row(DEVICES, S, &[0, 1], &["0 of 0 1"], "{0} preferred admitted"),
 
-    // Too few units: no mask can satisfy the request.
+    // Too few devices: no mask can satisfy the request.
     row(FILTER, B, &[0, 1], &["3 of 0 1"], "{0,1} admitted"),
     row(FILTER, R, &[0, 1], &["3 of 0 1"], "{0,1} refused"),
     row(FILTER, S, &[0, 1], &["3 of 0 1"], "any refused"),
@@ -88,12 +88,12 @@ const ROWS: &[Row] = &[
     row(NARROWEST, B, &[0, 1, 2, 3], &["3 of 0 0 1 1 2 2 3 3"], "{0,1} preferred admitted"),
     row(NARROWEST, B, &[0, 1, 2, 3], &["3 of 0* 0* 1* 1 2 2 3* 3"], "{1,2} preferred admitted"),
     // If no mask is preferred, the result has as many nodes as the resource that needs the most alone. It has the
-    // lowest such nodes, even if another resource has no free unit on them ...
+    // lowest such nodes, even if another resource has no free device on them ...
     row(COMPARE, B, &[0, 1, 2, 3], &["2 of 0 0* 1 1* 2 2* 3 3*", "1 of 0* 1* 2* 3"], "{0,1} admitted"),
     row(COMPARE, B, &[0, 1, 2, 3], &["2 of 0 0* 1 1* 2 2* 3 3*", "1 of 0 1 2 3"], "{0,1} admitted"),
     // ... and not more.
     row(COMPARE, B, &[0, 1, 2, 3], &["2 of 0* 0* 1* 1 2 2* 3 3*"], "{1,2} admitted"),
-    // No combination has a common node.
+    // Single-numa-node has no combination with a common node, best-effort has one.
     row(MERGE, S, &[0, 1], &["1 of 0 1*", "1 of 0* 1"], "any refused"),
     row(MERGE, B, &[0, 1], &["1 of 0 1*", "1 of 0* 1"], "{0} admitted"),
 
@@ -112,19 +112,19 @@ fn manager(policy: Policy, nodes: &[i64]) -> TopologyManager {
 
 fn hints(manager: &TopologyManager, text: &str) -> ResourceHints {
     let (requested, words) = text.split_once(" of ").unwrap();
-    let mut units = Units::default();
+    let mut devices = DeviceMasks::default();
     for word in words.split_whitespace() {
         let nodes = word.trim_end_matches('*');
         let mask = NumaMask::new(nodes.split('+').filter(|node| *node != "-").map(|node| node.parse().unwrap()));
-        units.all.push(mask);
+        devices.all.push(mask);
         if !word.ends_with('*') {
-            units.available.push(mask);
+            devices.available.push(mask);
         }
     }
     let requested = requested.parse().unwrap();
-    let hints = device_hints(manager, "r", requested, &units);
+    let hints = device_hints(manager, "r", requested, &devices);
     // A provider with too few devices fails before it checks masks (GetTopologyHints).
-    let too_few = units.available.len() < requested;
+    let too_few = devices.available.len() < requested;
     ResourceHints { hints: hints.hints.map(|hints| if too_few { Vec::new() } else { hints }), ..hints }
 }
 
