@@ -153,6 +153,6 @@ pub(crate) fn consumed<'a>(device: &NodeDevice<'a>) -> Result<Vec<(Counter<'a>, 
 }
 
 pub(crate) fn quantity(name: &str, text: &str) -> Result<Quantity, Failure> {
-    let why = || Failure::Malformed { name: name.to_owned(), why: format!("'{text}' is no quantity") };
+    let why = || Failure::Malformed { name: name.to_owned(), why: format!("'{text}' is not a quantity") };
     Quantity::parse(text).ok_or_else(why)
 }

@@ -58,7 +58,7 @@ pub struct Refusal {
     pub wanted: usize,
     /// The number of devices that the selectors of the request and its class select.
     pub selected: usize,
-    /// The number of selected devices that other claims have.
+    /// The number of selected devices that another claim has alone.
     pub used: usize,
     /// The number of selected devices that a taint keeps from claims.
     pub tainted: usize,

@@ -6,10 +6,10 @@
 //! which slices publish them, and stops at the first complete solution. Among nodes, the score of the `firstAvailable`
 //! alternatives decides (`pkg/scheduler/framework/plugins/dynamicresources`).
 //!
-//! The demo and the tests run against it. The model does no I/O and shares no code with linkwise. It covers the parts
-//! of the API that linkwise publishes or requests, and refuses other parts by name: devices with both counters and
-//! `allowMultipleAllocations`, slices of several nodes, list attributes, and in a claim `allocationMode: All`,
-//! `adminAccess`, tolerations, `distinctAttribute` and configuration.
+//! The demo, the simulations and the tests run against it. The model does no I/O and shares no code with linkwise. It
+//! covers the parts of the API that linkwise publishes or requests, and refuses other parts by name: devices with both
+//! counters and `allowMultipleAllocations`, slices of several nodes, list attributes, and in a claim
+//! `allocationMode: All`, `adminAccess`, tolerations, `distinctAttribute` and configuration.
 
 mod allocator;
 mod api;
@@ -68,7 +68,7 @@ impl Cluster {
     ///
     /// # Errors
     ///
-    /// An object does not follow the API.
+    /// [`Failure::Malformed`].
     pub fn new(slices: &[Value], classes: &[Value], claims: &[Value]) -> Result<Self, Failure> {
         let mut cluster = Self {
             slices: slices.iter().map(api::read).collect::<Result<_, _>>()?,
@@ -97,7 +97,7 @@ impl Cluster {
     ///
     /// # Errors
     ///
-    /// The allocation does not follow the API.
+    /// [`Failure::Malformed`].
     pub fn occupy(&mut self, allocation: &Value) -> Result<(), Failure> {
         for (device, share) in devices::of_allocation(allocation)? {
             match share {
@@ -124,7 +124,8 @@ impl Cluster {
     ///
     /// # Errors
     ///
-    /// [`Failure::Refused`] if the node lacks free devices that satisfy the claims. Other failures concern all nodes.
+    /// [`Failure::Refused`] if the node lacks free devices that satisfy the claims. Any other failure
+    /// also ends [`Self::schedule`].
     pub fn allocate(&self, node: &str, claims: &[Value]) -> Result<Placement, Failure> {
         let claims: Vec<Claim> = claims.iter().map(api::read).collect::<Result<_, _>>()?;
         self.place(node, &claims)

@@ -8,8 +8,8 @@ const BINARY: [&str; 7] = ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"];
 const DECIMAL: [&str; 10] = ["n", "u", "m", "", "k", "M", "G", "T", "P", "E"];
 
 impl Quantity {
-    /// Reads a quantity; parts of a billionth are rounded away from zero. `None` if the text is no quantity, or has a
-    /// form that is not modelled (exponents, more than nine decimals).
+    /// Reads a quantity; parts of a billionth are rounded away from zero. `None` if the text is not a quantity, or has
+    /// a form that is not modelled (exponents, more than nine decimals).
     pub fn parse(text: &str) -> Option<Self> {
         let end = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
         let (number, suffix) = text.split_at(end);
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn quantities_are_compared_as_numbers() {
+    fn quantities_are_compared_and_rounded_as_numbers() {
         let of = |text: &str| Quantity::parse(text);
         for (one, other) in [("1Ki", "1024"), ("80Gi", "81920Mi"), ("0.5", "500m"), ("1k", "1000"), ("-1", "-1000m")] {
             assert_eq!(of(one), of(other), "{one} {other}");

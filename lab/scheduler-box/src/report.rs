@@ -67,7 +67,7 @@ pub(crate) fn refusal(attempt: &mut Attempt<'_>, claim: usize, request: usize) -
         ..Refusal::default()
     };
     for device in 0..attempt.devices.devices.len() {
-        // The search did not reach a selector that fails only here, so that the failure is not the reason.
+        // The search did not reach a selector that fails only here. Its failure is therefore not the reason.
         if attempt.selects(claim, request, alternative, device).unwrap_or(false) {
             refusal.selected += 1;
             refusal.used += usize::from(attempt.is_used(device));

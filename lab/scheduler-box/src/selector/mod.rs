@@ -57,7 +57,7 @@ impl Selectors {
         });
         match program.execute(context) {
             Ok(Value::Bool(selected)) => Ok(selected),
-            Ok(other) => Err(format!("its value is {}, no boolean", other.type_of())),
+            Ok(other) => Err(format!("its value is {}, not a boolean", other.type_of())),
             Err(error) => Err(error.to_string()),
         }
     }

@@ -1,4 +1,4 @@
-//! The choice of devices and nodes: counts, alternatives, constraints, taints, counters.
+//! The choice of devices and nodes: counts, alternatives, constraints, taints, counters, extended resources.
 
 use serde_json::{Value, json};
 
@@ -30,7 +30,7 @@ fn first_combination_that_fits_is_taken() {
 /// matchAttributeConstraint.add: a device without the attribute never matches, not even alone. Values of different
 /// types never match: the int 1 is not the string "1".
 #[test]
-fn missing_attribute_never_matches() {
+fn missing_or_mistyped_attribute_never_matches() {
     devices(&[slice("a", plain(["a", "b"]))], &grouped(1)).unwrap_err();
     let mixed = json!([{"name": "a", "attributes": {"example.com/group": {"int": 1}}}, in_group("b", "1")]);
     devices(&[slice("a", mixed)], &grouped(2)).unwrap_err();
@@ -122,11 +122,11 @@ fn node_with_the_better_alternative_wins() {
     assert_eq!((placement.node.as_str(), placement.score), ("b", 8));
     let placement = cluster.schedule(&["a", "b"], &[count(2)]).unwrap();
     assert_eq!((placement.node.as_str(), placement.score), ("a", 0));
-    let Err(Failure::Refused(why)) = cluster.schedule(&["a", "b"], &[count(3)]) else { panic!("no node has three") };
+    let Err(Failure::Refused(why)) = cluster.schedule(&["a", "b"], &[count(3)]) else { panic!("a node gave three") };
     assert_eq!(why.iter().map(|why| why.node.as_str()).collect::<Vec<_>>(), ["a", "b"]);
 }
 
-/// Taints with an effect that the scheduler does not know only inform.
+/// Taints with the effect None or an unknown effect only inform.
 #[test]
 fn tainted_device_is_not_allocated() {
     let tainted = |effect: &str| {

@@ -103,7 +103,7 @@ fn device_of_another_claim_is_in_use_until_released() {
     let placement = cluster.allocate("n", &[count(2)]).unwrap();
     assert_eq!(crate::support::results(&placement, 0), ["r two", "r three"]);
     cluster.occupy(&placement.allocations[0]).unwrap();
-    let Err(Failure::Refused(why)) = cluster.allocate("n", &[count(1)]) else { panic!("all are in use") };
+    let Err(Failure::Refused(why)) = cluster.allocate("n", &[count(1)]) else { panic!("a used device was given") };
     assert_eq!((why[0].wanted, why[0].selected, why[0].used), (1, 3, 3), "{}", why[0]);
     cluster.release(&placement.allocations[0]).unwrap();
     cluster.allocate("n", &[count(2)]).unwrap();

@@ -77,11 +77,11 @@ fn selectors_of_the_class_are_evaluated_first() {
     let slices = [nics, slice("a", json!([gpu(), {"name": "bare"}]))];
     let mut claim = selecting(&format!("device.attributes['{DRIVER}'].type == 'gpu'"));
     let cluster = Cluster::new(&slices, &classes(), &[]).unwrap();
-    assert!(matches!(cluster.allocate("n", &[claim.clone()]), Err(Failure::Selector { .. })), "the NIC comes first");
+    assert!(matches!(cluster.allocate("n", &[claim.clone()]), Err(Failure::Selector { .. })), "the NIC was skipped");
     claim["spec"]["devices"]["requests"][0]["exactly"]["deviceClassName"] = json!("gpu");
     cluster.allocate("n", &[claim.clone()]).unwrap();
     claim["spec"]["devices"]["requests"][0]["exactly"]["count"] = json!(2);
-    assert!(matches!(cluster.allocate("n", &[claim]), Err(Failure::Selector { .. })), "the search examines 'bare' now");
+    assert!(matches!(cluster.allocate("n", &[claim]), Err(Failure::Selector { .. })), "'bare' was not examined");
 }
 
 #[test]

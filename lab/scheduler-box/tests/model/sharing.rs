@@ -7,7 +7,7 @@ use linkwise_scheduler_box::Cluster;
 
 /// A device with four shares and 80 Gi of memory.
 fn shared(name: &str) -> Value {
-    let policy = |default: &str, one: &str| json!({"default": default, "validRange": {"min": one, "step": one}});
+    let policy = |default: &str, step: &str| json!({"default": default, "validRange": {"min": step, "step": step}});
     json!({"name": name, "allowMultipleAllocations": true, "capacity": {
         "shares": {"value": "4", "requestPolicy": policy("1", "1")},
         "memory": {"value": "80Gi", "requestPolicy": policy("20Gi", "1Mi")},
@@ -123,8 +123,8 @@ fn shared_and_exclusive_claims_exclude_each_other() {
     let shared_placement = allocate(&[slice("a", json!([shared("a")]))], &share(1, json!({}))).unwrap();
     let mut exclusive = shared("a");
     exclusive["allowMultipleAllocations"] = json!(false);
-    for policy in ["shares", "memory"] {
-        exclusive["capacity"][policy].as_object_mut().unwrap().remove("requestPolicy");
+    for capacity in ["shares", "memory"] {
+        exclusive["capacity"][capacity].as_object_mut().unwrap().remove("requestPolicy");
     }
     let mut now_exclusive = cluster(&[slice("a", json!([exclusive]))]);
     now_exclusive.occupy(&shared_placement.allocations[0]).unwrap();
