@@ -8,7 +8,7 @@ use linkwise_lab::kit::{self, ContainerArgs, KitArgs};
 use linkwise_lab::simulate::{self, SimulateArgs};
 use linkwise_system::output::complain;
 
-/// linkwise in a laboratory: a whole node in one process, and simulations of the jobs of a trace.
+/// linkwise in a laboratory: a whole node in one process, and simulations of jobs.
 #[derive(Debug, Parser)]
 #[command(name = "linkwise-lab", version, max_term_width = 100, arg_required_else_help = true)]
 struct Cli {

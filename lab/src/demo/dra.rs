@@ -285,7 +285,7 @@ impl Script<'_> {
 
     /// Removes a GPU that a claim holds, and adds it again.
     async fn leave_and_return(&self, tally: &Tally) -> Result<()> {
-        let device = held(tally, "notebook").context("notebook holds no GPU")?;
+        let device = last_device_of(tally, "notebook").context("notebook holds no GPU")?;
         let (_, gpu) = self.gpus(std::slice::from_ref(&device)).into_iter().next().context("no such GPU")?;
         let mut without = self.machine.observed.clone();
         without.gpus.retain(|seen| seen.uuid != gpu.uuid);
@@ -307,7 +307,7 @@ impl Script<'_> {
     /// Makes a GPU fail for good, so that no new claim gets it.
     async fn fail(&self, tally: &Tally) -> Result<()> {
         let last = || devices(&self.cluster.slices()).next_back().map(|device| text(&device["name"]).to_owned());
-        let held = held(tally, "train-a");
+        let held = last_device_of(tally, "train-a");
         let which = if held.is_some() { "train-a's" } else { "the last one" };
         let device = held.or_else(last).context("no GPU to fail")?;
         let (_, gpu) = self.gpus(std::slice::from_ref(&device)).into_iter().next().context("no such GPU")?;
@@ -396,7 +396,7 @@ impl Script<'_> {
     }
 }
 
-fn held(tally: &Tally, pod: &str) -> Option<String> {
+fn last_device_of(tally: &Tally, pod: &str) -> Option<String> {
     tally.running.get(pod)?.devices.last().cloned()
 }
 

@@ -1,5 +1,5 @@
 //! The events of the demo: pods of mixed sizes start and end, the kubelet restarts, a GPU leaves and comes back,
-//! another GPU fails and is cleared after a reset.
+//! a GPU fails and is cleared after a reset.
 
 use std::sync::Arc;
 

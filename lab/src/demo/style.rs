@@ -1,6 +1,7 @@
 //! Colours for a terminal, and plain text for everything else.
 //!
-//! Text is wrapped before it is coloured, because escape sequences would count as letters. Marks choose the colours.
+//! Text is wrapped before it is coloured, because escape sequences would count as letters. Marks such as ✗ choose the
+//! colours.
 
 /// The widest line that is printed.
 const WIDTH: usize = 100;

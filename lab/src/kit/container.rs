@@ -1,4 +1,4 @@
-//! `linkwise-lab kit-container`: runs a command in a root folder that holds only what CDI devices name.
+//! `linkwise-lab kit-container`: runs a command in a root folder with the files of CDI devices.
 //!
 //! It stands in for a container runtime on a machine without one. The process gets a mount namespace of its own, so
 //! that its mounts end with it. A user other than root gets a user namespace too. Besides the edits of the CDI devices,

@@ -1,5 +1,5 @@
 //! linkwise with DRA: it publishes its GPUs to an API server in a box, prepares a claim for one of them, and the
-//! faulting programs see the claim's device nodes and mounts alone.
+//! kit runs the faulting programs with the claim's CDI devices.
 
 use std::fs;
 use std::path::Path;

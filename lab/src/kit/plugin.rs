@@ -60,8 +60,8 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Returns true if the kubelet's resources are connected, with the same healthy devices and the same devices in pods as
-/// before.
+/// Returns true if the kubelet saw no violation and its resources are connected, with the same healthy devices and the
+/// same devices in pods as before.
 pub(super) fn is_as_before(before: &State, now: &State) -> bool {
     let is_same = |(name, before): (&String, &ResourceState)| {
         let now = now.resources.get(name);

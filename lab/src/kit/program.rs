@@ -16,7 +16,7 @@ use tokio::time::{sleep, timeout};
 
 use super::{KitArgs, Report, TIMEOUT};
 
-/// The text that linkwise logs for an XID that an application caused (13 and 31 in docs/health.md).
+/// The text that linkwise logs for an XID that is not a fault of the GPU (docs/health.md), for instance 13 or 31.
 pub(super) const HARMLESS: &str = "the XID is not a fault of the GPU";
 
 /// A process of `linkwise run`. Dropping it kills the process.

@@ -7,7 +7,7 @@ use super::{Cluster, Format};
 
 /// The columns. `job` is the job's place in the order of arrivals, from 0. `score` is the score of the claim's
 /// alternative. `collective` is the collective of the GPUs, and `best` the best that any node had free, in MB/s. Both
-/// are empty for one GPU.
+/// are empty for one GPU, and, like `score`, at a pod's end.
 const HEADER: &str = "door,second,event,job,node,machine,devices,score,collective,best\n";
 
 /// The lines so far. There are none if the command prints another format.

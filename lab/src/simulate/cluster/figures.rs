@@ -12,12 +12,12 @@ use crate::simulate::replay::whole;
 const WRITES_PER_CLAIM: u64 = 7;
 
 /// The results of the jobs through one door. Shares are in per mille, rounded down. Collectives are compared for jobs
-/// of several GPUs.
+/// whose pods have several GPUs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(super) struct Figures {
     /// The counted jobs: those that started, without those that fill the cluster first.
     pub jobs: u64,
-    /// The counted jobs of several GPUs.
+    /// The counted jobs whose pods have several GPUs.
     pub several: u64,
     /// The mean of the collective against the best that any node of the cluster had free at that moment.
     pub collective_of_cluster: Option<u64>,
@@ -29,7 +29,7 @@ pub(super) struct Figures {
     pub collective_of_machine: Option<u64>,
     /// The share of the pairs of a job's pods that have their GPUs on the same rails.
     pub equal_rails: Option<u64>,
-    /// Seconds in the queue, rounded down, over all jobs.
+    /// The mean of the seconds in the queue, rounded down.
     pub mean_wait_seconds: u64,
     /// The wait that 99 of 100 jobs do not exceed, in seconds.
     pub p99_wait_seconds: u64,
@@ -39,8 +39,7 @@ pub(super) struct Figures {
     pub never_started: usize,
     /// The share of the GPUs that are in use, over time.
     pub busy: Option<u64>,
-    /// The share of the free GPUs of machines with sets of four, over time, that are in no set of four with the
-    /// collective of the idle machine's best four.
+    /// The share of the free GPUs of machines with sets of four, over time, that are stuck (`State::stuck`).
     pub fragmentation: Option<u64>,
     /// The ResourceSlices of a node on average, in bytes of JSON.
     pub slice_bytes_per_node: u64,
@@ -53,7 +52,7 @@ pub(super) struct Figures {
     /// The mean number of devices that the allocator examined for a pod, in the attempt that placed it, on all tried
     /// nodes.
     pub steps_mean: u64,
-    /// The largest of these numbers.
+    /// The largest such number for a pod.
     pub steps_worst: u64,
 }
 
@@ -79,7 +78,7 @@ pub(super) struct Tally {
     pub free: usize,
     /// The number of free GPUs of machines that have sets of four (`states::FOUR`).
     of_fours: usize,
-    /// The number of GPUs among these that are in no such set.
+    /// The number of these GPUs that are stuck (`State::stuck`).
     stuck: usize,
     /// The time over which sums are made: from the arrival of the first counted job to the arrival of the last one, or
     /// to the last end if all jobs come at once.
