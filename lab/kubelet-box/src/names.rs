@@ -4,9 +4,9 @@
 
 /// The prefix under which quotas name a resource. It counts towards [`MAX_DOMAIN`].
 const QUOTA_PREFIX: &str = "requests.";
-/// The longest DNS subdomain.
+/// The longest DNS subdomain, in bytes.
 const MAX_DOMAIN: usize = 253;
-/// The longest name after the slash.
+/// The longest name after the slash, in bytes.
 const MAX_NAME: usize = 63;
 
 /// Returns true if `name` is an extended resource name: `domain/name`, not of kubernetes.io, and still a qualified name

@@ -136,7 +136,7 @@ impl PodClaims {
     }
 }
 
-/// The reason why a pod's claims are not prepared or not unprepared, in a kubelet's words.
+/// The reason why a pod's claims are not prepared or not unprepared.
 #[derive(Debug, thiserror::Error)]
 pub enum DraError {
     /// The driver's error for one claim.

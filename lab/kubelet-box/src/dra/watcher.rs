@@ -66,10 +66,10 @@ pub(super) async fn watch(life: Arc<Life>) {
         });
         for (path, id) in found {
             if !known.contains_key(&path) {
-                let (end, task) = (life.end.child_token(), Arc::clone(&life));
+                let (end, clone) = (life.end.child_token(), Arc::clone(&life));
                 known.insert(path.clone(), (id, end.clone()));
                 life.spawn(async move {
-                    end.clone().run_until_cancelled(follow(task, path, end)).await.unwrap_or_default();
+                    end.clone().run_until_cancelled(follow(clone, path, end)).await.unwrap_or_default();
                 });
             }
         }
