@@ -1,5 +1,5 @@
-//! Exact claims, which ask for GPUs of one group instead of alternatives. Groups are read from the slices, bandwidths
-//! come from the oracle.
+//! Exact claims, which ask for GPUs of one group and list no alternatives. The tests read groups from the slices, and
+//! bandwidths from the oracle.
 
 use std::collections::BTreeMap;
 
@@ -53,7 +53,7 @@ fn exact_claim_gets_its_bandwidth_if_a_set_is_free() {
             let promised = of_groups.map(|set| oracle.collective(set)).min().unwrap();
             let all = (1 << node.gpus()) - 1;
             let best = of_size(all, count).map(|set| oracle.collective(set)).max().unwrap();
-            // In a hybrid cube mesh, two of any three GPUs of a group of four have only a single link.
+            // In a group of four of a hybrid cube mesh, some three GPUs have two single links, others only one.
             assert_eq!(promised == best, (name, count) != ("dgx1-v100", 3), "{name}: {count}: {promised} of {best}");
             let (mut states, mut waits) = (0, 0);
             for free in node.availabilities().into_iter().filter(|free| free.count_ones() >= count) {
@@ -66,7 +66,7 @@ fn exact_claim_gets_its_bandwidth_if_a_set_is_free() {
                 }
                 (states, waits) = (states + 1, waits + u64::from(group.is_none()));
             }
-            // One decimal, if it is not 0.
+            // GB/s; `{}` prints the decimal only if it is not 0.
             let bound = format!(", each with {} GB/s or more", (promised / 100) as f64 / 10.0);
             assert!(stderr.contains(&bound), "{name}: {count}: {promised}: {stderr}");
             let mille = waits * 1000 / states;
@@ -75,7 +75,7 @@ fn exact_claim_gets_its_bandwidth_if_a_set_is_free() {
             assert!(stderr.contains(&share), "{name}: {count}: {waits} of {states}: {stderr}");
             waiting += waits;
         }
-        // Behind NVSwitches an exact claim waits no more often than another.
+        // Behind NVSwitches an exact claim never waits if enough GPUs are free.
         assert_eq!(waiting == 0, name == "aws-p5", "{name}: {waiting}");
     }
 }

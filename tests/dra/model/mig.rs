@@ -134,8 +134,8 @@ proptest! {
     }
 }
 
-/// A GPU with as much as any can have: 43 placements of profiles, eight memory slices, engines of each kind.
-fn everything() -> MigObservation {
+/// As much MIG as a GPU can have: 43 placements of profiles, eight memory slices, engines of each kind.
+fn fullest_mig() -> MigObservation {
     let profile = |number: u32, gpu_slices: u32, size: u32, starts: &[u32]| MigProfileObservation {
         id: 100 + number,
         number,
@@ -167,7 +167,7 @@ fn mig_everywhere_is_within_the_limits() {
     for machine in machines::built_in() {
         let mut observed = machines::load(machine.name).unwrap().observed;
         for gpu in &mut observed.gpus {
-            gpu.mig = Some(everything());
+            gpu.mig = Some(fullest_mig());
             gpu.memory_mib = Some(143_771);
         }
         let (state, layout) = idle(&observed, ResourcePlan::default());

@@ -3,7 +3,7 @@
 use crate::dra::model::published::{gpus, nodes};
 use crate::oracle::{Oracle, Set, places};
 
-/// The first free GPUs in the order of the PCI addresses, which is that of the places in a set.
+/// The first free GPUs in the order of the PCI addresses, which is also the order of the places in a set.
 fn first_on_the_bus(free: Set, count: u32) -> Set {
     places(free).take(count as usize).fold(0, |set, gpu| set | 1 << gpu)
 }

@@ -135,7 +135,7 @@ impl Node {
         }
     }
 
-    /// The GPUs of an allocation, each once.
+    /// The GPUs of an allocation. Panics if it has a GPU twice.
     pub fn set_of(&self, allocation: &Value) -> Set {
         let mut set = 0;
         for result in allocation["devices"]["results"].as_array().unwrap() {

@@ -58,7 +58,7 @@ async fn worst(name: &'static str, server: &ApiServerBox, lists: &[Value], pods:
     let node = node(name);
     let (cluster, claims, mut worst) = (node.cluster(&[]).with_most_steps(MAX_STEPS), claims(lists), 0);
     for sizes in pods {
-        // One GPU too few is free: with no other number the scheduler tries as many sets.
+        // One GPU too few is free, because the scheduler then tries the most sets.
         let free = sizes.iter().sum::<u32>().min(node.gpus()) - 1;
         let cluster = node.occupied(&cluster, (1 << free) - 1);
         let templates: Vec<String> = sizes.iter().map(|gpus| format!("linkwise-gpus-{gpus}")).collect();

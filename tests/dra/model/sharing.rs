@@ -1,4 +1,4 @@
-//! Claims that share GPUs by shares and by memory. The expected sums are computed here, not by the core.
+//! Claims for parts of GPUs, by shares and by memory. The expected amounts are constants here, not the core's results.
 
 use linkwise_scheduler_box::{Cluster, Failure};
 use serde_json::{Value, json};

@@ -1,4 +1,4 @@
-//! A checker of ResourceSlices: the API server in the box stores each slice as sent, and all slices make one pool.
+//! A checker of ResourceSlices: the API server box must store each slice as sent, and all slices must make one pool.
 
 use std::collections::BTreeSet;
 

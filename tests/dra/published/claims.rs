@@ -16,8 +16,8 @@ fn claim(args: &[&str]) -> Value {
     claim
 }
 
-/// Checks that an allocation may have all devices of a claim. Returns the names of requests, `request/alternative` for
-/// those with alternatives.
+/// Checks that a claim asks for at most 32 devices, the most of an allocation. Returns the names of requests,
+/// `request/alternative` for those with alternatives.
 fn check(devices: &Value) -> Vec<String> {
     let (mut names, mut all) = (Vec::new(), 0);
     for request in devices["requests"].as_array().unwrap() {
@@ -60,7 +60,7 @@ fn claims_of_every_size_are_within_the_limits() {
     }
 }
 
-/// A strict claim lists the groups of the usual claim and all others of its size, but not `any`.
+/// A strict claim lists all groups of its size, those of the usual claim included, but not `any`.
 #[test]
 fn strict_claims_list_every_group_and_not_any() {
     for gpus in 1..=32 {

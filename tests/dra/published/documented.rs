@@ -1,4 +1,4 @@
-//! docs/dra.md: its claims are those that the command prints, and its tables have every attribute.
+//! The command prints the claims of docs/dra.md and docs/sharing.md; the tables of docs/dra.md have every attribute.
 
 use std::collections::BTreeSet;
 use std::fs;

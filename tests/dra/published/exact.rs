@@ -54,7 +54,7 @@ fn one_gpu_needs_no_group() {
 }
 
 #[test]
-fn exact_claim_names_the_best_group_of_most_nodes() {
+fn exact_claim_names_the_group_best_on_most_nodes() {
     for (kinds, size, group) in [
         (&[("dgx1-v100", 2)][..], "4", "quad1a"),
         // Behind NVSwitches all sets are equally good, and a larger group has free GPUs more often.

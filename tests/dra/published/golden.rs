@@ -148,7 +148,7 @@ fn settings_choose_the_devices_of_the_command() {
         let devices = list["items"][0]["spec"]["devices"].as_array().unwrap();
         devices.iter().map(|device| device["name"].as_str().unwrap().to_owned()).collect()
     };
-    assert_eq!(names(&[]).len(), 8, "the command ignores the node's door");
+    assert_eq!(names(&[]).len(), 8, "the command must ignore the node's door");
     let config = config("version: v1\nlinkwise: {filter: {exclude: [0, 1, 3, 4, 5, 6, 7]}}\n");
     assert_eq!(names(&["--config-file", config.to_str().unwrap()]), ["gpu-2"]);
 }

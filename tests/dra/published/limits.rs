@@ -1,4 +1,4 @@
-//! The API's limits for each machine: with whole GPUs, cut into MIG devices, and all of it unhealthy.
+//! The API's limits for each machine: with whole GPUs, cut into MIG devices, and with all devices unhealthy.
 
 use std::collections::BTreeSet;
 
@@ -70,7 +70,7 @@ pub fn mig_device(index: u32, slices: u32, profile_id: u32, placement: MigPlacem
     }
 }
 
-/// A machine whose GPUs are each cut into this many MIG devices; the last one has all memory slices.
+/// A machine whose GPUs are each cut into this many MIG devices, of which the last has eight memory slices.
 pub fn cut_into_mig(mut observed: NodeObservation, devices: u32) -> NodeObservation {
     for (gpu, number) in observed.gpus.iter_mut().zip(0..) {
         let device = |index: u32| {

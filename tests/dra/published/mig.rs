@@ -21,7 +21,7 @@ pub fn observed() -> NodeObservation {
     machines::load(MACHINE).unwrap().observed
 }
 
-/// That machine with the MIG device [`DEVICE`], which linkwise or an administrator made.
+/// [`MACHINE`] with the MIG device [`DEVICE`], which linkwise or an administrator made.
 pub fn with_device() -> NodeObservation {
     let mut observed = observed();
     let engines = MigEngines { multiprocessors: 28, copy: 2, decoder: 1, ..MigEngines::default() };
@@ -82,7 +82,7 @@ fn made_device_stays_the_same() {
 }
 
 #[test]
-fn device_of_an_administrator_takes_its_place() {
+fn administrators_device_blocks_its_placement() {
     let (devices, counters) = published(&with_device(), |_| {});
     let own = &devices[DEVICE];
     assert!(own.consumes_counters.is_empty() && own.attributes.contains_key("uuid"));
@@ -106,7 +106,7 @@ fn device_in_an_unknown_place_leaves_no_other() {
 }
 
 #[test]
-fn nothing_is_added_where_the_setting_is_off() {
+fn without_dynamic_mig_no_device_is_added() {
     let (devices, counters) = published(&observed(), |facts| facts.settings.dynamic_mig = false);
     assert_eq!(devices.keys().collect::<Vec<_>>(), ["gpu-1"]);
     assert!(counters.is_empty());
@@ -120,7 +120,7 @@ fn sick_gpu_taints_its_mig_devices() {
     let (devices, _) = published(&observed(), sick);
     let is_mig = |name: &String| name.starts_with("gpu-0-mig-");
     assert!(devices.iter().all(|(name, device)| is_mig(name) != device.taints.is_empty()));
-    // If the API server drops taints, only devices of claims stay.
+    // If the API server drops taints, a sick GPU keeps only devices of claims.
     let (devices, counters) = published(&with_device(), |facts| {
         sick(facts);
         facts.settings.taints_survive = false;
