@@ -34,7 +34,7 @@ fn run(kit: &Path, report: &Path, variables: &[(&str, &Path)]) -> (Output, Strin
 }
 
 /// A libcuda whose faults go through a GPU's device node, here a file: it writes the XID into the file and waits until
-/// [`report_xids`] has answered there. In a container it has the GPU whose node it sees, if it sees only one.
+/// [`report_xids`] has answered in the file. In a container it has the GPU whose node it sees, if it sees only one.
 const LIBCUDA: &str = include_str!("gpu_kit.c");
 
 /// Makes a driver root with the fake NVML library and [`LIBCUDA`]; returns the path of its NVML library.
@@ -84,8 +84,8 @@ fn kit_reports_calls_admission_claim_and_faults() {
     let kit = packed(&folder);
     let (root, library, end) = (at("driver"), driver_root(&at("driver")), Arc::new(AtomicBool::new(false)));
     fs::create_dir(at("sys")).unwrap();
-    let (nodes, control, is_end) = (root.clone(), Control::new(at("control")), Arc::clone(&end));
-    let driver = thread::spawn(move || report_xids(&nodes, &control, &is_end));
+    let (nodes, control, ends) = (root.clone(), Control::new(at("control")), Arc::clone(&end));
+    let driver = thread::spawn(move || report_xids(&nodes, &control, &ends));
     let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/host/src/machines/dgx-h100.yaml");
     let (control, device, sys) = (at("control"), root.join("dev/nvidia0"), at("sys"));
     let variables = [

@@ -35,8 +35,8 @@ fn check_object(schemas: &[Schema], object: &Value) {
     assert_eq!(schema.faults(object), [""; 0], "{object}");
 }
 
-/// Checks that a pod's claims come from templates of this manifest, or from the template that the ComputeDomain
-/// controller makes, and that the container uses each. Kueue admits no pod without a request of CPU or memory.
+/// Checks that a pod's claims come from the manifest's template and from the one that a ComputeDomain's
+/// controller makes, if any, and that the container uses each. Kueue admits no pod without a request of CPU or memory.
 fn check_pod(objects: &[Value], pod: &Value) {
     let claims = pod["resourceClaims"].as_array().unwrap();
     let template = of_kind(objects, "ResourceClaimTemplate");

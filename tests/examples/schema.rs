@@ -142,7 +142,7 @@ pub fn schemas() -> Vec<Schema> {
     schemas
 }
 
-/// Reads schemas from a text in which `=NAME` stands for an object with the fields of that part.
+/// Reads schemas from a text in which `=NAME` stands for an object with the fields of the part `NAME`.
 pub fn of_parts(text: &str) -> Vec<Schema> {
     #[derive(Deserialize)]
     struct Written {

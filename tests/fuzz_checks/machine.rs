@@ -30,7 +30,7 @@ pub fn nccl_xml(bytes: &[u8]) {
     }
 }
 
-/// Asserts that a message is one line without control characters, also if it repeats input.
+/// Asserts that a message is one line below 4,096 bytes without control characters, even if it repeats input.
 pub(super) fn assert_one_line(message: &str) {
     let breaks = |c: char| c.is_control() || matches!(c, '\u{2028}' | '\u{2029}');
     assert!(!message.contains(breaks), "a message with a control character or line break: {message:?}");
@@ -48,7 +48,7 @@ fn check_machine(machine: &Machine) {
         assert_one_line(&warning.to_string());
     }
     let gpus = topology.gpus();
-    assert!(gpus.len() <= machine.observed.gpus.len().min(NodeTopology::MAX_GPUS), "more GPUs than the file has");
+    assert!(gpus.len() <= machine.observed.gpus.len().min(NodeTopology::MAX_GPUS), "too many GPUs in the topology");
     for a in 0..gpus.len() {
         assert_eq!(topology.position(&gpus[a].uuid), Some(a), "two GPUs have one UUID");
         for b in 0..gpus.len() {

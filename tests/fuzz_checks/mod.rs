@@ -1,6 +1,6 @@
 //! The checks of the fuzz targets: one function for each target, which panics if linkwise mishandles the bytes. Called
 //! by the targets in `fuzz/`, and by `tests/fuzz_regressions.rs` with the corpus and every past failure. The checks use
-//! public items of linkwise only. The callers limit time and memory.
+//! public items of linkwise only. `make fuzz` limits time and memory.
 
 #![allow(clippy::expect_used, clippy::panic, reason = "a check ends with a panic; the fuzz crate has no such lints")]
 

@@ -108,7 +108,7 @@ fn request_in_numbers(bytes: &mut Bytes<'_>) -> RequestInNumbers {
 }
 
 impl RequestInNumbers {
-    /// The request on a machine: most numbers become a GPU of it, high ones an unknown id.
+    /// The request on a machine: most numbers become a GPU of it, those from 252 on an id that no built-in machine has.
     fn on(&self, topology: &NodeTopology) -> AllocationRequest {
         let gpus = topology.gpus();
         let id = |&number: &usize| match gpus.get(number % gpus.len().max(1)) {

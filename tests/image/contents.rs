@@ -12,12 +12,12 @@ const SECTION: &str = ".text.hot_linkwise";
 #[test]
 fn image_has_no_certificates_of_its_own() {
     let root = &unpacked().folder;
-    assert!(!below(root, "/etc/ssl/certs").exists(), "the image trusts the cluster's CA only");
+    assert!(!below(root, "/etc/ssl/certs").exists(), "the image must trust the cluster's CA only");
     assert!(!below(root, "/usr/share/ca-certificates").exists());
 }
 
 #[test]
-fn image_has_every_program_and_their_libraries() {
+fn image_has_every_program_with_its_libraries() {
     let root = &unpacked().folder;
     let nvidias = ["nvidia-device-plugin", "gpu-kubelet-plugin", "gpu-feature-discovery", "config-manager"];
     for name in ["linkwise", "mps-control-daemon"].into_iter().chain(nvidias) {
@@ -56,7 +56,7 @@ fn hot_functions_lie_in_one_section() {
     let absent: Vec<&str> = patterns.iter().copied().filter(absent).collect();
     assert!(
         absent.len() * 10 <= patterns.len(),
-        "{} of {} patterns of release/hot.ld match no linked function; make it again as its header says: {absent:#?}",
+        "{} of {} patterns match no function of the section; make release/hot.ld again as it says: {absent:#?}",
         absent.len(),
         patterns.len()
     );

@@ -7,7 +7,7 @@ use crate::node::{GPU, Node, PLUGIN, PLUGIN_CONTAINER, output_of};
 const OVER_MEMORY: &str = "linkwise_nvml_agent_ends_total{cause=\"memory\"}";
 
 #[tokio::test]
-async fn every_command_reads_a_library_that_maps_a_gibibyte() {
+async fn commands_read_a_library_that_maps_a_gibibyte() {
     let node = Node::start("dgx1-v100").await;
     node.tell("runtime");
     let pod = node.deploy(PLUGIN, &[]).await;
@@ -26,7 +26,7 @@ async fn every_command_reads_a_library_that_maps_a_gibibyte() {
 }
 
 #[tokio::test]
-async fn leak_ends_agents_but_neither_container_nor_pods() {
+async fn leak_ends_agents_but_no_container_or_admission() {
     let node = Node::start("dgx1-v100").await;
     node.tell("leak 20");
     let mut pod = node.deploy(PLUGIN, &[]).await;
@@ -43,7 +43,7 @@ async fn leak_ends_agents_but_neither_container_nor_pods() {
         number += 1;
         ends = node.metric(OVER_MEMORY).await;
     }
-    // Without cgroups there is no count, as the container logs at its start.
+    // Without cgroups there is no count, which `Container::start` reports.
     assert_eq!(pod.container(PLUGIN_CONTAINER).oom_kills().unwrap_or(0), 0);
     pod.stop().await;
 }

@@ -56,7 +56,7 @@ pub struct Node {
 impl Node {
     /// A node with a built-in machine's GPUs.
     pub async fn start(machine: &str) -> Self {
-        // A short path: sockets below it have at most 107 bytes.
+        // A short path, because a socket's path has at most 107 bytes.
         let folder = tempfile::Builder::new().prefix("lw").tempdir_in("/tmp").unwrap();
         let host = folder.path().join("h");
         for path in ["device-plugins", "plugins_registry", "plugins", "pod-resources"] {
@@ -216,7 +216,7 @@ impl Node {
         names
     }
 
-    /// Waits until exactly this number of devices is published.
+    /// Waits until exactly this number of devices is published without taints.
     pub async fn wait_published(&self, pod: &mut Pod, count: usize) {
         until(pod, &format!("{count} devices in slices"), || self.published().len() == count).await;
     }

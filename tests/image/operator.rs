@@ -183,7 +183,7 @@ async fn operators_gfd_writes_its_node_feature() {
     pod.stop().await;
 }
 
-/// The DRA driver's DaemonSet of a GPUCluster prepares a claim, and knows it after the container's restart.
+/// The DRA driver's DaemonSet of a GPUCluster prepares a claim, and knows it after the pod's restart.
 #[tokio::test]
 async fn gpu_cluster_prepares_claims_by_either_driver() {
     for driver in DRIVERS {

@@ -55,14 +55,14 @@ fn make(image: &Image) -> PathBuf {
     root
 }
 
-/// A tar file of Debian's packages: those of minbase, as in debian:bookworm-slim, and the image's. The file's name has
-/// the packages: later calls find it, and fetch nothing.
+/// A tar file of Debian's packages: those of minbase, as in debian:bookworm-slim, and the image's. The file's name
+/// lists the packages, so that later calls find the file and fetch nothing.
 fn base(packages: &[String]) -> PathBuf {
     let file = repository(FOLDER).join(format!("base-{}.tar", packages.join("-")));
     if !file.exists() {
         // The output is a tar file, because a killed mmdebstrap leaves the host's /proc mounted in a folder.
         let (draft, tool) = (repository(FOLDER).join("draft.tar"), repository("target/tools/mmdebstrap"));
-        assert!(tool.exists(), "no mmdebstrap: `make tools` brings it");
+        assert!(tool.exists(), "no mmdebstrap: run `make tools`");
         let include = format!("--include={}", packages.join(","));
         let args: [&OsStr; 5] =
             ["--quiet".as_ref(), "--variant=minbase".as_ref(), include.as_ref(), "bookworm".as_ref(), draft.as_ref()];
@@ -72,8 +72,8 @@ fn base(packages: &[String]) -> PathBuf {
     file
 }
 
-/// Runs the build stage's install command into a folder of the tests, which it returns. LINKWISE_IMAGE_BUILT names
-/// another folder of programs, such as target/debug.
+/// Runs the build stage's install command into a folder of the tests, which it returns. LINKWISE_IMAGE_BUILT can
+/// name another folder of programs, such as target/debug.
 fn installed(image: &Image) -> PathBuf {
     #[expect(clippy::disallowed_methods, reason = "the environment names the folder of programs")]
     let built = std::env::var("LINKWISE_IMAGE_BUILT").unwrap_or_else(|_| "target/release".to_owned());

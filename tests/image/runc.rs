@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Command as Sync, ExitStatus, Stdio};
+use std::process::{Command as StdCommand, ExitStatus, Stdio};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -47,7 +47,7 @@ impl Container {
         if has_cgroups() {
             configuration["linux"]["cgroupsPath"] = json!(format!("/{id}"));
         } else if let Some(resources) = configuration["linux"].as_object_mut() {
-            report_skipped("limits of memory: runc cannot make a cgroup with one here");
+            report_skipped("memory limits: runc cannot make a cgroup with a limit here");
             resources.remove("resources");
         }
         fs::write(folder.join("config.json"), configuration.to_string()).unwrap();
@@ -111,14 +111,14 @@ impl Container {
 impl Drop for Container {
     fn drop(&mut self) {
         let _ = runc().args(["delete", "--force", &self.id]).output();
-        let _ = Sync::new("umount").arg("--lazy").arg(self.folder.join("root")).output();
+        let _ = StdCommand::new("umount").arg("--lazy").arg(self.folder.join("root")).output();
     }
 }
 
-fn runc() -> Sync {
+fn runc() -> StdCommand {
     let program = repository("target/tools/runc");
-    assert!(program.exists(), "no runc: `make tools` brings it");
-    let mut command = Sync::new(program);
+    assert!(program.exists(), "no runc: run `make tools`");
+    let mut command = StdCommand::new(program);
     command.arg("--root").arg(repository("target/image/runc")).stdin(Stdio::null());
     command
 }

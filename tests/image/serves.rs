@@ -9,7 +9,7 @@ use crate::node::{GPU, Node, PLUGIN, PLUGIN_CONTAINER, output_of, until};
 use crate::pod::Pod;
 
 #[tokio::test]
-async fn plugin_registers_and_allocates() {
+async fn plugin_and_commands_work_and_leave_no_socket() {
     let node = Node::start("dgx1-v100").await;
     let pod = node.deploy(PLUGIN, &[]).await;
     node.wait_offered(&pod, GPU, 8).await;
@@ -115,7 +115,7 @@ async fn container_has_the_rights_of_the_chart_and_no_more() {
     let printed = plugin.exec(&["grep", "-E", "^(CapEff|CapBnd|NoNewPrivs)", "/proc/self/status"]).await;
     let fields: Vec<&str> = output_of(&printed).split_whitespace().collect();
     assert_eq!(fields, ["CapEff:", "0000000000000000", "CapBnd:", "0000000000000000", "NoNewPrivs:", "1"]);
-    assert!(!plugin.exec(&["touch", "/written"]).await.status.success(), "the root is read-only");
+    assert!(!plugin.exec(&["touch", "/written"]).await.status.success(), "the root must be read-only");
     if let Some(limit) = plugin.memory_limit() {
         assert_eq!(limit, 128 << 20);
     }

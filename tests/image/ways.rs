@@ -91,7 +91,7 @@ async fn dra_on_and_off_and_on_under_a_claim() {
     let mut pod = node.deploy(PLUGIN, DRA.values).await;
     node.wait_published(&mut pod, 8).await;
     node.wait_driver(&pod).await;
-    assert_eq!(node.start_claim(&pod, "p", &claim).await, cdi, "the claim keeps its devices");
+    assert_eq!(node.start_claim(&pod, "p", &claim).await, cdi, "the claim must keep its devices");
     node.dra.stop_pod("p").await.unwrap();
     pod.stop().await;
 }
