@@ -101,8 +101,8 @@ fn pods_are_replaced_without_a_gap() {
     }
 }
 
-/// Checks that every mount has a volume, every volume a mount, and every probe a named port, over all `parts`, which a
-/// patch merges into one DaemonSet.
+/// Checks that every mount has a volume, every volume a mount, and every probe a named port, over all `parts`, which
+/// kustomize merges into one DaemonSet.
 fn check_references(folder: &Path, parts: &[&Value]) {
     let all = |pointer: &str| parts.iter().flat_map(|part| names(part, pointer)).collect::<BTreeSet<String>>();
     let containers = |kind: &str| {
@@ -192,7 +192,7 @@ fn mps_control_daemon_has_the_hosts_process_ids() {
     assert_eq!(daemon.pointer(&format!("{POD}/hostPID")), Some(&Value::Bool(true)));
 }
 
-/// Under the MPS root linkwise writes only its orders, which the privileged process reads.
+/// Under the MPS root linkwise writes only its orders, which the privileged mps-control-daemon reads.
 #[test]
 fn mps_for_claims_lets_linkwise_write_its_orders_only() {
     let patch = patch("dra-mps");

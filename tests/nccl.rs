@@ -167,7 +167,7 @@ fn compare(machine: &NodeObservation, log: &str, bus: f64) -> Result<Comparison,
     Comparison::of(&NcclReport::read(&text).unwrap(), machine, None)
 }
 
-/// Takes down `number` NVLinks of a GPU, with this far end.
+/// Takes down `number` NVLinks of a GPU, whose far end is then `remote`.
 fn links_down(machine: &mut NodeObservation, gpu: usize, number: usize, remote: NvLinkRemote) {
     let groups = machine.gpus[gpu].nvlinks.as_mut().unwrap();
     let kept = groups[0].links.len() - number;
@@ -220,7 +220,7 @@ fn log_of_nccl_makes_the_cause_certain() {
 }
 
 #[test]
-fn no_verdict_goes_beyond_the_published_results() {
+fn runs_outside_the_calibration_get_own_verdicts() {
     let mut pcie = machine("pcie-8x-pix-pairs");
     let capability = ComputeCapability { major: 8, minor: 6 };
     pcie.gpus.iter_mut().for_each(|gpu| gpu.compute_capability = Some(capability));

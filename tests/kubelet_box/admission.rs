@@ -68,7 +68,7 @@ async fn pod_is_admitted_whole_or_not() {
     plugin.script(|script| script.allocate_fails = Some("c".into()));
     let error = kubelet.admit(&pod, None).await.unwrap_err();
     assert_eq!(error.status().map(Status::code), Some(Code::FailedPrecondition), "{error}");
-    assert_eq!(kubelet.state().resources[GPU].free(), ids("a b c"), "the first container's device is free again");
+    assert_eq!(kubelet.state().resources[GPU].free(), ids("a b c"), "the first container's device must be free again");
 }
 
 #[tokio::test]

@@ -15,7 +15,7 @@ use crate::kubelet_box::{SHORT_TIMEOUT, ids, kubelet, node, unchanged};
 async fn kubelet_start_removes_sockets_only() {
     let (dir, kubelet) = kubelet(unchanged);
     kubelet.stop().await.unwrap();
-    assert!(dir.path().join("kubelet.sock").exists(), "the socket's file stays when the kubelet ends");
+    assert!(dir.path().join("kubelet.sock").exists(), "the socket's file must stay when the kubelet ends");
     let left = UnixListener::bind(dir.path().join("left.sock")).unwrap();
     std::fs::write(dir.path().join("kubelet_internal_checkpoint"), "{}").unwrap();
     std::fs::create_dir(dir.path().join("folder")).unwrap();
@@ -141,7 +141,7 @@ async fn restart_keeps_allocations_not_registrations() {
     kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
     kubelet.restart(Restart::Kubelet).await.unwrap();
     plugin.wait_streams_gone().await;
-    assert!(!dir.path().join("gpu.sock").exists(), "a kubelet removes plugins' sockets when it starts");
+    assert!(!dir.path().join("gpu.sock").exists(), "a kubelet must remove plugins' sockets when it starts");
     let state = kubelet.state();
     assert_eq!((state.resources[GPU].healthy.len(), state.resources[GPU].in_use().len()), (0, 1));
     assert!(state.running && !state.resources[GPU].connected);
@@ -185,7 +185,7 @@ async fn newer_kubelet_refuses_connected_socket() {
     assert!(refused.message().contains("gpu.sock is already connected"), "{refused}");
     plugin.end_streams();
     kubelet.wait(|s| s.resources[GPU].open_streams == 0).await.unwrap();
-    assert!(plugin.register().await.is_err(), "the kubelet does not notice that the stream ended");
+    assert!(plugin.register().await.is_err(), "the kubelet must not notice that the stream ended");
     let new = Plugin::serve(dir.path(), "new.sock", "c");
     new.register().await.unwrap();
     kubelet.wait(|s| s.resources[GPU].healthy == ids("c")).await.unwrap();

@@ -77,8 +77,8 @@ fn join(observed: &mut NodeObservation, links: impl Fn(usize, usize) -> u32) {
     }
 }
 
-/// A machine with the number of GPUs of each switch of each package; each switch has a host bridge. With `plane_size`,
-/// each GPU has 18 links to the NVSwitches of a plane of that many GPUs.
+/// A machine of packages, each a list of the numbers of GPUs at its switches; each switch has a host bridge. With
+/// `plane_size`, each GPU has 18 links to the NVSwitches of a plane of that many GPUs.
 fn machine(packages: &[Vec<usize>], plane_size: Option<usize>) -> NodeObservation {
     let link = Some(PcieLink { mts: 32_000, width: 16 });
     let function =

@@ -202,7 +202,7 @@ async fn older_releases_daemon_has_common_shared_memory() {
     let older = Limits { own_shm: false, ..limits.clone() };
     let _marker = Marker::set(&node.layout().marker(&name), &older).unwrap();
     let written = fs::read_to_string(node.layout().marker(&name)).unwrap();
-    assert!(!written.contains("Shm"), "as the older release writes it");
+    assert!(!written.contains("Shm"), "an older release writes nothing about shared memory");
     assert_eq!(shm_of_ready(node.layout(), &name, &limits), Ok(MpsShm::Common));
 }
 

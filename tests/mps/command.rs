@@ -11,10 +11,10 @@ use tokio::process::{Child, ChildStderr, Command};
 use tokio::time::timeout;
 
 use crate::cluster::support::until;
-use crate::mps::node::{Node, pid_in, runs, waiting};
+use crate::mps::node::{Node, pid_in, runs, why_not_ready};
 use crate::run::node::{LIMIT, signal, started_by};
 
-/// A built-in machine of 8 GPUs of 80 GiB.
+/// A built-in machine with eight GPUs of 80 GB.
 pub const MACHINE: &str = "dgx-h100";
 
 /// Orders this number of replicas of `nvidia.com/gpu`, as the plugin does; `None` orders nothing.
@@ -105,7 +105,7 @@ async fn refused(node: &Node, args: &[&str]) -> String {
     log
 }
 
-/// The limits that the plugin expects on the same machine.
+/// The limits that the plugin expects on [`MACHINE`].
 pub fn wanted(replicas: u32) -> Limits {
     let gpus = linkwise_host::machines::load(MACHINE).unwrap().observed.gpus.into_iter();
     let gpus = gpus.map(|gpu| MpsGpu { uuid: gpu.uuid, index: gpu.index, memory_mib: gpu.memory_mib }).collect();
@@ -129,7 +129,7 @@ async fn mps_removed_after_a_kill_restores_compute_mode() {
     daemon.kill().await;
     // The control daemon survives, because its process group was not killed. The next process replaces it.
     assert_eq!((fs::read_to_string(marker).unwrap(), runs(orphan)), (text, true));
-    assert!(waiting(readiness(node.layout(), &gpu, &wanted(10))).contains("is gone and left"));
+    assert!(why_not_ready(readiness(node.layout(), &gpu, &wanted(10))).contains("is gone and left"));
     assert_eq!((node.modes("DEFAULT"), node.exclusive()), (vec![], gpus()));
     // GPUs that are still shared stay exclusive.
     let mut daemon = Daemon::start_shared(&node);
@@ -178,7 +178,7 @@ async fn second_process_on_an_mps_root_is_refused() {
     let (node, gpu) = (Node::new(), ResourceName::gpu());
     let mut daemon = Daemon::start_shared(&node);
     daemon.logged("limits confirmed").await;
-    // With --init too, the first process ends with its child's exit code.
+    // With --init, the process runs the daemons in a child, and ends with the child's exit code.
     for args in [&[][..], &["--init"]] {
         let log = refused(&node, args).await;
         assert_eq!(log.matches("another linkwise mps-control-daemon serves").count(), 1, "reported once: {log}");

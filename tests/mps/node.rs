@@ -1,4 +1,4 @@
-//! Shared by the tests: an MPS root, stand-ins for the driver's two programs, and a supervised resource.
+//! Shared by the tests: an MPS root, stand-ins for the driver's two programs, and a task that supervises a resource.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -77,7 +77,7 @@ impl Node {
         gpus
     }
 
-    /// The GPUs on record as set to EXCLUSIVE_PROCESS by us.
+    /// The GPUs on record as set to EXCLUSIVE_PROCESS by linkwise.
     pub fn exclusive(&self) -> Vec<String> {
         let entries = fs::read_dir(self.layout().exclusive()).into_iter().flatten();
         let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -123,7 +123,7 @@ impl Node {
 }
 
 impl Drop for Node {
-    /// Kills the control daemons whose supervisor was killed, and unmounts their shared memory.
+    /// Kills the control daemons that the test left running, and unmounts their shared memory.
     fn drop(&mut self) {
         let _ = unmount_own_shms(self.layout(), |_| false);
         kill_groups(self.layout().root());
@@ -139,7 +139,7 @@ pub fn link_programs(bin: &Path) {
     }
 }
 
-/// Kills the control daemons below an MPS root whose supervisor was killed.
+/// Kills the process groups of the control daemons that left a pid file below an MPS root.
 pub fn kill_groups(root: &Path) {
     let domains = fs::read_dir(root).into_iter().flatten().flatten();
     let resources = domains.filter_map(|domain| fs::read_dir(domain.path()).ok()).flatten().flatten();
@@ -151,7 +151,7 @@ pub fn kill_groups(root: &Path) {
     }
 }
 
-/// A resource with its supervisor.
+/// A resource, and the task that runs [`supervise`] for it.
 pub struct Supervised {
     layout: Layout,
     pub name: ResourceName,
@@ -163,7 +163,7 @@ pub struct Supervised {
 
 impl Supervised {
     pub async fn next(&mut self) -> DaemonEvent {
-        timeout(LIMIT, self.events.recv()).await.expect("an event comes in time").expect("the supervisor runs")
+        timeout(LIMIT, self.events.recv()).await.expect("an event comes in time").expect("the task runs")
     }
 
     pub async fn wait_serving(&mut self) {
@@ -184,10 +184,10 @@ impl Supervised {
         readiness(&self.layout, &self.name, &self.limits)
     }
 
-    /// Shuts the supervisor down; returns the error if a compute mode could not be restored.
+    /// Shuts the task down; returns the error if a compute mode could not be restored.
     pub async fn end(mut self) -> Option<String> {
         self.shutdown.cancel();
-        timeout(LIMIT, self.task).await.expect("the supervisor ends in time").unwrap();
+        timeout(LIMIT, self.task).await.expect("the task ends in time").unwrap();
         let mut last = None;
         while let Some(event) = self.events.recv().await {
             last = Some(event);
@@ -209,7 +209,7 @@ pub fn shared(name: &str, gpus: impl IntoIterator<Item = u32>, replicas: u32) ->
     (name, MpsShare { replicas, gpus: gpus.into_iter().map(gpu).collect(), whole_node: true })
 }
 
-pub fn waiting(readiness: Result<(), NotReady>) -> String {
+pub fn why_not_ready(readiness: Result<(), NotReady>) -> String {
     readiness.unwrap_err().to_string()
 }
 

@@ -1,4 +1,4 @@
-//! Tests of one supervisor: limits and faults of its control daemon, and the compute modes that it sets and restores.
+//! Tests of `supervise`: limits and faults of its control daemon, and the compute modes that it sets and restores.
 
 use std::fs;
 use std::time::Duration;
@@ -9,14 +9,14 @@ use linkwise_host::mps::{DaemonEvent, Limits, Marker, readiness, set_back, set_e
 use rustix::fs::{XattrFlags, lgetxattr, lsetxattr};
 
 use crate::cluster::support::until;
-use crate::mps::node::{Node, chain, runs, shared, waiting};
+use crate::mps::node::{Node, chain, runs, shared, why_not_ready};
 use crate::run::node::signal;
 
 #[tokio::test]
 async fn daemon_serves_once_limits_hold_and_ends_in_order() {
     let node = Node::new();
     let mut gpu = node.supervise(shared("nvidia.com/gpu", [0, 1], 3));
-    assert!(waiting(gpu.readiness()).contains("does not serve"));
+    assert!(why_not_ready(gpu.readiness()).contains("does not serve"));
     gpu.wait_serving().await;
     assert_eq!(gpu.readiness(), Ok(()));
     assert_eq!(node.kept(&gpu.name, "threads"), "33.0");
@@ -34,9 +34,9 @@ async fn daemon_serves_once_limits_hold_and_ends_in_order() {
     assert_eq!(gpu.end().await, None);
     assert!(!runs(pid));
     assert!(node.noted("asked").contains(&"quit -t 1".to_owned()));
-    assert!(waiting(readiness(node.layout(), &name, &limits)).contains("does not serve"));
+    assert!(why_not_ready(readiness(node.layout(), &name, &limits)).contains("does not serve"));
     assert_eq!(node.modes("DEFAULT"), ["GPU-0", "GPU-1"]);
-    assert!(pipe.is_dir(), "the folder stays for containers that have it mounted");
+    assert!(pipe.is_dir(), "the folder must stay for containers that have it mounted");
 }
 
 #[tokio::test]
@@ -47,7 +47,7 @@ async fn hung_daemon_is_withdrawn_and_replaced() {
     let hung = node.pid(&gpu.name);
     node.misbehave("hang");
     while !gpu.failure().await.contains("'get_default_active_thread_percentage': no answer") {}
-    assert!(waiting(gpu.readiness()).contains("does not serve"));
+    assert!(why_not_ready(gpu.readiness()).contains("does not serve"));
     until(|| !runs(hung)).await;
     node.behave("hang");
     gpu.wait_serving().await;
@@ -61,7 +61,7 @@ async fn limit_changed_by_a_client_is_set_again() {
     let mut gpu = node.supervise(shared("nvidia.com/gpu", [0, 1], 2));
     gpu.wait_serving().await;
     let state = node.layout().pipe(&gpu.name).join("state");
-    // Rename a whole file into place, because the supervisor may query the daemon at any time.
+    // Rename a whole file into place, because `supervise` may query the daemon at any time.
     let change = |what: &str, to: &str| {
         fs::write(state.join("new"), to).unwrap();
         fs::rename(state.join("new"), state.join(what)).unwrap();
@@ -76,8 +76,8 @@ async fn limit_changed_by_a_client_is_set_again() {
     node.misbehave("refuse-memory");
     change("memory-1", "1");
     let failure = gpu.failure().await;
-    let withdrawn = "'get_default_device_pinned_mem_limit 1' answered '1M', not 20480M: the limit does not hold";
-    assert!(failure.ends_with(withdrawn), "{failure}");
+    let reason = "'get_default_device_pinned_mem_limit 1' answered '1M', not 20480M: the limit does not hold";
+    assert!(failure.ends_with(reason), "{failure}");
     node.behave("refuse-memory");
     gpu.wait_serving().await;
     gpu.end().await;
@@ -103,7 +103,7 @@ async fn daemon_without_its_limits_never_serves() {
         let mut gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
         let failure = gpu.failure().await;
         assert!(failure.ends_with(why), "{how}: {failure}");
-        assert!(waiting(gpu.readiness()).contains("does not serve"));
+        assert!(why_not_ready(gpu.readiness()).contains("does not serve"));
         node.behave(how);
         gpu.wait_serving().await;
         gpu.end().await;
@@ -165,8 +165,8 @@ async fn failed_start_restores_compute_mode_at_shutdown() {
         } else {
             gpu.failure().await;
         }
-        assert_eq!(node.exclusive(), ["GPU-0", "GPU-1"], "{how}: the GPU stays exclusive during the pause");
-        // The shutdown comes in the pause before the next start, or during that start.
+        assert_eq!(node.exclusive(), ["GPU-0", "GPU-1"], "{how}: the GPUs must stay exclusive");
+        // The shutdown comes in the pause before the next start, or during a start.
         assert_eq!(gpu.end().await, None);
         assert_eq!(node.modes("DEFAULT"), ["GPU-0", "GPU-1"], "{how}");
         assert_eq!(node.exclusive(), [""; 0], "{how}");
@@ -180,7 +180,7 @@ async fn partly_set_compute_mode_is_restored() {
     let mut gpu = node.supervise(shared("nvidia.com/gpu", [0, 1], 2));
     let failure = gpu.failure().await;
     assert!(failure.starts_with("cannot write ") && failure.contains("GPU-1"), "{failure}");
-    assert_eq!(node.modes("EXCLUSIVE_PROCESS"), [""; 0], "no mode is set without a record");
+    assert_eq!(node.modes("EXCLUSIVE_PROCESS"), [""; 0], "no mode may be set without a record");
     gpu.end().await;
     assert_eq!(node.modes("DEFAULT"), ["GPU-0", "GPU-1"]);
 }
@@ -217,7 +217,7 @@ async fn marker_counts_while_its_writer_lives() {
     let (name, limits) = (ResourceName::gpu(), limits_of(2));
     let path = node.layout().marker(&name);
     fs::create_dir_all(path.parent().unwrap()).unwrap();
-    let why = |wanted: &Limits| waiting(readiness(node.layout(), &name, wanted));
+    let why = |wanted: &Limits| why_not_ready(readiness(node.layout(), &name, wanted));
 
     let marker = Marker::set(&path, &limits).unwrap();
     assert_eq!(readiness(node.layout(), &name, &limits), Ok(()));
