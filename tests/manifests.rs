@@ -1,5 +1,5 @@
 //! The manifests parse, the files that they name exist, and linkwise accepts their settings. With kubectl or kustomize
-//! each folder is rendered and checked as the cluster would get it.
+//! they are rendered and checked as the cluster would get them.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

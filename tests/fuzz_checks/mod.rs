@@ -23,7 +23,7 @@ use linkwise_nvml::protocol::{FromAgent, Incoming, encode};
 /// back as it was written.
 pub fn agent_protocol(bytes: &[u8]) {
     let (whole, error) = receive(bytes, usize::MAX);
-    // The first byte is also the size of the pieces.
+    // The first byte also chooses the size of the pieces.
     let piece = usize::from(bytes.first().copied().unwrap_or(0) % 16) + 1;
     assert_eq!(receive(bytes, piece), (whole, error), "pieces of {piece} bytes change the messages");
     let (whole, _) = receive(bytes, usize::MAX);

@@ -162,7 +162,7 @@ fn configs() -> Value {
 const DRIVERS: [&str; 2] = ["host", "container"];
 
 #[tokio::test]
-async fn operators_plugin_serves_by_each_driver_and_cdi() {
+async fn plugin_serves_each_driver_place_and_cdi_setting() {
     for (driver, cdi) in DRIVERS.into_iter().flat_map(|driver| [(driver, true), (driver, false)]) {
         let node = Node::start("dgx1-v100").await;
         prepare(&node, driver);

@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 use crate::dockerfile::{Image, Step};
 use crate::helm::repository;
 
-/// The folder of all files that these tests make.
+/// The folder of the files that outlast a test: packages, the root file system and runc's state.
 const FOLDER: &str = "target/image";
 
 /// The image and the folder with its root file system.

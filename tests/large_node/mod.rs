@@ -1,4 +1,4 @@
-//! Invented machines of more than 16 GPUs: packages, PCIe switches, GPUs, and on some NVSwitch planes or NVLink meshes.
+//! Invented machines of more than 16 GPUs on packages and PCIe switches; some have NVSwitch planes or NVLink meshes.
 
 use linkwise_core::topology::{
     ComputeCapability, CpuObservation, FabricObservation, GpuObservation, HostBridgeObservation, HostObservation,
@@ -18,17 +18,17 @@ pub fn all() -> Vec<(&'static str, NodeObservation)> {
     ]
 }
 
-/// Five switches of four GPUs: three on one package, two on the other.
+/// Five PCIe switches of four GPUs: three on one package, two on the other.
 pub fn twenty() -> NodeObservation {
     machine(&[vec![4, 4, 4], vec![4, 4]], None)
 }
 
-/// Four packages of eight GPUs, two to a switch; no NVLink.
+/// Four packages of eight GPUs, two to a PCIe switch; no NVLink.
 pub fn thirty_two() -> NodeObservation {
     machine(&[[2; 4]; 4].map(|switches| switches.to_vec()), None)
 }
 
-/// Eight NVSwitch planes of eight GPUs, two to a switch, four planes to a package.
+/// Eight NVSwitch planes of eight GPUs, two GPUs to a PCIe switch, four planes to a package.
 pub fn sixty_four() -> NodeObservation {
     machine(&[vec![2; 16], vec![2; 16]], Some(8))
 }
@@ -77,7 +77,7 @@ fn join(observed: &mut NodeObservation, links: impl Fn(usize, usize) -> u32) {
     }
 }
 
-/// A machine of packages, each a list of the numbers of GPUs at its switches; each switch has a host bridge. With
+/// A machine of packages, each a list of the numbers of GPUs at its PCIe switches; each switch has a host bridge. With
 /// `plane_size`, each GPU has 18 links to the NVSwitches of a plane of that many GPUs.
 fn machine(packages: &[Vec<usize>], plane_size: Option<usize>) -> NodeObservation {
     let link = Some(PcieLink { mts: 32_000, width: 16 });

@@ -45,7 +45,7 @@ impl Node {
         self.devices().into_iter().find(|device| device.name == name).map(|device| device.taints)
     }
 
-    /// Lets PodResources list the device with a claim, and no other.
+    /// Lets PodResources list this device alone, with a claim.
     fn kubelet_lists(&mut self, name: &str) {
         let [claim, driver, device] = ["default/a", DRIVER, name].map(str::to_owned);
         let claimed = ClaimedDevice { claim, driver, device, ..ClaimedDevice::default() };
