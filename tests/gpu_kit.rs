@@ -18,7 +18,7 @@ fn packed(folder: &TempDir) -> PathBuf {
     assert!(built.join("linkwise-lab").exists(), "run cargo build -p linkwise-lab, as make test does");
     let kit = folder.path().join("kit");
     let pack = Path::new(env!("CARGO_MANIFEST_DIR")).join("lab/gpu-kit/pack.sh");
-    // The limit is raised because these programs are not optimised.
+    // The kit's size limit is raised because these programs are not optimised.
     let output = Command::new(pack).arg(built).arg(&kit).env("GPU_KIT_MOST_MIB", "500").output().unwrap();
     assert!(output.status.success(), "{output:?}");
     kit

@@ -115,7 +115,7 @@ fn labels_command_prints_labels_of_machine() {
     let observed = machines::load("dgx-h100").unwrap().observed;
     let plan = ResourcePlan { sharing: shared(SharingKind::TimeSlicing, "nvidia.com/gpu"), ..ResourcePlan::default() };
     let mut expected = labels_of(observed, plan, Some("dgx-h100")).0;
-    // A machine that is read from a file has no timestamp, and no facts of the host.
+    // The command prints no timestamp, and with `--node` no facts of the host.
     expected.retain(|key, _| key != "nvidia.com/gfd.timestamp" && key != "nvidia.com/vgpu.present");
     expected.insert("nvidia.com/gpu.machine".to_owned(), "unknown".to_owned());
     assert_eq!(String::from_utf8(output.stdout).unwrap(), text(&expected));

@@ -1,5 +1,5 @@
 //! The manifests parse, the files that they name exist, and linkwise accepts their settings. With kubectl or kustomize
-//! they are rendered and checked as the cluster would get them.
+//! overlays, base and monitoring are rendered and checked as the cluster would get them.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

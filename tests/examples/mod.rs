@@ -22,7 +22,7 @@ fn of_kind<'a>(objects: &'a [Value], kind: &str) -> &'a Value {
     objects.iter().find(|object| object["kind"] == kind).unwrap_or_else(|| panic!("no {kind}"))
 }
 
-/// Checks an object by its published schema, a claim template by the API server in the box.
+/// Checks an object by its published schema, a claim template by the API server box.
 fn check_object(schemas: &[Schema], object: &Value) {
     if object["kind"] == "ResourceClaimTemplate" {
         let resource = ResourceType::RESOURCE_CLAIM_TEMPLATES;

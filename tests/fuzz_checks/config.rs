@@ -1,4 +1,4 @@
-//! Configuration files: for any text, each finding is one line that names a line of the text, and the settings keep
+//! Configuration files: for any text, each finding is one line, any line that it names exists, and the settings keep
 //! their bounds. Called by the target `config`.
 
 use linkwise::config::{Environment, Flags, Settings};

@@ -159,7 +159,7 @@ impl Node {
 
     /// The mounts that NVIDIA's container runtime adds for NVIDIA_VISIBLE_DEVICES: the driver's library, programs and
     /// device nodes. The nodes are /dev/null, because without a driver the kernel opens no others. The folder of the
-    /// control socket is added too, as the only writable one.
+    /// control socket is added too, as the only writable mount.
     pub fn nvidia_mounts(&self) -> Vec<(PathBuf, String, &'static str)> {
         let programs = ["nvidia-cuda-mps-control", "nvidia-smi"];
         let programs = programs.map(|name| (repository("tests/mps").join(name), format!("/usr/bin/{name}")));

@@ -320,7 +320,7 @@ impl Maker<'_> {
                     source.join(path)
                 }),
                 None => {
-                    // containerd makes a missing source.
+                    // containerd makes a missing source as a folder.
                     fs::create_dir_all(source).unwrap();
                     source.clone()
                 }
@@ -356,7 +356,7 @@ fn arguments(container: &Value) -> Vec<String> {
     }
 }
 
-/// The memory limit, and the devices that NVIDIA's runtime allows.
+/// The memory limit, and the devices that NVIDIA's runtime allows; all devices if the container is privileged.
 fn resources(container: &Value) -> Value {
     let mut resources = json!({"devices": [
         {"allow": false, "access": "rwm"},

@@ -80,7 +80,7 @@ async fn dra_on_and_off_and_on_under_a_claim() {
     let claim = node.claim("one", "gpu-5", &[]);
     let cdi = node.start_claim(&pod, "p", &claim).await;
     end(&node, pod, &PLUGIN_SETTING).await;
-    // The claim keeps its GPU, and the others change doors.
+    // The claim keeps its GPU, and the other GPUs change doors.
     let pod = node.deploy(PLUGIN, PLUGIN_SETTING.values).await;
     node.wait_offered(&pod, GPU, 7).await;
     assert!(!offered(&node).0.contains(&5), "the claim's pod has GPU 5");

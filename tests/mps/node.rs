@@ -68,7 +68,7 @@ impl Node {
         fs::remove_file(self.bin().join(fault)).unwrap();
     }
 
-    /// The GPUs, sorted, that nvidia-smi was called to set to this compute mode.
+    /// The GPUs, sorted, for which nvidia-smi was called with this compute mode.
     pub fn modes(&self, mode: &str) -> Vec<String> {
         let mut gpus: Vec<String> = self.noted("modes");
         gpus.retain(|call| call.ends_with(&format!(" -c {mode}")));

@@ -10,7 +10,7 @@ use crate::dra::model::published::{Node, accepted, claim, list, node};
 use crate::dra::published::golden::run;
 use crate::oracle::{Oracle, Set, places, subsets};
 
-/// A DGX-1, an HGX H100, a machine with bridges, and PCIe pairs.
+/// A DGX-1, an HGX H100, pairs with NVLink bridges, and pairs below PCIe switches.
 const MACHINES: [&str; 4] = ["dgx1-v100", "aws-p5", "nvlink-bridge-pairs", "pcie-8x-pix-pairs"];
 
 /// The exact claim for a machine, the attribute that it names, and the command's standard error.

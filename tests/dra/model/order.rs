@@ -1,4 +1,4 @@
-//! Claims without constraints: the order in which GPUs are published.
+//! Claims without constraints, which get GPUs in the order in which linkwise publishes them.
 
 use crate::dra::model::published::{gpus, nodes};
 use crate::oracle::{Oracle, Set, places};

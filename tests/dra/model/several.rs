@@ -22,7 +22,7 @@ fn shipped() -> Vec<Value> {
     [2, 4, 8].map(|gpus| read(&format!("manifests/dra/templates/linkwise-gpus-{gpus}.yaml"))).into()
 }
 
-/// Templates with the same names for one machine, with all its groups.
+/// Templates of the same names for one machine, which list all its groups.
 fn templates_for(machine: &str) -> Vec<Value> {
     let print = |gpus: &str| {
         let name = format!("linkwise-gpus-{gpus}");

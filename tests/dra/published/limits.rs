@@ -139,7 +139,7 @@ fn slices_are_as_few_as_taints_allow() {
     let many = |count: usize| -> Vec<SliceDevice> {
         (0..count).map(|number| SliceDevice { name: format!("gpu-{number}"), ..SliceDevice::default() }).collect()
     };
-    // Several slices keep room for taints.
+    // If a pool needs several slices, each keeps room for taints.
     for (devices, expected) in [(0, 1), (64, 1), (128, 1), (129, 3)] {
         assert_eq!(slices(many(devices)).len(), expected, "{devices} devices");
     }
