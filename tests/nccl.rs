@@ -90,7 +90,7 @@ pub fn table(ranks: u64, rows: &[(u64, Vec<f64>)]) -> String {
     text + "# Out of bounds values : 0 OK\n"
 }
 
-/// Runs `linkwise verify` on a text; returns its output and its exit code.
+/// Runs `linkwise verify` on a text; returns its output and exit code.
 fn verify(text: &str, args: &[&str]) -> (String, i32) {
     let file = tempfile::NamedTempFile::new().unwrap();
     fs::write(file.path(), text).unwrap();

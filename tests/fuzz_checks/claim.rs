@@ -96,8 +96,7 @@ fn plan_claim(claim: &Claim, asked: &ClaimName, others: &[(ClaimName, Prepared)]
     plan(claim, asked, node)
 }
 
-/// Checks that exactly the allocated devices are prepared, with their CDI names, and that no two overlap, except by
-/// admin access or as different shares.
+/// Checks that exactly the allocated devices are prepared, with CDI names, and overlap only by admin access or shares.
 fn check_prepared(claim: &Claim, prepared: &Prepared) {
     let results = claim.status.allocation.iter().flat_map(|allocation| &allocation.devices.results);
     let ours: Vec<&AllocatedDevice> = results.filter(|result| result.driver == DRIVER).collect();

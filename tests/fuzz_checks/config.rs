@@ -6,7 +6,6 @@ use linkwise_core::state::{MAX_SLOTS, SharedDevices};
 
 use super::machine::assert_one_line;
 
-/// Checks any text as a configuration file.
 pub fn config(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else { return };
     let (settings, findings) = Settings::build(&Flags::default(), &Environment::default(), text);

@@ -32,7 +32,7 @@ fn tables(observed: &NodeObservation) -> AllocationTables {
     AllocationTables::new(Arc::new(NodeTopology::assemble(observed).0))
 }
 
-/// Checks the answer to a request on a machine; the bytes choose both.
+/// Checks the answer to a request; the bytes choose it and the machine.
 pub fn request(bytes: &[u8]) {
     let bytes = &mut Bytes(bytes);
     let numbers = request_in_numbers(bytes);

@@ -36,7 +36,7 @@ fn image_has_every_program_with_its_libraries() {
 fn hot_functions_lie_in_one_section() {
     let program = below(&unpacked().folder, "/usr/bin/linkwise");
     let sections = tool("readelf", &["--sections", "--wide"], &program);
-    // The columns are number, name, type, address, offset and size.
+    // The columns: number, name, type, address, offset, size.
     let place = sections.lines().find_map(|line| line.split_once(SECTION)).map(|(_, rest)| rest);
     let place = place.unwrap_or_else(|| panic!("built without release/hot.ld, see the Dockerfile's RUSTFLAGS"));
     let [_, start, _, size] = place.split_whitespace().take(4).collect::<Vec<_>>()[..] else { panic!("{place}") };

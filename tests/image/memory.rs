@@ -43,7 +43,7 @@ async fn leak_ends_agents_but_no_container_or_admission() {
         number += 1;
         ends = node.metric(OVER_MEMORY).await;
     }
-    // Without cgroups there is no count; `Container::start` reports that limits are skipped.
+    // Without cgroups there is no count.
     assert_eq!(pod.container(PLUGIN_CONTAINER).oom_kills().unwrap_or(0), 0);
     pod.stop().await;
 }

@@ -108,7 +108,6 @@ impl Node {
         fake_nvml::Control::new(self.folder.path().join("nvml/socket")).send(command).unwrap();
     }
 
-    /// The root of the host.
     pub fn host(&self) -> PathBuf {
         self.folder.path().join("h")
     }
@@ -184,7 +183,7 @@ impl Node {
         helm.template(&args).unwrap_or_else(|error| panic!("{values:?}: {error}"))
     }
 
-    /// Starts the pod of a DaemonSet of the chart with these values, and waits until it is ready.
+    /// Starts a pod by [`Self::begin`], and waits until it is ready.
     pub async fn deploy(&self, set: &str, values: &[&str]) -> Pod {
         let mut pod = self.begin(set, values).await;
         pod.wait_ready().await;

@@ -75,7 +75,6 @@ impl Pod {
         self.assert_running();
     }
 
-    /// Fails if a container has ended.
     pub fn assert_running(&mut self) {
         for container in &mut self.containers {
             if let Some(status) = container.ended() {
@@ -356,7 +355,7 @@ fn arguments(container: &Value) -> Vec<String> {
     }
 }
 
-/// The memory limit, and the devices that NVIDIA's runtime allows; all devices if the container is privileged.
+/// The memory limit, and the devices that NVIDIA's runtime allows, or all if privileged.
 fn resources(container: &Value) -> Value {
     let mut resources = json!({"devices": [
         {"allow": false, "access": "rwm"},

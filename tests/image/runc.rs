@@ -47,7 +47,7 @@ impl Container {
         if has_cgroups() {
             configuration["linux"]["cgroupsPath"] = json!(format!("/{id}"));
         } else if let Some(resources) = configuration["linux"].as_object_mut() {
-            report_skipped("memory limits: runc cannot make a cgroup with a limit here");
+            report_skipped("memory limits: runc cannot set them here");
             resources.remove("resources");
         }
         fs::write(folder.join("config.json"), configuration.to_string()).unwrap();

@@ -24,7 +24,6 @@ pub fn kubelet(change: impl FnOnce(&mut Options)) -> (TempDir, KubeletBox) {
     (dir, KubeletBox::start(options).unwrap())
 }
 
-/// Keeps the options as they are.
 pub fn unchanged(_: &mut Options) {}
 
 /// Starts a kubelet and a plugin; waits until the kubelet has the plugin's first list. `prepare` runs before the plugin

@@ -115,7 +115,6 @@ impl Plugin {
         Self { dir: dir.into(), endpoint: endpoint.into(), shared, server }
     }
 
-    /// Changes the plugin's answers.
     pub fn script(&self, change: impl FnOnce(&mut Script)) {
         change(&mut self.shared.script.lock().unwrap());
     }

@@ -21,7 +21,6 @@ fn dashboards_have_the_types_that_grafana_publishes() {
     assert!(output.status.success(), "{stdout}{stderr}");
 }
 
-/// Returns true if two panels overlap.
 fn overlap(one: &Value, other: &Value) -> bool {
     let [one, other] = [one, other].map(|panel| {
         let of = |key: &str| panel["gridPos"][key].as_u64().unwrap();

@@ -178,7 +178,7 @@ async fn second_process_on_an_mps_root_is_refused() {
     let (node, gpu) = (Node::new(), ResourceName::gpu());
     let mut daemon = Daemon::start_shared(&node);
     daemon.logged("limits confirmed").await;
-    // With --init, the process runs the daemons in a child, and ends with the child's exit code.
+    // With --init, the parent ends with its child's exit code.
     for args in [&[][..], &["--init"]] {
         let log = refused(&node, args).await;
         assert_eq!(log.matches("another linkwise mps-control-daemon serves").count(), 1, "reported once: {log}");

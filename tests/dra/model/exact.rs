@@ -1,5 +1,4 @@
-//! Exact claims, which ask for GPUs of one group and list no alternatives. The tests read groups from the slices, and
-//! bandwidths from the oracle.
+//! Exact claims: GPUs of one group, without alternatives. Tests take groups from slices, bandwidths from the oracle.
 
 use std::collections::BTreeMap;
 

@@ -149,7 +149,6 @@ impl Node {
         set
     }
 
-    /// An attribute of a GPU's device.
     pub fn attribute(&self, gpu: usize, name: &str) -> Option<String> {
         let mut devices = self.slices.iter().flat_map(|slice| slice["spec"]["devices"].as_array().unwrap());
         let own = devices.find(|device| device["name"] == self.devices[gpu].as_str())?;

@@ -107,7 +107,6 @@ fn one_slot_per_container_is_one_share_per_claim() {
     assert!(cluster.allocate(node.name, &[part(1, &json!({"shares": "1"}))]).is_ok());
 }
 
-/// A file of the repository.
 fn file(path: &str) -> String {
     std::fs::read_to_string(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap()
 }

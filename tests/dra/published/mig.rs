@@ -52,7 +52,6 @@ pub fn published(
     (devices.into_iter().map(|device| (device.name.clone(), device)).collect(), counters.collect())
 }
 
-/// The counters that a device consumes.
 fn consumed(device: &SliceDevice) -> BTreeMap<&str, &str> {
     let counters = device.consumes_counters.iter().flat_map(|set| &set.counters);
     counters.map(|(name, counter)| (name.as_str(), counter.value.as_str())).collect()
