@@ -195,9 +195,9 @@ async fn xid_storm_loses_no_event_and_takes_no_memory() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let peak = || kib(node.process.id(), "VmHWM").unwrap();
     let before = peak();
-    node.setup.tell_all(&["storm 0 31 50000", "xid 2 79", "storm 0 31 50000", "xid 3 79"]);
+    node.setup.tell_all(&["storm 0 31 25000", "xid 2 79", "storm 0 31 25000", "xid 3 79"]);
     wait_unhealthy(&kubelet, &[2, 3]).await;
-    node.metric(&format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"31\"}}", uuid(1, 0)), 100_000).await;
+    node.metric(&format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"31\"}}", uuid(1, 0)), 50_000).await;
     // An event takes about a hundred bytes: keeping them all would exceed this bound.
     assert!(peak() < before + 4 * 1024, "{before} KiB before, {} KiB after", peak());
     assert_works(&node, &kubelet, 4).await;
