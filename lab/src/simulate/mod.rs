@@ -66,7 +66,7 @@ fn simulate(args: &SimulateArgs) -> Result<()> {
     let trace = args.trace.as_deref().context("no --trace")?;
     let jobs = read_trace(trace)?;
     if jobs.iter().any(|job| job.pods > 1) {
-        bail!("{} has jobs of several pods: they take --nodes", trace.display());
+        bail!("{} has jobs of several pods; add --nodes N", trace.display());
     }
     let machine = machines::load(args.node.as_deref().context("no --node")?)?;
     let (topology, _) = NodeTopology::assemble(&machine.observed);
@@ -75,9 +75,9 @@ fn simulate(args: &SimulateArgs) -> Result<()> {
     drop(comparing);
     let gpus = tables.topology().gpus().len();
     if jobs.iter().all(|job| job.size > gpus) {
-        bail!("no job of {} fits this machine (it has {gpus} GPUs)", trace.display());
+        bail!("trace {}: no job fits this machine (it has {gpus} GPUs)", trace.display());
     }
-    ensure!(args.format != Format::Choices, "--format choices shows a scheduler's choices: it takes --nodes");
+    ensure!(args.format != Format::Choices, "--format choices shows a scheduler's choices; add --nodes N");
     let policies = args.policy.iter().map(|policy| outcome(&tables, &jobs, *policy, args.seed)).collect();
     let simulation = Simulation { machine: machine.title, gpus, policies };
     print(&match args.format {

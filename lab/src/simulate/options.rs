@@ -15,7 +15,7 @@ pub struct SimulateArgs {
     pub node: Option<String>,
     /// The jobs (- for standard input): CSV with a header and whole numbers. The columns are size (GPUs),
     /// duration_seconds and, if jobs do not all arrive at once, arrival_seconds; with --nodes also pods (of size GPUs
-    /// each). docs/traces/sample.csv is one
+    /// each). docs/traces/sample.csv is an example
     #[arg(long, value_name = "FILE", required_unless_present = "nodes")]
     pub trace: Option<PathBuf>,
     /// The policies to compare, separated by commas
@@ -117,7 +117,7 @@ pub enum Door {
     /// The device plugin with a choice that linkwise does not offer: of sets with equal values, the lowest rails
     PluginRails,
     /// DRA, claims as `linkwise claim --rails` prints them for jobs of several pods (the column pods of a trace): jobs
-    /// take turns at the rails; as dra-groups for the others
+    /// take turns at the rails. Other jobs get the claims of dra-groups
     DraRails,
 }
 
@@ -160,7 +160,7 @@ fn weighted(text: &str) -> Result<MachineWeight, String> {
 
 fn per_mille(text: &str) -> Result<u32, String> {
     let share = text.parse().ok().filter(|share: &f64| (0.01..=1.0).contains(share));
-    // The product is rounded, because 0.8 times 1000 is a little less than 800 in binary.
+    // Rounds the share to whole per mille.
     share
         .and_then(|share| (10..=1000).find(|mille| (share * 1000.0 - f64::from(*mille)).abs() <= 0.5))
         .ok_or_else(|| "expected a number from 0.01 to 1".to_owned())

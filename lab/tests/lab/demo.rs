@@ -1,4 +1,5 @@
-//! The demo succeeds on every machine under every policy, with the scopes in turn, and its page can be watched.
+//! The demo succeeds on every machine under every policy, with the scopes in turn. With `--hold`
+//! it serves its page and metrics after its last pod.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
 
@@ -50,7 +51,7 @@ pub async fn play(machine: Machine, options: &[&str]) -> String {
 /// Each machine runs under each policy. Policies take turns at the scopes, and every second machine begins with the
 /// other scope.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn demo_succeeds_on_each_machine_policy_and_scope() {
+async fn demo_succeeds_on_each_machine_and_policy() {
     let mut demos = tokio::task::JoinSet::new();
     for (at, machine) in machines::built_in().enumerate() {
         for (policy, scope) in POLICIES.into_iter().zip(SCOPES.into_iter().cycle().skip(at % 2)) {
@@ -77,7 +78,8 @@ async fn demo_succeeds_on_each_machine_policy_and_scope() {
     }
 }
 
-/// Machines that are not built in: with few GPUs, no NUMA nodes, too many, or node numbers that no mask can hold.
+/// Machines that are not built in: with few GPUs, or with NUMA nodes that are unknown, too many, without CPUs, or
+/// numbered beyond any mask.
 fn odd_machines() -> Vec<Machine> {
     let odd = |name: &str, change: &dyn Fn(&mut NodeObservation)| {
         let mut machine = machines::load("dgx-h100").unwrap();
@@ -127,13 +129,13 @@ fn piped_demo_prints_plain_lines_of_100_columns() {
         for line in text.lines() {
             assert!(line.chars().count() <= 100, "{}: {line}", machine.name);
         }
-        // On a DGX H100 a pod that fits no single NUMA node is refused, with the reason.
+        // On a DGX H100 a pod of 4 GPUs is refused, with the reason, because no NUMA node has 4 free GPUs left.
         let why = "TopologyAffinityError\n  why: 4 nvidia.com/gpu would fit 1 NUMA node, but what is free needs {0,1}";
         assert!(machine.name != "dgx-h100" || text.contains(why), "{text}");
     }
 }
 
-/// A child process that ends with its value.
+/// A child process that is killed when this value is dropped.
 pub struct KillOnDrop(pub Child);
 
 impl Drop for KillOnDrop {
@@ -177,7 +179,7 @@ async fn held_demo_shows_free_gpus_after_its_last_pod() {
     let mut printed = BufReader::new(demo.0.stdout.take().unwrap()).lines().map_while(Result::ok);
     let page = printed.find_map(|line| line.strip_prefix("The node's page: http://").map(str::to_owned)).unwrap();
     let address = page.trim_end_matches('/');
-    assert!(printed.any(|line| line.starts_with("Serving until interrupted")), "the last pod has ended");
+    assert!(printed.any(|line| line.starts_with("Serving until interrupted")), "the demo ended before it served");
     // linkwise counts no GPU as held, even if no kubelet list had the short-lived pods.
     let counts = ["held\"} 0", "free\"} 8", "mig\"} 0", "unhealthy\"} 0", "unknown\"} 0"];
     let counts = counts.map(|count| format!("linkwise_gpus_by_availability{{availability=\"{count}"));

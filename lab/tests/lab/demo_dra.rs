@@ -67,7 +67,7 @@ async fn dra_demo_succeeds_on_each_machine() {
         let summary = format!("templates: {with} MB/s in all; of the first free GPUs: {without} MB/s");
         assert_eq!(printed.contains(&summary), gpus >= 4, "{machine}: {summary}\n{printed}");
         assert!(with >= without, "{machine}\n{printed}");
-        // In a mesh of NVLinks the published order alone is not enough, so that groups double the bandwidth.
+        // In a mesh of NVLinks groups double the bandwidth that the first free GPUs in published order have.
         assert!(machine != "dgx1-v100" || (with, without) == (146_000, 72_000), "{printed}");
     }
     assert_eq!(count, machines::built_in().count());

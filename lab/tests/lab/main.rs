@@ -1,4 +1,5 @@
-//! Tests of the laboratory: the demo on every machine, with and without DRA, the node's page, and the simulations.
+//! Tests of the laboratory: the demo on every machine, with and without DRA, NUMA hints and the Topology Manager, the
+//! node's page, and the simulations.
 
 #![allow(
     clippy::unwrap_used,

@@ -23,7 +23,7 @@ fn bad_trace_is_refused_in_one_line() {
         (b"", "no header"),
         (b"size,duration_seconds\n2,10\n2,ten\n", "line 3: duration_seconds 'ten' is not a whole number"),
         (b"size,duration_seconds\n0,10\n", "line 2: size '0'"),
-        (b"size,duration_seconds\n16,10\n", "no job of - fits this machine (it has 8 GPUs)"),
+        (b"size,duration_seconds\n16,10\n", "trace -: no job fits this machine (it has 8 GPUs)"),
         (b"size,duration_seconds\n\xff,1\n", "not UTF-8"),
     ];
     for (trace, expected) in cases {

@@ -28,14 +28,14 @@ pub fn check_snapshot(folder: &str, name: &str, text: &str) {
 const SMALL: [&str; 6] = ["--nodes", "6", "--mix", "dgx1-v100=2,pcie-8x-pix-pairs=1", "--jobs", "400"];
 
 #[test]
-fn small_cluster_has_its_figures() {
+fn figures_of_a_small_cluster_are_golden() {
     check_snapshot("snapshots", "simulate-cluster", &printed(&SMALL));
     let json: Value = serde_json::from_str(&printed(&[&SMALL[..], &["--format", "json"]].concat())).unwrap();
     check_snapshot("snapshots", "simulate-cluster-json", &serde_json::to_string_pretty(&json).unwrap());
 }
 
 #[test]
-fn page_explains_every_figure() {
+fn docs_explain_every_figure() {
     let page = include_str!("../../../docs/scale.md");
     let text = printed(&SMALL);
     let table = text.lines().skip_while(|line| !line.starts_with(' ')).skip(1).take_while(|line| !line.is_empty());
@@ -62,7 +62,7 @@ fn page_explains_every_figure() {
 }
 
 #[test]
-fn page_has_the_figures_of_rails() {
+fn docs_have_the_figures_of_rails() {
     let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/traces/pods.csv");
     let doors = ["--trace", trace, "--door", "plugin,plugin-rails,dra-rails"];
     let page = include_str!("../../../docs/scale.md");
@@ -116,7 +116,7 @@ fn same_seed_gives_same_figures() {
 }
 
 #[test]
-fn trace_is_replayed_on_every_named_door() {
+fn trace_is_replayed_through_every_named_door() {
     let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/traces/sample.csv");
     let args = ["--nodes", "2", "--node", "dgx-h100", "--trace", trace, "--format", "json"];
     let doors = ["--door", "dra-groups", "--door", "plugin,dra-groups", "--cpu", "none"];
@@ -153,7 +153,7 @@ fn bad_input_is_refused_by_name() {
         (&["--nodes", "2", "--mix", "dgx-h100=1,dgx-h100=2"], &["dgx-h100 twice"]),
         (&["--nodes", "2", "--mix", &bare], &["bare.yaml' has no whole GPU"]),
         (&["--nodes", "2", "--mix", "dgx-h100", "--node", "dgx-a100"], &["--mix", "--node"]),
-        (&["--nodes", "2", "--trace", &trace], &["no job of", "large.csv", "the largest serves 8 GPUs"]),
+        (&["--nodes", "2", "--trace", &trace], &["trace /", "large.csv: no job fits", "the largest serves 8 GPUs"]),
         (&["--nodes", "2", "--trace", &trace, "--load", "0.5"], &["--load", "--trace"]),
         (&["--nodes", "2", "--load", "1.5"], &["'1.5'", "0.01 to 1"]),
         (&["--nodes", "2", "--jobs", "0"], &["'0'", "--jobs"]),
@@ -164,13 +164,13 @@ fn bad_input_is_refused_by_name() {
         let output = simulate(args).output().unwrap();
         let error = String::from_utf8(output.stderr).unwrap();
         assert!(!output.status.success() && output.stdout.is_empty(), "{args:?}: {error}");
-        assert!(named.iter().all(|name| error.contains(name)), "{args:?} names {named:?}: {error}");
+        assert!(named.iter().all(|name| error.contains(name)), "{args:?}: not all of {named:?} in {error}");
     }
     // The options of a cluster need --nodes, and without --nodes a trace is needed.
     let sample = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/traces/sample.csv");
     for (args, named) in [
         (&["--trace", "-", "--door", "plugin"][..], "--nodes"),
-        (&["--node", "dgx-h100", "--trace", sample, "--format", "choices"], "takes --nodes"),
+        (&["--node", "dgx-h100", "--trace", sample, "--format", "choices"], "add --nodes"),
         (&[], "--trace"),
     ] {
         let error = String::from_utf8(simulate(args).output().unwrap().stderr).unwrap();
@@ -179,7 +179,7 @@ fn bad_input_is_refused_by_name() {
 }
 
 #[test]
-fn page_has_the_figures_of_exact_claims() {
+fn docs_have_the_figures_of_exact_claims() {
     let page = include_str!("../../../docs/schedulers.md");
     let command = page.lines().find_map(|line| line.strip_prefix("    linkwise-lab simulate ")).unwrap();
     for machine in ["dgx1-v100", "aws-p5", "nvlink-bridge-pairs", "pcie-8x-pix-pairs"] {

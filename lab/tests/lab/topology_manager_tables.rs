@@ -68,7 +68,7 @@ impl Engine {
         let (ours, theirs) = (best.values?, self.choose(free, got, size).values?);
         let differs = Some(ours.difference(&theirs)).filter(|value| *value != Value::PciAddresses)?;
         let (ours, theirs) = (ours.get(differs), theirs.get(differs));
-        assert!(ours > theirs, "the engine alone chooses the better set");
+        assert!(ours > theirs, "the engine alone chooses a worse set");
         let devices = best.devices.iter().map(|gpu| gpu.uuid.to_string()).collect();
         Some(format!("the engine alone: GPU {} ({differs} {ours}, here {theirs})", self.indices(&devices)))
     }
@@ -173,7 +173,7 @@ async fn table(machine: &Machine) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn docs_table_matches_each_machine() {
+async fn golden_table_matches_each_machine() {
     let mut names = BTreeSet::new();
     for built_in in machines::built_in() {
         let machine = machines::load(built_in.name).unwrap();
@@ -187,6 +187,6 @@ async fn docs_table_matches_each_machine() {
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/lab").join(FOLDER);
     for file in std::fs::read_dir(folder).unwrap() {
         let file = file.unwrap().file_name().into_string().unwrap();
-        assert!(names.contains(&file), "{file} belongs to a built-in machine");
+        assert!(names.contains(&file), "{file} belongs to no built-in machine");
     }
 }

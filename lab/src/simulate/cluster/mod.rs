@@ -42,13 +42,13 @@ const MAX_GPUS: usize = 32;
 
 struct Cluster {
     machines: Vec<Machine>,
-    /// The machine of each node.
+    /// The machine of each node, as an index in `machines`.
     kinds: Vec<usize>,
     /// The jobs, in the order of their arrivals.
     jobs: Vec<Job>,
     /// The index of the first counted job: the jobs before it fill the cluster.
     counted: usize,
-    /// The number of jobs left out, because no node has or no claim may request so many GPUs.
+    /// The number of jobs left out, because they want more GPUs than any node has or than a claim may request.
     skipped: usize,
     /// The parameters of the generated jobs; `None` for a trace.
     load: Option<Load>,
@@ -128,7 +128,7 @@ fn cluster(args: &SimulateArgs) -> Result<Cluster> {
     let all = jobs.len();
     let jobs: Vec<Job> = jobs.into_iter().filter(|job| job.size <= most).collect();
     let trace = args.trace.as_deref().map_or_else(String::new, |trace| trace.display().to_string());
-    ensure!(!jobs.is_empty(), "no job of {trace} fits a node of this cluster (the largest serves {most} GPUs)");
+    ensure!(!jobs.is_empty(), "trace {trace}: no job fits a node of this cluster (the largest serves {most} GPUs)");
     let counted = load.as_ref().map_or(0, |load| load.filling as usize);
     Ok(Cluster { skipped: all - jobs.len(), machines, kinds, jobs, counted, load })
 }

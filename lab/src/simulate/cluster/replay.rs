@@ -1,7 +1,7 @@
 //! The replay: jobs arrive, wait, run and end. Time is in whole seconds.
 //!
-//! A job that fits nowhere waits. Waiting jobs are tried again when GPUs become free, in the order of their arrivals.
-//! They do not hold up the jobs behind them, because kube-scheduler puts a pod that does not fit aside.
+//! A job waits until all its pods fit. Waiting jobs are tried again when GPUs become free, in the order of their
+//! arrivals. They do not hold up the jobs behind them, because kube-scheduler puts a pod that does not fit aside.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};

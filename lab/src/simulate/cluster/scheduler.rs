@@ -1,8 +1,8 @@
 //! kube-scheduler's choice among the nodes, and the GPUs that are free on each.
 //!
-//! The choice follows `pkg/scheduler/schedule_one.go` of Kubernetes 1.36. The scheduler tries nodes, beginning
-//! behind the last examined one, until enough of them fit. It scores those, and takes the node on top of a heap of the
-//! scores. This model examines nodes one after the other, kube-scheduler 16 at once.
+//! The choice follows `pkg/scheduler/schedule_one.go` of Kubernetes 1.36. The scheduler examines nodes,
+//! beginning behind the last examined one, until enough of them fit. It scores those, and takes the node on top of a
+//! heap of the scores. This model examines nodes one after the other, kube-scheduler 16 at once.
 
 use crate::simulate::{CpuRequests, Door};
 use anyhow::{Result, anyhow};
@@ -36,7 +36,7 @@ pub(super) struct Placed {
 /// The nodes of a cluster with one door.
 pub(super) struct Scheduler<'a> {
     states: States<'a>,
-    /// The state of each node, by its number in `states`.
+    /// The number in `states` of each node's state.
     nodes: Vec<usize>,
     cpu: CpuRequests,
     /// The node at which the next search begins.
@@ -46,7 +46,7 @@ pub(super) struct Scheduler<'a> {
 }
 
 impl<'a> Scheduler<'a> {
-    /// Starts with all GPUs free. `kinds` holds the machine of each node.
+    /// Starts with all GPUs free. `kinds` holds the index of each node's machine.
     pub fn new(
         machines: &'a [Machine],
         kinds: &[usize],
@@ -118,7 +118,8 @@ impl<'a> Scheduler<'a> {
         Ok(())
     }
 
-    /// The score of LeastAllocated (NodeResourcesFit): the free share of CPU and memory, which is that of the GPUs.
+    /// The score of LeastAllocated (NodeResourcesFit): the share of GPUs, and so of CPU and memory, that the pod
+    /// would leave free on the node.
     fn least_allocated(&self, state: &State, answer: Answer) -> i64 {
         let whole = self.states.machines.get(state.machine).map_or(0, |machine| machine.whole.len());
         let free = state.free.len().saturating_sub(answer.set.map_or(0, GpuSet::len));
@@ -156,7 +157,7 @@ fn top(scores: &[i64]) -> Option<usize> {
     heap.first().map(|(_, at)| *at)
 }
 
-/// The sum of a node's scores: the score of its alternative, relative to the highest one of all nodes
+/// The sum of a node's scores: the score of its alternative, relative to the highest of all fitting nodes
 /// (`DefaultNormalizeScore`), and the score by CPU.
 pub(super) fn total(score: i64, most: i64, by_cpu: i64) -> i64 {
     (score * MAX_SCORE).checked_div(most).unwrap_or(score) * ALTERNATIVES_WEIGHT + by_cpu
@@ -174,7 +175,7 @@ mod tests {
 
     #[test]
     fn tie_goes_to_the_top_of_gos_heap() {
-        // heap.Init of Go 1.26 with these scores in this order, and the name of the first element.
+        // heap.Init of Go 1.26 with these scores in this order, and the place that its top element had.
         for (scores, first) in [
             (&[][..], None),
             (&[5, 5, 5], Some(0)),

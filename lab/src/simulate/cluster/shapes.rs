@@ -11,7 +11,7 @@ pub(super) struct Shape {
     /// The GPUs of each pod.
     pub gpus: usize,
     pub pods: usize,
-    /// The first rail of its pods and the number of their rails, if its claim fixes them.
+    /// The first rail that each pod's claim names, and the number of rails; `None` if the claim names no rail.
     pub rails: Option<(u8, u8)>,
 }
 
@@ -44,8 +44,8 @@ impl Shapes {
         self.shapes.binary_search(&self.shape(number, job)).ok()
     }
 
-    /// The shape of a job. If claims name rails and the job has several pods, these get as few rails as hold the GPUs
-    /// of one. Consecutive jobs get different rails, if there are enough.
+    /// The shape of a job. If claims name rails and the job has several pods, all its pods get the same rails: as few
+    /// as hold a pod's GPUs. Consecutive jobs get different rails, if there are enough.
     fn shape(&self, number: usize, job: &Job) -> Shape {
         let rails = self.rails.filter(|_| job.pods > 1).map(|(all, each)| {
             let own = u8::try_from(job.size.div_ceil(each)).unwrap_or(u8::MAX).min(all).max(1);

@@ -1,5 +1,5 @@
-//! The answers of nodes to claims. An answer depends only on the node's kind and its free GPUs. The allocator's model
-//! or linkwise's own choice computes each case once, and the answer is kept.
+//! The answers of nodes to pods. An answer depends only on the pod's shape, the node's machine and its free GPUs. The
+//! allocator's model or linkwise's own choice computes each answer once.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use crate::demo::WHOLE_GPUS;
 use crate::simulate::{Door, best_set, values};
 use linkwise_core::state::DRA_DRIVER;
 
-/// A node that represents all nodes of its kind. Its name is as long as those of the simulated nodes.
+/// The name of the node that represents all nodes with its machine. It is as long as the simulated nodes' names.
 pub(super) const NODE: &str = "node-00000";
 
 /// The size of the sets that [`State::stuck`] is about.
@@ -34,7 +34,7 @@ pub(super) struct Answer {
     pub claim_bytes: u64,
 }
 
-/// A kind of node with some GPUs free.
+/// A machine with some GPUs free.
 #[derive(Clone, Debug)]
 pub(super) struct State {
     pub machine: usize,
@@ -140,13 +140,13 @@ impl<'a> States<'a> {
         let (Some(state), Some(Shape { gpus, .. })) = (self.states.get(number), self.shapes.shapes.get(shape)) else {
             return Err(anyhow!("no state {number}, or no shape {shape}"));
         };
-        let machine = self.machines.get(state.machine).context("a state is of a machine")?;
+        let machine = self.machines.get(state.machine).context("the state's machine is unknown")?;
         let Some(claim) = self.claims.get(shape) else {
             let choose = if self.door == Door::PluginRails { lowest_rails } else { chosen };
             let set = (state.free.len() >= *gpus).then(|| choose(machine, state.free, *gpus));
             return Ok(Answer { set, score: 0, steps: 0, claim_bytes: 0 });
         };
-        let model = self.models.get_mut(state.machine).context("a machine has a model")?;
+        let model = self.models.get_mut(state.machine).context("the machine has no model")?;
         let used = allocation(NODE, machine.devices_of(machine.whole.without(state.free)));
         model.occupy(&used)?;
         let placed = model.allocate(NODE, std::slice::from_ref(claim));

@@ -1,4 +1,5 @@
-//! The simulated cluster against a model of the allocator that knows all nodes, and against records of the tests.
+//! Compares the simulated cluster with a model of the allocator that knows all nodes, with figures that the tests count
+//! from the events, and with records of a real scheduler.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -73,7 +74,7 @@ impl<'a> WholeModel<'a> {
     fn change(&mut self, node: usize, set: GpuSet, takes: bool) {
         let devices = allocation(&self.names[node], self.machines[node].devices_of(set));
         if takes {
-            assert_eq!(set.without(self.free[node]), GpuSet::default(), "no GPU is given twice");
+            assert_eq!(set.without(self.free[node]), GpuSet::default(), "a GPU is given twice");
             self.cluster.occupy(&devices).unwrap();
             self.free[node] = self.free[node].without(set);
         } else {
@@ -127,7 +128,7 @@ fn compare_with_model(machines: &[Machine], kinds: &[usize], door: Door, cpu: Cp
         whole.change(placed.node, placed.set, true);
         held.push((placed.node, placed.set));
     }
-    assert!(waits > 0, "the nodes are full at times");
+    assert!(waits > 0, "no claim had to wait");
 }
 
 #[test]
@@ -143,8 +144,8 @@ fn placement_is_that_of_the_whole_model() {
 }
 
 #[test]
-fn stuck_gpus_are_those_of_no_best_four() {
-    /// The most sets of four of these GPUs that have the wanted collective and share no GPU.
+fn stuck_gpus_are_those_in_no_best_four() {
+    /// The greatest number of sets of four of these GPUs that have the wanted collective and share no GPU.
     fn most_fours(oracle: &Oracle<'_>, free: Set, wanted: u64, known: &mut BTreeMap<Set, u32>) -> u32 {
         if let Some(known) = known.get(&free) {
             return *known;
@@ -181,7 +182,7 @@ fn replay(machines: &[Machine], kinds: &[usize], jobs: &[Job], door: Door) -> (F
 }
 
 #[test]
-fn replay_agrees_with_independent_records() {
+fn replay_agrees_with_count_of_its_events() {
     let machines = machines(&["dgx1-v100", "pcie-8x-pix-pairs"]);
     let oracles: Vec<Oracle<'_>> = machines.iter().map(|machine| Oracle::new(machine.tables.topology())).collect();
     let kinds = [0, 1, 0];
@@ -194,7 +195,7 @@ fn replay_agrees_with_independent_records() {
         for event in events {
             let (Event::Started { at, .. } | Event::Ended { at, .. }) = event;
             if at > now {
-                // A job that fits does not wait.
+                // No waiting job fits a node.
                 let most = free.iter().map(|free| free.count_ones() as usize).max().unwrap();
                 let mut waiting = jobs.iter().enumerate().filter(|(job, _)| !started.contains_key(job));
                 assert!(waiting.all(|(_, job)| job.arrival > now || job.size > most));
@@ -203,7 +204,7 @@ fn replay_agrees_with_independent_records() {
             match event {
                 Event::Started { job, node, set, best, .. } => {
                     let set = bits(set);
-                    assert_eq!((set & !free[node], set.count_ones() as usize), (0, jobs[job].size), "free, and enough");
+                    assert_eq!((set & !free[node], set.count_ones() as usize), (0, jobs[job].size), "job {job}");
                     let offered = kinds.iter().zip(&free).flat_map(|(kind, free)| {
                         let sets = subsets(*free).filter(|other| other.count_ones() == set.count_ones());
                         sets.map(|set| oracles[*kind].collective(set))
@@ -228,7 +229,7 @@ fn replay_agrees_with_independent_records() {
         assert_eq!((started.len(), ended.len(), figures.never_started), (300, 300, 0));
         let mut waits: Vec<u64> = started.iter().map(|(job, at)| at - jobs[*job].arrival).collect();
         waits.sort_unstable();
-        assert!(waits[299] > 0, "a job waited");
+        assert!(waits[299] > 0, "no job waited");
         assert_eq!(
             (figures.mean_wait_seconds, figures.p99_wait_seconds),
             (waits.iter().sum::<u64>() / 300, waits[296])
@@ -245,7 +246,8 @@ fn replay_agrees_with_independent_records() {
     }
 }
 
-/// Replays jobs of several pods on nodes of one kind. Returns the figures, and the collectives of each job's pods.
+/// Replays jobs on nodes with the same machine, and checks the starts and the figure of equal rails. Returns the
+/// figures, and the collectives of each job's pods.
 fn replay_on(machine: &str, nodes: usize, jobs: &[Job], door: Door) -> (Figures, BTreeMap<usize, Vec<u64>>) {
     let machines = machines(&[machine]);
     let topology = machines[0].tables.topology();
@@ -256,7 +258,7 @@ fn replay_on(machine: &str, nodes: usize, jobs: &[Job], door: Door) -> (Figures,
     for event in events {
         match event {
             Event::Started { at, job, node, set, .. } => {
-                assert_eq!(bits(set) & !free[node], 0, "no GPU is given twice");
+                assert_eq!(bits(set) & !free[node], 0, "a GPU is given twice");
                 free[node] &= !bits(set);
                 pods.entry(job).or_default().push((at, bits(set)));
             }
@@ -268,7 +270,11 @@ fn replay_on(machine: &str, nodes: usize, jobs: &[Job], door: Door) -> (Figures,
         assert_eq!(pods.len(), jobs[*job].pods);
         let mut rails = Vec::new();
         for (at, set) in pods {
-            assert_eq!((*at, set.count_ones() as usize), (pods[0].0, jobs[*job].size), "pods start together");
+            assert_eq!(
+                (*at, set.count_ones() as usize),
+                (pods[0].0, jobs[*job].size),
+                "job {job}: its pods differ in start or size"
+            );
             let gpus = topology.gpus().iter().enumerate().filter(|(place, _)| set >> place & 1 == 1);
             let mut own: Vec<u32> = gpus.map(|(_, gpu)| gpu.rail.unwrap()).collect();
             own.sort_unstable();
@@ -285,7 +291,7 @@ fn replay_on(machine: &str, nodes: usize, jobs: &[Job], door: Door) -> (Figures,
 }
 
 #[test]
-fn pods_of_a_job_start_together_on_equal_rails() {
+fn dra_rails_starts_pods_of_a_job_on_equal_rails() {
     let mut draws = Draws::new(11);
     let mut number = |most: u64| usize::try_from(1 + draws.below(most)).unwrap();
     let mut jobs: Vec<Job> = (0..120)
@@ -296,7 +302,7 @@ fn pods_of_a_job_start_together_on_equal_rails() {
             arrival: 40 * at,
         })
         .collect();
-    // A DGX-1 has four rails of two GPUs each: five GPUs do not fill whole rails, and are more than the rails.
+    // A DGX-1 has four rails of two GPUs each. Five GPUs do not fill whole rails, and outnumber the rails.
     jobs.push(Job { size: 5, pods: 2, duration: 9, arrival: 5000 });
     for machine in ["dgx-h100", "dgx1-v100", "dgx-a100"] {
         let (plugin, preferred) = replay_on(machine, 5, &jobs, Door::Plugin);

@@ -25,7 +25,7 @@ fn program() -> PathBuf {
     let folders = std::env::split_paths(&path);
     let names = ["chromium", "chromium-headless-shell", "google-chrome"];
     let installed = folders.flat_map(|folder| names.map(|name| folder.join(name)));
-    [from_make_tools].into_iter().chain(installed).find(|path| path.exists()).expect("build.rs found a browser")
+    [from_make_tools].into_iter().chain(installed).find(|path| path.exists()).expect("no browser, although build.rs found one")
 }
 
 /// A browser with one empty tab.
@@ -102,7 +102,7 @@ impl Browser {
         }
     }
 
-    /// The events of this kind, which come before a call's answer.
+    /// All events of this method so far: the browser sends them before it answers the call.
     pub fn events(&mut self, method: &str) -> Vec<Value> {
         self.call("Runtime.evaluate", json!({"expression": "0"}));
         self.events.iter().filter(|event| event["method"] == method).map(|event| event["params"].clone()).collect()

@@ -4,7 +4,7 @@
 //! With `PAGE_IMAGES=docs/images`, `page_looks_right_at_each_size_and_colour` writes the pictures of docs/node-page.md.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing, reason = "a test may panic")]
-#![allow(clippy::disallowed_methods, reason = "it reads its environment, and polls another process")]
+#![allow(clippy::disallowed_methods, reason = "the tests read their environment, and poll another process")]
 
 mod browser;
 mod demo;

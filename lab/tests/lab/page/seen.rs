@@ -123,14 +123,14 @@ fn each_step_of_the_demo_is_shown_without_reload() {
         (steps, most_held) = (steps + 1, most_held.max(held));
     }
     assert!(steps >= 11 && most_held == 7, "{steps} steps, {most_held} GPUs");
-    assert_eq!(browser.value("window.since"), "the start", "the page was never loaded again");
-    assert_eq!(browser.value("document.getElementById('gpus-table').open"), true, "an opened table stays open");
-    // The only complaints of the browser are that the demo has ended.
+    assert_eq!(browser.value("window.since"), "the start", "the page was loaded again");
+    assert_eq!(browser.value("document.getElementById('gpus-table').open"), true, "the opened table was closed");
+    // The browser complains only about requests that failed, because the demo has ended.
     let complaints = browser.events("Log.entryAdded").into_iter().map(|event| event["entry"]["text"].to_string());
     let complaints: Vec<String> = complaints.filter(|text| !text.contains("net::ERR_")).collect();
     assert!(complaints.is_empty(), "{complaints:?}");
     for request in browser.events("Network.requestWillBeSent") {
-        assert_eq!(request["request"]["url"], json!(demo.url), "the page requests only its own address");
+        assert_eq!(request["request"]["url"], json!(demo.url), "the page requested another address");
     }
 }
 
@@ -220,7 +220,8 @@ fn hidden_page_stops_polls_and_lost_node_is_shown() {
     hide(&mut browser, true);
     let asks = browser.value("asks");
     books.read(&demo.step());
-    // Another reader sees the pod. In this time a page that is not hidden would have polled several times.
+    // A request outside the page's script sees the pod. Until then a page that is not hidden would have polled
+    // several times.
     browser.wait(
         "fetch(location.href).then((page) => page.text()).then((text) => text.includes('notebook'))",
         &json!(true),
@@ -230,7 +231,7 @@ fn hidden_page_stops_polls_and_lost_node_is_shown() {
     browser.wait(SHOWN, &books.shown());
     drop(demo);
     browser.wait("document.getElementById('fresh').className", &json!("fresh lost"));
-    assert_eq!(browser.value(SHOWN), books.shown(), "the last known state stays");
+    assert_eq!(browser.value(SHOWN), books.shown(), "the last known state is gone");
 }
 
 #[test]

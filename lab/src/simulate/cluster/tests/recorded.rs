@@ -16,13 +16,13 @@ use crate::simulate::cluster::states::States;
 
 const GPUS: [usize; 3] = [1, 2, 4];
 
-/// The results of the claims for several GPUs.
+/// The results of a record. All fields but `ties` are about the claims for several GPUs.
 #[derive(Debug, Default)]
 struct Got {
     claims: u64,
     /// The number of claims that got the best free set of the cluster.
     best: u64,
-    /// The sum of their collectives against the best free set's, in millionths.
+    /// The sum of the claims' collectives against the best free set's, in millionths.
     millionths: u64,
     /// The number of pods for which several nodes had the best score. The real scheduler examines 16 nodes at once, so
     /// that chance decides which of them comes first.
