@@ -76,7 +76,7 @@ fn sorted(tables: &AllocationTables, available: Set, must_include: Set, size: u3
     first.into_iter().chain(then).take(size as usize).collect()
 }
 
-/// Compares all requests without `must_include` to a machine: each set of available GPUs with each size.
+/// Compares the answers for each set of available GPUs of a machine with each size, without `must_include`.
 fn compare_all(tables: &AllocationTables) {
     let oracle = Oracle::new(tables.topology());
     let count = tables.topology().gpus().len() as u32;
@@ -100,7 +100,7 @@ proptest! {
         let oracle = Oracle::new(tables.topology());
         let machine = (1 << tables.topology().gpus().len()) - 1;
         for (available, must, also, size) in requests {
-            // Few GPUs must be included, and some of them are not available.
+            // Only odd sizes have GPUs that must be included. Some of these are not available.
             let must = Set::from(must & also) & machine & if size % 2 == 0 { 0 } else { 0x5a };
             compare(&tables, &oracle, Set::from(available) & machine, must, size);
             compare(&tables, &oracle, Set::from(available | also) & machine, 0, size);
@@ -209,7 +209,7 @@ proptest! {
 
     /// Machines of 12 to 16 GPUs have a random graph of NVLinks over any host.
     #[test]
-    fn values_on_up_to_sixteen_gpus_match_brute_force(
+    fn machines_of_12_to_16_gpus_match_brute_force(
         observed in random_node::node_between(12, 16), seed in 1..u64::MAX,
     ) {
         sample(&tables(&observed), &mut Numbers(seed));

@@ -1,8 +1,9 @@
 //! Checks rules that the compiler does not: which crate may use which, which files may read the environment, spawn
-//! tasks or be `unsafe`, how long files and functions may be, how docs begin, that each dependency has its reason.
+//! tasks or be `unsafe`, how long files and functions may be, how docs begin, and that each dependency has its reason.
 //! ARCHITECTURE.md has the picture.
 //!
-//! The checks read the sources line by line; most skip comments and tests (from `#[cfg(test)]` on).
+//! The checks read the sources line by line. Those of reserved words and of functions skip comments and tests (from
+//! `#[cfg(test)]` on).
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -196,7 +197,7 @@ fn edges(manifest: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn crates_use_what_stands_below_them() {
+fn crates_use_only_what_stands_below_them() {
     let manifest = |member: &str| fs::read_to_string(repository(member).join("Cargo.toml")).expect("a manifest");
     for (member, allowed) in EDGES {
         let found = edges(&manifest(member));

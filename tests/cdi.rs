@@ -99,7 +99,7 @@ fn host_with_hooks_gets_complete_specs() {
 #[test]
 fn driver_container_without_hooks_gets_mounts() {
     let (folder, root) = full();
-    // The host's programs are outside the root of a driver container, so the hook is not found.
+    // The hook has to be a program of the host. This one is in a driver container, so it is not found.
     root.hook();
     let roots = Roots { dev: "/run/nvidia/driver".into(), ..in_driver_container(&folder) };
     let scanned = scan(roots, Options::default(), &snapshot(&TWO));
@@ -108,7 +108,7 @@ fn driver_container_without_hooks_gets_mounts() {
 }
 
 #[test]
-fn nvidia_ctk_hooks_are_nested() {
+fn nvidia_ctk_has_hooks_as_subcommands() {
     let (folder, _) = full();
     let options = Options { hook: Some("/usr/bin/nvidia-ctk".to_owned()), ..Options::default() };
     let scanned = scan(in_driver_container(&folder), options, &snapshot(&TWO));
@@ -128,7 +128,6 @@ fn disabled_hooks_are_replaced_by_mounts() {
         let disabled_hooks = names.iter().map(|name| (*name).to_owned()).collect();
         let options = Options { disabled_hooks, ..Options::default() };
         let scanned = scan(on_host(&folder), options, &snapshot(&TWO));
-        // A disabled hook needs no program, so nothing warns about a missing one.
         assert_eq!(scanned.warnings, []);
         written(&scanned.description);
         let edits = &cdi::specs(&scanned.description)[0].container_edits;
@@ -199,7 +198,7 @@ fn libraries_come_from_all_folders_and_once() {
     let current = format!("{LIBRARIES}/nvidia/current");
     root.file(&format!("{current}/libcuda.so.{VERSION}"));
     root.link(&format!("{current}/libcuda.so.1"), &format!("libcuda.so.{VERSION}"));
-    // Debian's alternatives: a link to the library, and one that leads elsewhere in our container.
+    // Debian's alternatives: a link to the library, and a link whose target our container lacks.
     root.link(&format!("{LIBRARIES}/libcuda.so.{VERSION}"), &format!("nvidia/current/libcuda.so.{VERSION}"));
     root.link(&format!("{LIBRARIES}/libnvidia-ml.so.{VERSION}"), &format!("/nowhere/libnvidia-ml.so.{VERSION}"));
     root.file(&format!("{LIBRARIES}/libnvidia-eglcore.so.{VERSION}"));
@@ -253,7 +252,7 @@ fn expected_links_are_made_whatever_the_host_has() {
         let (link, library) = (format!("/{LIBRARIES}/{link}"), format!("/{LIBRARIES}/{library}.{VERSION}"));
         assert!(with.contains(&format!("--link {target}::{link}")), "{link}: {with}");
         assert!(without.contains(&(library, link.clone())), "{link}: {without:?}");
-        assert!(!mounts(&folder).iter().any(|(_, container)| *container == link), "the hook makes the link");
+        assert!(!mounts(&folder).iter().any(|(_, container)| *container == link), "{link} is mounted beside the hook");
     }
 }
 
@@ -316,7 +315,7 @@ fn libraries_match_the_loaded_driver() {
     root.link(&format!("{LIBRARIES}/libcuda.so.1"), "libcuda.so.535.9");
     assert_eq!(scanned(&folder).description.driver.version.as_deref(), Some("535.9"));
     root.loaded("535.10.1");
-    assert_eq!(names(&scanned(&folder).description.driver), newest, "the loaded driver decides");
+    assert_eq!(names(&scanned(&folder).description.driver), newest, "the loaded driver is 535.10.1");
     // In an unfinished update the libraries' version differs from the kernel module's, and they do not work.
     root.loaded("550.1");
     let seen = scanned(&folder);
@@ -478,7 +477,7 @@ fn reader_never_sees_a_partial_spec() {
         reader.join().unwrap();
     });
     let names: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    assert_eq!(names, [path.file_name().unwrap()], "no temporary file is left");
+    assert_eq!(names, [path.file_name().unwrap()], "a temporary file is left");
 }
 
 #[test]

@@ -27,7 +27,7 @@ fn one_gpu(minor: Option<u32>) -> NodeState {
     snapshot(&[(4, "GPU-a", "0000:01:00.0", minor)])
 }
 
-fn by_name() -> InjectionOptions {
+fn by_envvar() -> InjectionOptions {
     InjectionOptions { envvar: true, ..InjectionOptions::default() }
 }
 
@@ -46,7 +46,7 @@ fn imex_channels_follow_the_strategy_of_the_gpus() {
         cdi_devices: vec!["vendor/imex-channel=0".to_owned(), "vendor/gds=all".to_owned()],
         ..HostDevices::default()
     };
-    let options = InjectionOptions { env: texts(&[("NVIDIA_GDS", "enabled")]), ..by_name() };
+    let options = InjectionOptions { env: texts(&[("NVIDIA_GDS", "enabled")]), ..by_envvar() };
     let injection = inject(&options, &host, &one_gpu(None), |_| true).unwrap();
     let env = texts(&[("NVIDIA_GDS", "enabled"), ("NVIDIA_IMEX_CHANNELS", "0,3"), ("NVIDIA_VISIBLE_DEVICES", "GPU-a")]);
     assert_eq!(injection, Injection { env, ..Injection::default() });
@@ -73,7 +73,7 @@ fn imex_channels_are_among_the_device_nodes() {
         imex_channels: vec![0],
         ..HostDevices::default()
     };
-    let options = InjectionOptions { device_nodes: true, ..by_name() };
+    let options = InjectionOptions { device_nodes: true, ..by_envvar() };
     let injection = inject(&options, &host, &one_gpu(Some(3)), |_| true).unwrap();
     let nodes: Vec<_> = injection.device_nodes.iter().map(|node| (&*node.host, &*node.container)).collect();
     let channel = "/dev/nvidia-caps-imex-channels/channel0";
@@ -87,11 +87,11 @@ fn imex_channels_are_among_the_device_nodes() {
 
 #[test]
 fn gpu_without_minor_is_refused_if_its_node_is_needed() {
-    let (host, by_name) = (HostDevices::default(), by_name());
-    assert!(inject(&by_name, &host, &one_gpu(None), |_| true).is_ok());
+    let (host, by_envvar) = (HostDevices::default(), by_envvar());
+    assert!(inject(&by_envvar, &host, &one_gpu(None), |_| true).is_ok());
     for options in [
-        InjectionOptions { device_nodes: true, ..by_name.clone() },
-        InjectionOptions { envvar: false, cdi: Some(cdi()), ..by_name },
+        InjectionOptions { device_nodes: true, ..by_envvar.clone() },
+        InjectionOptions { envvar: false, cdi: Some(cdi()), ..by_envvar },
     ] {
         assert!(inject(&options, &host, &one_gpu(Some(0)), |_| true).is_ok());
         let error = inject(&options, &host, &one_gpu(None), |_| true).unwrap_err().to_string();
@@ -104,7 +104,7 @@ fn slots_of_one_gpu_inject_it_once() {
     let snapshot = one_gpu(Some(0));
     let gpu = ChosenDevice::from(snapshot.offers().of(&ResourceName::gpu()).next().unwrap().1);
     let granted = Granted { topology: snapshot.topology(), devices: vec![gpu, gpu], mps: None };
-    let injection = by_name().inject(&granted, &HostDevices::default()).unwrap();
+    let injection = by_envvar().inject(&granted, &HostDevices::default()).unwrap();
     assert_eq!(injection.env, texts(&[("NVIDIA_VISIBLE_DEVICES", "GPU-a")]));
 }
 
@@ -112,7 +112,7 @@ fn slots_of_one_gpu_inject_it_once() {
 fn annotation(resource: &str) -> (String, String) {
     let mut injection = Injection { cdi_devices: vec!["a".to_owned(), "b".to_owned()], ..Injection::default() };
     CdiOptions { cri: false, ..cdi() }.place(&resource.parse().unwrap(), &mut injection);
-    assert_eq!(injection.cdi_devices, [""; 0], "not over CRI");
+    assert_eq!(injection.cdi_devices, [""; 0], "devices are passed over CRI too");
     injection.annotations.pop_first().unwrap()
 }
 
@@ -120,7 +120,7 @@ fn annotation(resource: &str) -> (String, String) {
 fn cdi_annotation_is_named_after_the_resource() {
     let expected = ("prefix/nvidia-device-plugin_nvidia.com_gpu".to_owned(), "a,b".to_owned());
     assert_eq!(annotation("nvidia.com/gpu"), expected);
-    // Cut to 63 bytes. The hash is part of the contract: another version has to find the same name.
+    // The name is cut to 63 bytes. Its hash is part of the contract: each version of linkwise has to make this name.
     let long = "x".repeat(60);
     let a = annotation(&format!("nvidia.com/{long}a")).0;
     assert_eq!(a, "prefix/nvidia-device-plugin_nvidia.com_xxxxxxxxxxxxxx-48c95046e97ae522");
@@ -134,7 +134,7 @@ fn nics(machine: &str, gpus: &[u32]) -> (String, Vec<String>) {
     let node = |n: usize| (format!("mlx5_{n}"), format!("/dev/infiniband/uverbs{n}"));
     let rdma = RdmaNodes { devices: (0..12).map(node).collect(), common: vec!["/dev/infiniband/rdma_cm".to_owned()] };
     let host = HostDevices { rdma: Some(rdma), ..HostDevices::default() };
-    let injection = inject(&by_name(), &host, &snapshot, |index| gpus.contains(&index)).unwrap();
+    let injection = inject(&by_envvar(), &host, &snapshot, |index| gpus.contains(&index)).unwrap();
     assert!(injection.device_nodes.iter().all(|node| node.host == node.container));
     let nodes = injection.device_nodes.into_iter().map(|node| node.host.replace("/dev/infiniband/", ""));
     (injection.env["LINKWISE_NICS"].clone(), nodes.collect())

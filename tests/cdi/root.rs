@@ -1,5 +1,5 @@
 //! A driver root in a temporary folder: libraries, programs, firmware, sockets, device nodes and the kernel's /sys.
-//! Device nodes are links to /dev/null, a character device, because making one needs root.
+//! Device nodes are links to /dev/null, a character device, because only root can make device nodes.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};

@@ -1,4 +1,5 @@
-//! Tests of the chart's values for OpenShift, quotas and network policies, and of the pod of `helm test`.
+//! Tests of the chart's values for OpenShift, quotas and network policies, of `kubectl exec`, and of the pod of
+//! `helm test`.
 
 use std::fs;
 use std::process::Command;
@@ -13,7 +14,8 @@ fn test_pod(objects: &[Value]) -> &Value {
     object(objects, "Pod", &format!("{NAME}-test"))
 }
 
-/// The chart's SCC differs from that of the overlay `openshift` in its name, and in the volume of a token.
+/// The chart's SCC differs from that of the overlay `openshift` in its metadata, and allows `projected` volumes if a pod
+/// has a token.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn openshift_constraints_are_those_of_the_overlay() {
@@ -49,7 +51,7 @@ fn openshift_constraints_are_those_of_the_overlay() {
                 assert!(volumes.contains(&kind.as_str()), "{values:?}: {name}: {kind}");
             }
         }
-        // The privileged MPS daemon keeps its own SELinux type.
+        // The privileged MPS daemon gets no SELinux options.
         let daemon = object(&objects, "DaemonSet", &format!("{NAME}-mps-control-daemon"));
         assert_eq!(daemon.pointer(&format!("{POD}/securityContext/seLinuxOptions")), None);
     }
@@ -110,7 +112,7 @@ fn kubectl_exec_goes_to_the_program() {
     }
 }
 
-/// A DaemonSet's controller would adopt the pod, and delete or count it.
+/// If a DaemonSet selected the pod, its controller would adopt the pod, and delete or count it.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn test_pod_belongs_to_no_daemonset() {

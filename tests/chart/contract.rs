@@ -114,7 +114,7 @@ fn variables(container: &Value) -> BTreeMap<&str, &str> {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn each_program_reads_its_variables() {
-    // The NVIDIA container runtime reads these, and not our programs.
+    // Only the NVIDIA container runtime reads these.
     const RUNTIMES: [&str; 3] = ["NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_MIG_MONITOR_DEVICES"];
     let helm = Helm::found();
     let values = ["failOnInitError=true", "migStrategy=mixed", "gfd.noTimestamp=true", "gfd.sleepInterval=60s"];

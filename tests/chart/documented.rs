@@ -1,4 +1,5 @@
-//! Tests that values.yaml, values.schema.json and docs/chart.md have the same values. They need no helm.
+//! Tests that values.schema.json and docs/chart.md have the values of values.yaml, and values.yaml those of NVIDIA's
+//! chart. They need no helm.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -7,7 +8,7 @@ use serde_json::Value;
 
 use crate::chart::helm::repository;
 
-/// Collects the paths of all values that `values.yaml` names.
+/// Collects the paths of all values in a values file.
 fn places(values: &Value, prefix: &str, places: &mut BTreeSet<String>) {
     for (key, value) in values.as_object().unwrap() {
         let place = format!("{prefix}{key}");
@@ -34,14 +35,14 @@ fn schema() -> Value {
     serde_json::from_str(&text).unwrap()
 }
 
-/// Values that are missing in values.yaml: those that NVIDIA's templates read unlisted, and helm's own.
+/// Values that values.yaml does not list: helm's `global`, and those that NVIDIA's templates read without listing them.
 const UNLISTED: [&str; 4] = ["global", "nfd.enabled", "noTimestamp", "sleepInterval"];
 
 /// Removed values. The chart's refusal of one names its replacement.
 const REMOVED: &[&str] = &[
     "devicePlugin.standby",
     "dra.groups",
-    // Sets of GPUs as devices:
+    // It made sets of GPUs devices.
     "dra.sets",
 ];
 

@@ -128,9 +128,9 @@ fn check_expression(expression: &Value) -> Result<(), String> {
     match text(&expression["operator"]) {
         "Gt" | "Lt" => {
             let number = matches!(values[..], [value] if value.parse::<i64>().is_ok());
-            check(number, format!("{key} is compared with one whole number"))?;
+            check(number, format!("{key} is not compared with one whole number"))?;
         }
-        "Exists" | "DoesNotExist" => check(values.is_empty(), "Exists has no values")?,
+        "Exists" | "DoesNotExist" => check(values.is_empty(), "Exists takes no values")?,
         _ => check(!values.is_empty(), "In needs values")?,
     }
     values.iter().try_for_each(|value| check_label(key, Some(value)))?;
@@ -211,11 +211,14 @@ fn check_object(schemas: &[Schema], object: &Value, all: &[Value]) -> Result<(),
             check(number(&spec["minAvailable"]) <= pods, "minAvailable is more than the pods")
         }
         (_, "RayCluster") => {
-            let sizes = |group: &&Value| {
+            let is_in_range = |group: &&Value| {
                 let [least, now, most] = ["minReplicas", "replicas", "maxReplicas"].map(|field| number(&group[field]));
                 least <= now && now <= most
             };
-            check(list(spec, "/workerGroupSpecs").iter().all(sizes), "replicas between minReplicas and maxReplicas")
+            check(
+                list(spec, "/workerGroupSpecs").iter().all(is_in_range),
+                "replicas must be from minReplicas to maxReplicas",
+            )
         }
         (_, "PyTorchJob") => {
             let processes = &spec["nprocPerNode"];
@@ -225,7 +228,7 @@ fn check_object(schemas: &[Schema], object: &Value, all: &[Value]) -> Result<(),
                 check(named, "the operator looks for a container pytorch")?;
                 let gpus: u64 = containers.into_iter().map(gpus).sum();
                 let is_gpus = processes.as_str().is_none_or(|text| text.parse() == Ok(gpus));
-                check(is_gpus && !processes.is_number(), "nprocPerNode is the GPUs, as a text")?;
+                check(is_gpus && !processes.is_number(), "nprocPerNode is not the number of GPUs, as a text")?;
             }
             Ok(())
         }
@@ -241,7 +244,7 @@ fn check_quantity(quantity: &Value) -> Result<(), String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let suffix = text.strip_prefix(digits).unwrap_or_default();
     let known = ["", "m", "k", "M", "G", "T", "Ki", "Mi", "Gi", "Ti"].contains(&suffix);
-    check(digits.parse::<u64>().is_ok() && known, format!("{text} is no quantity"))
+    check(digits.parse::<u64>().is_ok() && known, format!("{text} is not a quantity"))
 }
 
 /// The GPUs of a container.
@@ -261,7 +264,7 @@ fn check_pod(pod: &Value, metadata: &Value, owner: &Value, all: &[Value]) -> Res
         }
         check(resources["requests"][GPU].is_null(), format!("{GPU} belongs into the limits"))?;
         let limit = &resources["limits"][GPU];
-        check(limit.is_null() || number(limit) > 0, format!("{GPU} is a whole number"))?;
+        check(limit.is_null() || number(limit) > 0, format!("{GPU} must be a whole number above 0"))?;
         for used in list(resources, "/claims") {
             let known = claims.iter().any(|claim| claim["name"] == used["name"]);
             check(known, format!("the pod has no claim {}", text(&used["name"])))?;
@@ -328,7 +331,7 @@ fn schemas_and_rules_refuse_invalid_examples() {
         ("kueue.yaml", "topologyName: nvlink", "topologyName: rack", "no such Topology"),
         ("kueue.yaml", "queue-name: gpus", "queue-name: all", "no LocalQueue all"),
         ("kueue.yaml", "topology: linkwise.dev/nvlink-fabric", "topology: rack", "no level rack"),
-        ("kueue.yaml", "nominalQuota: 8Ti", "nominalQuota: 8 TiB", "no quantity"),
+        ("kueue.yaml", "nominalQuota: 8Ti", "nominalQuota: 8 TiB", "not a quantity"),
         ("kai.yaml", "kai.scheduler/topology: nvlink", "kai.scheduler/topology: rack", "no Topology rack"),
         ("kai.yaml", "parallelism: 4", "parallelism: four", "is not of type integer"),
         ("volcano.yaml", "            nvlink:", "            nvlink-fabric-of-racks:", "longer than 20"),

@@ -135,7 +135,7 @@ fn programs_are_switched_on_and_off() {
     assert_snapshot!("gpu_feature_discovery", changes(&base, &entries));
 }
 
-/// An older API server does not know such a policy, and refuses the release. Exact claims need no policy.
+/// An older API server does not know the policy's API, and refuses the release. Exact claims need no policy.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn policy_for_several_claims_needs_kubernetes_1_36() {
@@ -161,7 +161,7 @@ fn policy_for_several_claims_needs_kubernetes_1_36() {
 
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-fn pods_take_what_every_chart_has() {
+fn pods_take_the_usual_values_of_charts() {
     let digest = format!("image.digest=sha256:{}", "ab".repeat(32));
     let entries = [
         &["image.repository=registry.example/linkwise", "image.tag=v1.2.3", "image.pullPolicy=Always"][..],

@@ -144,7 +144,7 @@ async fn gpu_feature_discovery_labels_its_own_node_only() {
 /// The policies for nodes let some patches through, and refuse the others with these messages.
 #[tokio::test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-async fn node_condition_may_patch_only_its_part_of_its_node() {
+async fn plugin_may_patch_only_its_part_of_its_node() {
     let values = ["nodeCondition.enabled=true", "nodeCondition.startupTaints={a.b/c}"];
     let server = server(&values, "kubelet").await;
     let ready = json!({"type": "Ready", "status": "True"});

@@ -147,7 +147,7 @@ fn removed_values_are_refused_with_what_to_use() {
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn sets_as_devices_are_refused_unless_off() {
     let helm = Helm::found();
-    // Sets of GPUs as devices:
+    // The value made sets of GPUs devices.
     for value in ["dra.sets=auto", "dra.sets=on", "dra.sets=true"] {
         refused(&helm, &[value], &["dra.sets", "nvidia.com/gpu", "docs/dra-pods.md", "linkwise claim --gpus 4"]);
     }

@@ -7,7 +7,7 @@ use crate::node_settings::{SETTINGS, VARIABLES, rights};
 
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-fn chart_gives_the_plugin_what_the_tests_give_it() {
+fn chart_gives_plugin_the_rights_and_env_of_tests() {
     for setting in SETTINGS {
         let objects =
             Helm::found().template(&set(setting.values)).unwrap_or_else(|error| panic!("{}: {error}", setting.name));

@@ -1,4 +1,5 @@
-//! Tests of the pods' replacement: a change of settings that the running program follows replaces no pod.
+//! Tests that the chart refuses old clusters, and that a change of settings which the running program follows replaces
+//! no pod.
 
 use crate::chart::helm::{Helm, object};
 

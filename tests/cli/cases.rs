@@ -46,7 +46,7 @@ fn machine(gpus: &[serde_json::Value]) -> String {
     .to_string()
 }
 
-/// A GPU behind an NVSwitch.
+/// A GPU with this number of NVLinks to NVSwitches.
 fn switched(links: u32) -> serde_json::Value {
     let group = json!({"links": (0..links).collect::<Vec<_>>(), "remote": {"switch": null}});
     let groups = if links == 0 { json!([]) } else { json!([group]) };
@@ -77,7 +77,7 @@ fn wrong_values_fail_a_run_of_any_bandwidth() {
         let (_, text) = verify(&run);
         assert!(text.contains(&format!("  {sum} wrong values: ")), "{text}");
     }
-    // Older versions print the largest error in that column, here within the tolerance.
+    // Older versions of nccl-tests print the largest error in that column, here within the tolerance.
     assert_eq!(verify(&rows("5e-07")).0, 0);
 }
 
@@ -249,7 +249,7 @@ fn odd_gpu_is_named_and_allocated_alone_first() {
 }
 
 #[test]
-fn nearest_nic_is_the_fastest_of_the_nearest() {
+fn fastest_of_the_nearest_nics_is_named() {
     let files = Files::new();
     let nics = |other: &str| {
         format!(

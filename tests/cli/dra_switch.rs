@@ -40,6 +40,9 @@ const NO_DRA: &str = "version: v1\n";
 const EVENTS: &str = "version: v1\nlinkwise: {events: {write: true}}\n";
 const DRA: &str = "version: v1\nlinkwise: {dra: {gpus: all}}\n";
 
+/// The prefix of the metrics of DRA.
+const DRA_METRIC: &str = "linkwise_dra_";
+
 /// The time after which a process is killed. Its log ends then, so that a test that waits for a line fails.
 const KILL_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -70,8 +73,8 @@ impl Running {
         found.unwrap_or_else(|| panic!("no line with '{words}'"))
     }
 
-    /// Waits until linkwise serves, and returns true if its metrics include those of DRA.
-    fn serves_dra(&mut self) -> bool {
+    /// Waits until linkwise serves; returns its metrics.
+    fn metrics_once_up(&mut self) -> String {
         let line = self.wait_for_line("linkwise is up");
         let (_, address) = line.split_once("metrics=").unwrap();
         let mut stream = TcpStream::connect(address.trim()).unwrap();
@@ -79,7 +82,7 @@ impl Running {
         let mut metrics = String::new();
         stream.read_to_string(&mut metrics).unwrap();
         assert!(metrics.contains("linkwise_takeovers"), "{metrics}");
-        metrics.contains("linkwise_dra_")
+        metrics
     }
 }
 
@@ -103,15 +106,15 @@ fn change_of_door_keeps_the_process() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.yaml");
     let mut running = Running::start(&mut run(&folder, NO_DRA));
-    assert!(!running.serves_dra());
+    assert!(!running.metrics_once_up().contains(DRA_METRIC));
     fs::write(&file, DRA).unwrap();
     running.wait_for_line("GPUs are to go through the other door");
-    assert!(running.serves_dra());
+    assert!(running.metrics_once_up().contains(DRA_METRIC));
     assert!(running.process.try_wait().unwrap().is_none());
     // The way back keeps the process, too.
     fs::write(&file, NO_DRA).unwrap();
     running.wait_for_line("GPUs are to go through the other door");
-    assert!(!running.serves_dra());
+    assert!(!running.metrics_once_up().contains(DRA_METRIC));
     assert!(running.process.try_wait().unwrap().is_none());
 }
 

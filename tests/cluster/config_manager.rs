@@ -125,7 +125,7 @@ async fn sidecar_follows_the_label_and_signals() {
     neighbour.wait_signal().await;
     wait_log(&process, "configuration=\"b\"").await;
     wait_log(&process, "signal sent").await;
-    // A changed ConfigMap is read through the link, so that it needs no signal.
+    // A reader sees a change of the ConfigMap through the link, so config-manager sends no signal.
     fs::write(node.at("available-configs/b"), "b: 2").unwrap();
     node.wait_text("b: 2").await;
     let log = terminate(process).await;
