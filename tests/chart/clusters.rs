@@ -14,8 +14,8 @@ fn test_pod(objects: &[Value]) -> &Value {
     object(objects, "Pod", &format!("{NAME}-test"))
 }
 
-/// The chart's SCC differs from that of the overlay `openshift` in its metadata, and allows `projected` volumes if a pod
-/// has a token.
+/// The chart's SCC differs from that of the overlay `openshift` in its metadata, and allows `projected` volumes if a
+/// pod has a token.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn openshift_constraints_are_those_of_the_overlay() {

@@ -11,7 +11,7 @@ use crate::chart::swap::{help, reads};
 
 const PLUGIN: &str = "nvdp-nvidia-device-plugin";
 
-/// Values that turn on all programs and the PodMonitor.
+/// Values that turn on all programs and the PodMonitor, and set the driver root.
 const ALL: [&str; 4] =
     ["gfd.enabled=true", "config.name=external", "podMonitor.enabled=true", "nvidiaDriverRoot=/driver"];
 
@@ -44,6 +44,7 @@ fn reused_values_lack_only_values_with_a_default() {
     for more in [&[][..], &["gfd.enabled=true", "config.map.default=version: v1"]] {
         let whole = lines(&with_nvidias_file(&helm, more));
         let reused = difference(&whole, &lines(&with_nvidias_file(&helm, &[&missing[..], more].concat())));
+        // Without a value containers have no resources, which is allowed.
         let changes = reused.lines().filter(|line| line.starts_with("  "));
         let other: Vec<&str> = changes.filter(|line| !line.contains("].resources.")).collect();
         assert!(other.is_empty(), "{other:?}");

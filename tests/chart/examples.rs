@@ -14,7 +14,7 @@ const GPU: &str = "nvidia.com/gpu";
 const FABRIC: &str = "linkwise.dev/nvlink-fabric";
 const HOST: &str = "kubernetes.io/hostname";
 
-/// The labels that the examples use and their possible values; `None` allows any number.
+/// The labels that the examples use and their possible values. `None` allows any number, an empty list only the key.
 const LABELS: [(&str, Option<&[&str]>); 5] = [
     (FABRIC, Some(&[])),
     (

@@ -112,7 +112,7 @@ impl Neighbour {
 }
 
 #[tokio::test]
-async fn sidecar_follows_the_label_and_signals() {
+async fn sidecar_follows_the_label_and_sends_signals() {
     let node = Node::start(&[("a", "a: 1"), ("b", "b: 1")]).await;
     node.label("a");
     let name = format!("neighbour-of-{}", std::process::id());
