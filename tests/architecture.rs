@@ -2,8 +2,7 @@
 //! tasks or be `unsafe`, how long files and functions may be, how docs begin, and that each dependency has its reason.
 //! ARCHITECTURE.md has the picture.
 //!
-//! The checks read the sources line by line. Those of reserved words and of functions skip comments and tests (from
-//! `#[cfg(test)]` on).
+//! The checks read the sources line by line. Those of words and functions skip comments and tests.
 
 use std::collections::BTreeSet;
 use std::fs;

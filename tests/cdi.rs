@@ -44,14 +44,12 @@ fn in_driver_container(folder: &TempDir) -> Roots {
     Roots { driver: "/run/nvidia/driver".into(), driver_here: here, dev: "/".into(), sysfs }
 }
 
-/// A folder with a full driver root in it.
 fn full() -> (TempDir, Root) {
     let folder = tempdir().unwrap();
     let root = Root::full(folder.path());
     (folder, root)
 }
 
-/// A folder with an empty driver root in it.
 fn empty() -> (TempDir, Root) {
     let folder = tempdir().unwrap();
     let root = Root::empty(folder.path());
@@ -99,7 +97,7 @@ fn host_with_hooks_gets_complete_specs() {
 #[test]
 fn driver_container_without_hooks_gets_mounts() {
     let (folder, root) = full();
-    // The hook has to be a program of the host. This one is in a driver container, so it is not found.
+    // The hook has to be on the host. This one is in a driver container, so it is not found.
     root.hook();
     let roots = Roots { dev: "/run/nvidia/driver".into(), ..in_driver_container(&folder) };
     let scanned = scan(roots, Options::default(), &snapshot(&TWO));

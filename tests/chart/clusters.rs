@@ -1,5 +1,4 @@
-//! Tests of the chart's values for OpenShift, quotas and network policies, of `kubectl exec`, and of the pod of
-//! `helm test`.
+//! Tests of the chart's values for OpenShift, quotas and network policies, of `kubectl exec` and of `helm test`.
 
 use std::fs;
 use std::process::Command;
@@ -14,8 +13,7 @@ fn test_pod(objects: &[Value]) -> &Value {
     object(objects, "Pod", &format!("{NAME}-test"))
 }
 
-/// The chart's SCC differs from that of the overlay `openshift` in its metadata, and allows `projected` volumes if a
-/// pod has a token.
+/// The chart's SCC is that of the overlay `openshift`, except for its metadata and a volume type that tokens need.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn openshift_constraints_are_those_of_the_overlay() {

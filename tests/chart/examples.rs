@@ -211,14 +211,11 @@ fn check_object(schemas: &[Schema], object: &Value, all: &[Value]) -> Result<(),
             check(number(&spec["minAvailable"]) <= pods, "minAvailable is more than the pods")
         }
         (_, "RayCluster") => {
-            let is_in_range = |group: &&Value| {
+            let fits = |group: &&Value| {
                 let [least, now, most] = ["minReplicas", "replicas", "maxReplicas"].map(|field| number(&group[field]));
                 least <= now && now <= most
             };
-            check(
-                list(spec, "/workerGroupSpecs").iter().all(is_in_range),
-                "replicas must be from minReplicas to maxReplicas",
-            )
+            check(list(spec, "/workerGroupSpecs").iter().all(fits), "replicas not from minReplicas to maxReplicas")
         }
         (_, "PyTorchJob") => {
             let processes = &spec["nprocPerNode"];
@@ -247,7 +244,6 @@ fn check_quantity(quantity: &Value) -> Result<(), String> {
     check(digits.parse::<u64>().is_ok() && known, format!("{text} is not a quantity"))
 }
 
-/// The GPUs of a container.
 fn gpus(container: &Value) -> u64 {
     number(&container["resources"]["limits"][GPU])
 }

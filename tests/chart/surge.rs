@@ -1,5 +1,4 @@
-//! Tests that the chart refuses old clusters, and that a change of settings which the running program follows replaces
-//! no pod.
+//! Tests of refused clusters, and of settings: a change that the running program follows replaces no pod.
 
 use crate::chart::helm::{Helm, object};
 

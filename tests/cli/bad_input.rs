@@ -25,10 +25,7 @@ fn assert_refused(args: &[&str], named: &[&str]) {
     assert_eq!(code, Some(1), "{args:?}: {error}");
     let one_line = error.starts_with("linkwise: ") && error.lines().count() == 1 && error.ends_with('\n');
     let is_plain = ["{ ", "u32"].iter().all(|debug| !error.contains(debug));
-    assert!(
-        one_line && is_plain && named.iter().all(|name| error.contains(name)),
-        "{args:?}: not {named:?} in {error}"
-    );
+    assert!(one_line && is_plain && named.iter().all(|name| error.contains(name)), "{args:?}: no {named:?} in {error}");
 }
 
 /// The commands that take a machine.

@@ -12,7 +12,6 @@ fn configs() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/configs")
 }
 
-/// Runs `config show` for JSON.
 fn shown(file: &str, args: &[&str]) -> Value {
     let mut command = linkwise(&[&["config", "show", "--format", "json", "--config-file", file], args].concat());
     serde_json::from_str(&text(command.current_dir(configs()))).unwrap()
@@ -29,7 +28,6 @@ fn values(file: &str) -> Value {
     changed.map(|(key, shown)| (key.clone(), shown["value"].clone())).collect::<serde_json::Map<_, _>>().into()
 }
 
-/// The names of the files of a folder, sorted.
 fn files(folder: &str) -> Vec<String> {
     let entries = std::fs::read_dir(configs().join(folder)).unwrap();
     let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();

@@ -7,7 +7,6 @@ use std::process::{Command, Output};
 use crate::cli::text;
 use crate::dra::published::golden::assert_all_refused;
 
-/// Runs the program; returns its output.
 fn linkwise(args: &[&str]) -> String {
     text(&mut super::linkwise(args))
 }
@@ -21,13 +20,11 @@ fn listed(args: &[&str]) -> Vec<String> {
     named.filter(|name| *name != "help").map(str::to_owned).collect()
 }
 
-/// Runs another program; returns its output.
 fn run_program(program: &str, args: &[&str]) -> Output {
     let ran = Command::new(program).args(args).env("LC_ALL", "C.UTF-8").env("MANWIDTH", "80").output();
     ran.unwrap_or_else(|error| panic!("{program}: {error}"))
 }
 
-/// Writes the completions for a shell to a file.
 fn completions(shell: &str) -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("completions");
@@ -135,7 +132,6 @@ fn fish_completes_machines_and_files() {
     }
 }
 
-/// Writes all manual pages.
 fn pages() -> (tempfile::TempDir, Vec<PathBuf>) {
     let folder = tempfile::tempdir().unwrap();
     linkwise(&["man", folder.path().to_str().unwrap()]);

@@ -40,9 +40,6 @@ const NO_DRA: &str = "version: v1\n";
 const EVENTS: &str = "version: v1\nlinkwise: {events: {write: true}}\n";
 const DRA: &str = "version: v1\nlinkwise: {dra: {gpus: all}}\n";
 
-/// The prefix of the metrics of DRA.
-const DRA_METRIC: &str = "linkwise_dra_";
-
 /// The time after which a process is killed. Its log ends then, so that a test that waits for a line fails.
 const KILL_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -106,15 +103,15 @@ fn change_of_door_keeps_the_process() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.yaml");
     let mut running = Running::start(&mut run(&folder, NO_DRA));
-    assert!(!running.metrics_once_up().contains(DRA_METRIC));
+    assert!(!running.metrics_once_up().contains("linkwise_dra_"));
     fs::write(&file, DRA).unwrap();
     running.wait_for_line("GPUs are to go through the other door");
-    assert!(running.metrics_once_up().contains(DRA_METRIC));
+    assert!(running.metrics_once_up().contains("linkwise_dra_"));
     assert!(running.process.try_wait().unwrap().is_none());
     // The way back keeps the process, too.
     fs::write(&file, NO_DRA).unwrap();
     running.wait_for_line("GPUs are to go through the other door");
-    assert!(!running.metrics_once_up().contains(DRA_METRIC));
+    assert!(!running.metrics_once_up().contains("linkwise_dra_"));
     assert!(running.process.try_wait().unwrap().is_none());
 }
 

@@ -73,7 +73,6 @@ impl Node {
     }
 }
 
-/// Waits for a line of the log with this text in it.
 async fn wait_log(process: &Process, text: &str) -> String {
     let line = process.logged(|line| line.as_str().is_some_and(|line| line.contains(text))).await;
     line.as_str().unwrap().to_owned()

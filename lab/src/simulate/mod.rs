@@ -1,7 +1,6 @@
 //! `linkwise-lab simulate`: shows what the jobs of a trace get from each policy on one machine.
 //!
-//! Reads the trace, runs `replay` for each policy and prints the figures. The figures for scripts are an interface.
-//! `cluster` simulates a cluster with the same traces.
+//! The figures for scripts are an interface. `cluster` simulates a cluster with the same traces.
 
 #[cfg(feature = "cluster")]
 mod cluster;

@@ -1,5 +1,4 @@
-//! The demo succeeds on every machine under every policy, with the scopes in turn. With `--hold`
-//! it serves its page and metrics after its last pod.
+//! The demo succeeds on every machine under every policy, with the scopes in turn, and `--hold` keeps its page served.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
 
@@ -78,8 +77,7 @@ async fn demo_succeeds_on_each_machine_and_policy() {
     }
 }
 
-/// Machines that are not built in: with few GPUs, or with NUMA nodes that are unknown, too many, without CPUs, or
-/// numbered beyond any mask.
+/// Machines that are not built in: with few GPUs, or NUMA nodes that are unknown, many, without CPUs or beyond a mask.
 fn odd_machines() -> Vec<Machine> {
     let odd = |name: &str, change: &dyn Fn(&mut NodeObservation)| {
         let mut machine = machines::load("dgx-h100").unwrap();
@@ -154,7 +152,7 @@ async fn get(address: &str, path: &str) -> String {
     answer
 }
 
-/// Requests the path again and again until the answer has all of the wanted texts.
+/// Requests the path until the answer has all wanted texts.
 async fn get_until(address: &str, path: &str, wanted: &[&str]) -> String {
     let mut ticks = tokio::time::interval(Duration::from_millis(100));
     let mut last = String::new();

@@ -1,5 +1,4 @@
-//! Tests of the laboratory: the demo on every machine, with and without DRA, NUMA hints and the Topology Manager, the
-//! node's page, and the simulations.
+//! Tests of the laboratory: demos on every machine, with and without DRA, NUMA hints, the node's page and simulations.
 
 #![allow(
     clippy::unwrap_used,

@@ -11,7 +11,7 @@ fn simulate(args: &[&str]) -> Command {
     lab(&[&["simulate"], args].concat())
 }
 
-/// The standard output of a simulation. Standard error stays empty.
+/// The standard output of a simulation.
 fn printed(args: &[&str]) -> String {
     stdout(&mut simulate(args))
 }

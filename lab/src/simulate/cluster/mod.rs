@@ -48,7 +48,7 @@ struct Cluster {
     jobs: Vec<Job>,
     /// The index of the first counted job: the jobs before it fill the cluster.
     counted: usize,
-    /// The number of jobs left out, because they want more GPUs than any node has or than a claim may request.
+    /// The number of jobs left out, because they want more GPUs than a node has or a claim may request.
     skipped: usize,
     /// The parameters of the generated jobs; `None` for a trace.
     load: Option<Load>,

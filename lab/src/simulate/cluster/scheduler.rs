@@ -118,8 +118,7 @@ impl<'a> Scheduler<'a> {
         Ok(())
     }
 
-    /// The score of LeastAllocated (NodeResourcesFit): the share of GPUs, and so of CPU and memory, that the pod
-    /// would leave free on the node.
+    /// The score of LeastAllocated (NodeResourcesFit): the share of CPU and memory, as of GPUs, that would stay free.
     fn least_allocated(&self, state: &State, answer: Answer) -> i64 {
         let whole = self.states.machines.get(state.machine).map_or(0, |machine| machine.whole.len());
         let free = state.free.len().saturating_sub(answer.set.map_or(0, GpuSet::len));

@@ -11,7 +11,7 @@ pub(super) struct Shape {
     /// The GPUs of each pod.
     pub gpus: usize,
     pub pods: usize,
-    /// The first rail that each pod's claim names, and the number of rails; `None` if the claim names no rail.
+    /// The first rail that each pod's claim names, and the number of rails, if it names any.
     pub rails: Option<(u8, u8)>,
 }
 

@@ -14,7 +14,7 @@ pub(super) struct Simulation {
     /// The parameters of the generated jobs; absent with a trace.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub load: Option<Load>,
-    /// The number of jobs left out, because they want more GPUs than any node has or than a claim may request.
+    /// The number of jobs left out, because they want more GPUs than a node has or a claim may request.
     pub skipped: usize,
     pub doors: Vec<Outcome>,
 }

@@ -1,5 +1,4 @@
-//! Compares the simulated cluster with a model of the allocator that knows all nodes, with figures that the tests count
-//! from the events, and with records of a real scheduler.
+//! Compares the simulated cluster with a model that knows all nodes, with counted events and with a real scheduler.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -171,7 +170,6 @@ fn stuck_gpus_are_those_in_no_best_four() {
     }
 }
 
-/// Replays jobs. Returns the figures and the events.
 fn replay(machines: &[Machine], kinds: &[usize], jobs: &[Job], door: Door) -> (Figures, Vec<Event>) {
     let mut events = Vec::new();
     let shapes = Shapes::of(machines, jobs, door).unwrap();
@@ -246,8 +244,7 @@ fn replay_agrees_with_count_of_its_events() {
     }
 }
 
-/// Replays jobs on nodes with the same machine, and checks the starts and the figure of equal rails. Returns the
-/// figures, and the collectives of each job's pods.
+/// Replays jobs on nodes of one machine. Returns the figures, and the collectives of each job's pods.
 fn replay_on(machine: &str, nodes: usize, jobs: &[Job], door: Door) -> (Figures, BTreeMap<usize, Vec<u64>>) {
     let machines = machines(&[machine]);
     let topology = machines[0].tables.topology();
@@ -270,11 +267,7 @@ fn replay_on(machine: &str, nodes: usize, jobs: &[Job], door: Door) -> (Figures,
         assert_eq!(pods.len(), jobs[*job].pods);
         let mut rails = Vec::new();
         for (at, set) in pods {
-            assert_eq!(
-                (*at, set.count_ones() as usize),
-                (pods[0].0, jobs[*job].size),
-                "job {job}: its pods differ in start or size"
-            );
+            assert_eq!((*at, set.count_ones() as usize), (pods[0].0, jobs[*job].size), "job {job}");
             let gpus = topology.gpus().iter().enumerate().filter(|(place, _)| set >> place & 1 == 1);
             let mut own: Vec<u32> = gpus.map(|(_, gpu)| gpu.rail.unwrap()).collect();
             own.sort_unstable();

@@ -125,7 +125,7 @@ fn each_step_of_the_demo_is_shown_without_reload() {
     assert!(steps >= 11 && most_held == 7, "{steps} steps, {most_held} GPUs");
     assert_eq!(browser.value("window.since"), "the start", "the page was loaded again");
     assert_eq!(browser.value("document.getElementById('gpus-table').open"), true, "the opened table was closed");
-    // The browser complains only about requests that failed, because the demo has ended.
+    // The browser complains only about requests after the demo's end.
     let complaints = browser.events("Log.entryAdded").into_iter().map(|event| event["entry"]["text"].to_string());
     let complaints: Vec<String> = complaints.filter(|text| !text.contains("net::ERR_")).collect();
     assert!(complaints.is_empty(), "{complaints:?}");
@@ -220,8 +220,7 @@ fn hidden_page_stops_polls_and_lost_node_is_shown() {
     hide(&mut browser, true);
     let asks = browser.value("asks");
     books.read(&demo.step());
-    // A request outside the page's script sees the pod. Until then a page that is not hidden would have polled
-    // several times.
+    // Another request sees the pod. By then a page that is not hidden would have polled several times.
     browser.wait(
         "fetch(location.href).then((page) => page.text()).then((text) => text.includes('notebook'))",
         &json!(true),
