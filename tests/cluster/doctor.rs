@@ -1,4 +1,4 @@
-//! Tests of `linkwise doctor` with an API server: objects that another program left, and whatever DRA lacks.
+//! Tests of `linkwise doctor` with an API server: objects of other programs, old kubelets, and what DRA or events lack.
 
 use std::process::Stdio;
 
@@ -33,15 +33,15 @@ impl Host {
         command
     }
 
-    /// The findings of a check: status and text.
+    /// Runs the doctor; returns a check's findings: status, and text with advice.
     async fn findings(&self, check: &str, gpus: &str) -> Vec<(String, String)> {
         of_check(&report(&mut self.program(gpus)).await, check)
     }
 
-    /// Asserts that a check has a finding with this status and text while all GPUs go through DRA.
+    /// Asserts that a check has a finding with this status and this part of a text while all GPUs go through DRA.
     async fn assert_finding(&self, check: &str, status: &str, part: &str) {
         let found = self.findings(check, "all").await;
-        assert!(found.iter().any(|(of, what)| of == status && what.contains(part)), "{part}: {found:#?}");
+        assert!(found.iter().any(|(its, what)| its == status && what.contains(part)), "{part}: {found:#?}");
     }
 }
 
@@ -100,7 +100,7 @@ async fn unlistable_node_features_are_no_failure() {
 async fn missing_class_and_foreign_slices_of_dra_are_named() {
     let host = Host::new().await;
     assert_eq!(host.findings("DRA", "none").await, []);
-    let asked_before = host.cluster.server.requests().len();
+    let requests_before = host.cluster.server.requests().len();
     host.assert_finding("DRA", "warning", "no DeviceClass gpu.nvidia.com").await;
     host.assert_finding("DRA", "failed", "no ResourceSlice of gpu.nvidia.com").await;
     let expression = "device.driver == 'gpu.nvidia.com'";
@@ -118,7 +118,7 @@ async fn missing_class_and_foreign_slices_of_dra_are_named() {
     assert!(!found.iter().any(|(_, what)| what.contains("far")), "{found:?}");
     // The roles of the overlay and the chart do not allow to list DeviceClasses.
     let lists_classes = |path: &str| path.split('?').next().unwrap().ends_with("/deviceclasses");
-    assert!(!host.cluster.server.requests()[asked_before..].iter().any(|request| lists_classes(&request.uri)));
+    assert!(!host.cluster.server.requests()[requests_before..].iter().any(|request| lists_classes(&request.uri)));
     let forbidden = Answer::Refusal(403, "deviceclasses is forbidden", None);
     host.cluster.server.fail(Fault::of("GET", "deviceclasses", 1, forbidden));
     host.assert_finding("DRA", "skipped", "deviceclasses is forbidden").await;
@@ -156,22 +156,22 @@ async fn resource_of_both_doors_or_an_old_plugin_is_named() {
     let settings = host.root.path().join("var/lib/kubelet/config.yaml");
     let policy = |name: &str| std::fs::write(&settings, format!("topologyManagerPolicy: {name}\n")).unwrap();
     policy("single-numa-node");
-    let reports = async |allocatable: Value, capacity: Value, status: &str, part: &str| {
+    let assert_for_node = async |allocatable: Value, capacity: Value, status: &str, part: &str| {
         let node = json!({"status": {"allocatable": allocatable, "capacity": capacity}});
         host.cluster.server.put("kubelet", &node_key("n"), node);
         host.assert_finding("DRA", status, part).await;
     };
     let gpus = |count: &str| json!({"nvidia.com/gpu": count});
     let both = "nvidia.com/gpu is a resource of the device plugin here and of the DeviceClass";
-    reports(gpus("3"), gpus("8"), "warning", both).await;
-    reports(gpus("0"), gpus("8"), "warning", "policy single-numa-node").await;
+    assert_for_node(gpus("3"), gpus("8"), "warning", both).await;
+    assert_for_node(gpus("0"), gpus("8"), "warning", "policy single-numa-node").await;
     policy("none");
-    reports(gpus("0"), gpus("8"), "ok", "still remembers a device plugin").await;
-    reports(gpus("0"), gpus("0"), "ok", "through the DeviceClass gpu.nvidia.com").await;
-    reports(json!({}), json!({}), "ok", "through the DeviceClass gpu.nvidia.com").await;
+    assert_for_node(gpus("0"), gpus("8"), "ok", "still remembers a device plugin").await;
+    assert_for_node(gpus("0"), gpus("0"), "ok", "through the DeviceClass gpu.nvidia.com").await;
+    assert_for_node(json!({}), json!({}), "ok", "through the DeviceClass gpu.nvidia.com").await;
     let forbidden = Answer::Refusal(403, "nodes is forbidden", None);
     host.cluster.server.fail(Fault::of("GET", "/nodes/n", 1, forbidden));
-    reports(json!({}), json!({}), "skipped", "nodes is forbidden").await;
+    assert_for_node(json!({}), json!({}), "skipped", "nodes is forbidden").await;
 }
 
 #[tokio::test]

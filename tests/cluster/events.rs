@@ -117,7 +117,7 @@ async fn pod_gets_one_event_by_its_uid() {
 async fn pod_gets_its_uid_from_its_claim() {
     let writing = writing().await;
     writing.reserve("a/train-0", "train-0");
-    // These get no event: the claim is reserved for another pod, is gone, or has a name that no object can have.
+    // The others get no event: their claim is reserved for another pod, is gone, or has a name that no object can have.
     writing.reserve("a/train-1", "later");
     let others = ["a/train-1", "a/train-2", "a/../secrets/x"].map(by_claim);
     writing.due.send_replace(Arc::new(others.into_iter().chain([by_claim("a/train-0")]).collect()));
@@ -254,7 +254,7 @@ async fn pod_without_nvlink_gets_an_event_with_bandwidths() {
     let note = event["note"].as_str().unwrap();
     let expected = "The 2 GPUs of container main reach 10.0 GB/s together, and 2 GPUs of this node can reach 40.0.";
     assert!(note.starts_with(expected), "{note}");
-    assert_eq!(node.cluster.count("GET", "/pods"), 0, "no pod is read");
+    assert_eq!(node.cluster.count("GET", "/pods"), 0, "a pod was read");
     assert_eq!(node.healthy(GPU).len(), 8);
 }
 

@@ -107,7 +107,7 @@ async fn labels_are_read_after_each_list_fault() {
 }
 
 #[tokio::test]
-async fn node_is_listed_again_after_each_watch_fault() {
+async fn labels_follow_the_node_after_each_watch_fault() {
     for (answer, outcome) in [
         (Answer::Refusal(403, "nodes is forbidden", None), "forbidden"),
         (Answer::Refusal(410, "too old resource version", None), "expired"),
@@ -140,7 +140,7 @@ async fn watch_that_ends_normally_is_continued() {
     let mut following = watching(Pace { watch: Duration::from_secs(1), ..PACE }).await;
     until(|| following.cluster.count("GET", "watch=true") >= 3).await;
     following.relabel().await;
-    assert_eq!(following.requests("list", "ok"), 1, "the node is not listed again");
+    assert_eq!(following.requests("list", "ok"), 1, "the node was listed again");
 }
 
 #[tokio::test]

@@ -86,7 +86,7 @@ impl Writing {
     }
 
     /// Waits for three more reads of the node, after which the writer has written all that it wants to write.
-    async fn wait_looks(&self) {
+    async fn wait_reads(&self) {
         let before = self.cluster.count("GET", "/nodes/n");
         until(|| self.cluster.count("GET", "/nodes/n") >= before + 3).await;
     }
@@ -116,7 +116,7 @@ async fn condition_follows_changes_and_taints_go_once_a_boot() {
     assert_eq!(own(&writing.cluster)["lastTransitionTime"], since);
     writing.want("True", "8 GPUs");
     writing.wait_condition("8 GPUs", &["other"]).await;
-    writing.wait_looks().await;
+    writing.wait_reads().await;
     // Four conditions and the taint took five requests; reading the node again writes nothing.
     assert_eq!(writing.cluster.count("PATCH", "/nodes/n"), 5);
     let conditions = writing.cluster.server.object(&node).unwrap()["status"]["conditions"].clone();
@@ -125,7 +125,7 @@ async fn condition_follows_changes_and_taints_go_once_a_boot() {
     // A startup taint that is put back stays until the next boot, even if the next process starts.
     writing.taint(&["startup"]);
     writing.restart("1").await;
-    writing.wait_looks().await;
+    writing.wait_reads().await;
     assert_eq!(writing.taints(), ["startup"]);
     writing.restart("2").await;
     writing.wait_condition("8 GPUs", &[]).await;

@@ -68,7 +68,7 @@ async fn wait_labels(cluster: &Cluster, labels: &[(&str, &str)]) {
     within(cluster.server.wait_for_object(&key(), has)).await;
 }
 
-/// Waits until the writer has decided about the object again.
+/// Waits until the writer has read the object three more times, and so decided about it.
 async fn wait_reads(cluster: &Cluster) {
     let before = cluster.count("GET", "nodefeatures");
     until(|| cluster.count("GET", "nodefeatures") > before + 2).await;
@@ -106,7 +106,7 @@ async fn object_follows_the_labels() {
     assert_eq!(managers(&cluster), ["linkwise"]);
     writing.write(&cluster, &[("a", "2")]).await;
     writing.running.end().await;
-    assert!(cluster.server.object(&key()).is_some(), "the object stays when the writer ends");
+    assert!(cluster.server.object(&key()).is_some(), "the object went with the writer");
 }
 
 #[tokio::test]
@@ -138,7 +138,7 @@ async fn whole_object_of_gfd_is_replaced_once() {
     let writing = start(&cluster, PACE, None);
     writing.write(&cluster, &[("nvidia.com/gpu.count", "8")]).await;
     let object = cluster.server.object(&key()).unwrap();
-    assert_eq!(object["metadata"]["ownerReferences"], Value::Null, "no pod owns it any more");
+    assert_eq!(object["metadata"]["ownerReferences"], Value::Null, "a pod still owns the object");
     assert_eq!(managers(&cluster), ["linkwise"]);
     writing.write(&cluster, &[("nvidia.com/gpu.count", "7")]).await;
     assert_eq!(cluster.count("DELETE", "nodefeatures"), 1);
@@ -208,11 +208,11 @@ async fn rights_of_nvidias_role_are_enough() {
     let writing = start(&cluster, PACE, None);
     writing.write(&cluster, &[("nvidia.com/gpu.count", "8")]).await;
     assert_eq!(cluster.server.object(&key()).unwrap()["metadata"]["ownerReferences"], Value::Null);
-    // GPU Feature Discovery stays the manager of fields that the update did not change, but is no second writer.
+    // GPU Feature Discovery stays the manager of fields that the update left, but does not count as a second writer.
     writing.write(&cluster, &[("nvidia.com/gpu.count", "7")]).await;
     cluster.server.remove(&key());
     writing.write(&cluster, &[("a", "1")]).await;
-    assert_eq!((cluster.count("DELETE", ""), cluster.count("PATCH", "")), (1, 0), "neither is tried again");
+    assert_eq!((cluster.count("DELETE", ""), cluster.count("PATCH", "")), (1, 0), "a refused verb is sent again");
     writing.running.end().await;
     cluster.server.remove(&key());
     let writing = start(&cluster, PACE, None);
@@ -230,7 +230,7 @@ async fn stale_labels_go_once_patches_are_allowed() {
     let writing = start(&cluster, PACE, None);
     writing.write(&cluster, &[("a", "1"), ("b", "1")]).await;
     writing.running.end().await;
-    assert_eq!((cluster.count("POST", ""), cluster.count("PATCH", "")), (1, 1), "created, not applied");
+    assert_eq!((cluster.count("POST", ""), cluster.count("PATCH", "")), (1, 1), "not created by POST");
     // The fields of a creation do not belong to server-side apply, so an apply alone would leave `b`.
     let writing = start(&cluster, PACE, None);
     writing.write(&cluster, &[("a", "2")]).await;
@@ -311,7 +311,7 @@ async fn last_labels_are_written_after_the_server_was_away() {
     }
     cluster.server.come_back().await;
     wait_labels(&cluster, &[("a", "3")]).await;
-    assert_eq!(cluster.count("PATCH", ""), 2, "labels that were replaced during the outage are never written");
+    assert_eq!(cluster.count("PATCH", ""), 2, "labels that were replaced during the outage were written");
     writing.running.end().await;
 }
 

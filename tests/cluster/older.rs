@@ -20,7 +20,7 @@ const ROUND_TRIPS: usize = 3;
 
 #[allow(clippy::disallowed_methods, reason = "the environment names the older program")]
 pub fn older_program() -> PathBuf {
-    std::env::var_os("LINKWISE_OLDER").expect("LINKWISE_OLDER names a program: make test-upgrade").into()
+    std::env::var_os("LINKWISE_OLDER").expect("LINKWISE_OLDER is not set: run make test-upgrade").into()
 }
 
 /// The older program with the arguments and environment of `command`.

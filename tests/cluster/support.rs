@@ -26,7 +26,7 @@ pub const PACE: Pace = Pace {
 /// The longest time that a test waits for a state.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The server, and a ServiceAccount's folder with a token that it accepts.
+/// The server, and a ServiceAccount's folder with a token that the server accepts.
 pub struct Cluster {
     pub server: ApiServerBox,
     pub metrics: ApiMetrics,
@@ -123,7 +123,7 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         let is_early = self.task.is_finished() && !self.shutdown.is_cancelled();
-        assert!(!is_early || std::thread::panicking(), "the task runs until the test ends");
+        assert!(!is_early || std::thread::panicking(), "the task ended before the test");
     }
 }
 
@@ -148,7 +148,7 @@ pub fn like(command: &Command, program: impl AsRef<OsStr>) -> Command {
 
 /// Awaits a future, which has to end within `WAIT_TIMEOUT`.
 pub async fn within<T>(future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(WAIT_TIMEOUT, future).await.expect("the awaited state comes in time")
+    tokio::time::timeout(WAIT_TIMEOUT, future).await.expect("the awaited state did not come in time")
 }
 
 /// Polls a condition until it holds.

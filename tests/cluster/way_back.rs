@@ -219,7 +219,7 @@ impl SwitchedNode {
             })
             .await;
         } else {
-            assert!(self.node.dra.stop_pod(pod).await.is_err(), "{pod}: no driver is there");
+            assert!(self.node.dra.stop_pod(pod).await.is_err(), "{pod}: unprepared without a driver");
             self.node.dra.delete_by_force(pod);
         }
         self.claims.remove(pod);
@@ -307,7 +307,7 @@ async fn claims_left_by_the_previous_setting_are_named() {
 
 /// The configuration names GPUs for DRA, and the pod lacks what DRA needs.
 #[tokio::test]
-async fn gpus_stay_with_the_plugin_where_dra_lacks_rights() {
+async fn gpus_stay_with_plugin_if_dra_lacks_requirements() {
     let by_file = |gpus: &str| format!("version: v1\nlinkwise: {{dra: {{gpus: {gpus}}}}}\n");
     let all: &'static str = by_file("all").leak();
     for setting in [

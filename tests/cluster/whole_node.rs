@@ -143,7 +143,7 @@ async fn node_label_switches_sharing_under_running_pod() {
     .await;
     assert_eq!(fs::read_link(node.configuration()).unwrap(), node.at("available-configs/shared"));
     let gpus = kubelet.state().resources[GPU].clone();
-    assert_eq!((gpus.registrations, gpus.in_use(), kubelet.violations().len()), (1, held, 0), "the pod keeps its GPUs");
+    assert_eq!((gpus.registrations, gpus.in_use(), kubelet.violations().len()), (1, held, 0), "the pod lost its GPUs");
 
     // Without the label the default configuration is selected again.
     node.cluster.label_node("n", json!({}));
@@ -151,5 +151,5 @@ async fn node_label_switches_sharing_under_running_pod() {
     node.wait_labels(json!({"nvidia.com/gpu.replicas": "1", "nvidia.com/gpu.sharing-strategy": "none"})).await;
     let gpus = kubelet.state().resources[GPU].clone();
     assert_eq!((gpus.registrations, kubelet.violations().len()), (1, 0));
-    assert!(processes.iter_mut().all(still_runs), "each process still runs");
+    assert!(processes.iter_mut().all(still_runs), "a process ended");
 }
