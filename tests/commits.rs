@@ -28,7 +28,7 @@ fn complaints(message: &str) -> Vec<String> {
 }
 
 #[test]
-fn commits_without_the_form_are_refused_by_name() {
+fn misformed_commit_is_refused_with_its_fault() {
     let body = "\n\nA claim without a checkpoint lost its spec. The sweep keeps it now.";
     let subject = "claims: keep CDI specs of claims without a checkpoint";
     assert_eq!(complaints(&format!("{subject}{body}")), [""; 0]);

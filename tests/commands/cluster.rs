@@ -13,7 +13,7 @@ use crate::commands::typed::folder;
 
 const NAMESPACE: [&str; 2] = ["-n", "--namespace"];
 
-/// Changes placeholders (`NAME`) to lower case, because names of objects must be.
+/// Changes placeholders (`NAME`) to lower case, because names of objects must be lower case.
 fn lower_placeholders(word: &str) -> String {
     let is_name = |part: &str| part.len() > 2 && part.bytes().all(|byte| byte.is_ascii_uppercase());
     let parts = word.split_inclusive(|character: char| !character.is_ascii_alphanumeric() && character != '_');
@@ -29,11 +29,11 @@ pub fn is_our_chart(words: &[String]) -> bool {
     words[0] == "helm" && words.iter().any(|word| word == "charts/linkwise")
 }
 
-/// Renders our chart by this command.
+/// Renders our chart with the release and flags of a helm command.
 pub fn chart_objects(helm: &Helm, typed: &Typed) -> Vec<Value> {
     let words = typed.parts().remove(0);
     let [_, verb, release, path, flags @ ..] = &words[..] else { panic!("{}: {}", typed.place, typed.text) };
-    assert_eq!(path, "charts/linkwise", "{}: helm {verb} RELEASE CHART FLAGS", typed.place);
+    assert_eq!(path, "charts/linkwise", "{}: not in the order helm {verb} RELEASE CHART FLAGS", typed.place);
     assert!(!options(flags, &NAMESPACE).is_empty(), "{}: no namespace: helm takes `default`", typed.place);
     let text = typed.text.as_str();
     match verb.as_str() {
@@ -70,7 +70,7 @@ pub fn folder_objects(typed: &Typed) -> Option<Vec<Value>> {
     Some(objects)
 }
 
-/// The DaemonSet of NVIDIA's static manifest, which the pages replace.
+/// The DaemonSet of NVIDIA's static manifest, which the pages tell operators to replace.
 pub fn nvidia_daemon_set() -> Value {
     let containers = json!([{"name": "nvidia-device-plugin-ctr"}]);
     let name = "nvidia-device-plugin-daemonset";
@@ -112,12 +112,12 @@ fn named_objects(words: &[String]) -> BTreeSet<(&'static str, &str)> {
 
 /// Checks that a kubectl command names objects and containers that exist.
 pub fn check_names(words: &[String], objects: &[Value]) -> Result<(), String> {
-    let ours = words.iter().position(|word| word == "--").map_or(words, |end| &words[..end]);
-    let namespace = options(ours, &NAMESPACE).first().copied();
+    let of_kubectl = words.iter().position(|word| word == "--").map_or(words, |end| &words[..end]);
+    let namespace = options(of_kubectl, &NAMESPACE).first().copied();
     if namespace.is_some_and(is_placeholder) {
         return Ok(());
     }
-    for (kind, name) in named_objects(&ours[1..]) {
+    for (kind, name) in named_objects(&of_kubectl[1..]) {
         let Some(namespace) = namespace else { return Err(format!("{kind} {name} without a namespace")) };
         let is = |object: &&Value| {
             object["kind"] == kind && object["metadata"]["name"] == name && object["metadata"]["namespace"] == namespace
@@ -130,16 +130,16 @@ pub fn check_names(words: &[String], objects: &[Value]) -> Result<(), String> {
         };
         let containers = list(object, "/spec/template/spec/containers");
         let containers: Vec<&str> = containers.iter().map(|it| it["name"].as_str().unwrap()).collect();
-        let wanted = options(ours, &["-c", "--container"]);
-        let images = ours.iter().filter(|_| ours.contains(&"image".to_owned()));
+        let wanted = options(of_kubectl, &["-c", "--container"]);
+        let images = of_kubectl.iter().filter(|_| of_kubectl.contains(&"image".to_owned()));
         let images = images.filter_map(|word| word.split_once('=').filter(|(name, _)| !name.starts_with('-')));
         for container in wanted.into_iter().chain(images.map(|(container, _)| container)) {
             if !containers.contains(&container) {
                 return Err(format!("{kind} {name} has no container {container}, but {}", containers.join(", ")));
             }
         }
-        // Such a kubectl command takes any pod that matches the selector.
-        let takes_any = ours.iter().any(|word| ["exec", "logs", "port-forward"].contains(&word.as_str()));
+        // These commands of kubectl take any pod that matches the selector.
+        let takes_any = of_kubectl.iter().any(|word| ["exec", "logs", "port-forward"].contains(&word.as_str()));
         let selector = object["spec"]["selector"]["matchLabels"].as_object().filter(|_| takes_any);
         let is_alike = |other: &&Value| {
             let labels = &other["spec"]["template"]["metadata"]["labels"];

@@ -32,7 +32,7 @@ fn program(typed: &Typed) -> String {
     without_variables(&typed.parts()[0])[0].clone()
 }
 
-/// Returns true if a test runs or renders the command; any other needs a mark.
+/// Returns true if a test runs or renders the command, or CI runs it; any other needs a mark.
 fn is_run(typed: &Typed) -> bool {
     let words = typed.parts().remove(0);
     match program(typed).as_str() {
@@ -76,7 +76,7 @@ fn linkwise_commands_run_as_they_are_typed() {
 
 /// Checks commands in a container (`kubectl exec POD -- linkwise doctor`) and in running text.
 #[test]
-fn other_linkwise_commands_are_known() {
+fn commands_in_containers_and_text_are_known() {
     let mut seen = BTreeSet::new();
     let mut check = |place: &str, words: &[String]| {
         let is_placeholder_or_help = words.len() < 2 || is_placeholder(&words[1]) || words[1] == "help";
@@ -161,7 +161,7 @@ fn kubectl_names_installed_objects() {
                 let namespace = options(&words, &["-n", "--namespace"]);
                 let objects = page.iter().flat_map(|(_, objects)| objects);
                 let is_test = |it: &&Value| it["metadata"]["annotations"]["helm.sh/hook"] == "test";
-                let pod = objects.clone().find(is_test).expect("the chart has a test");
+                let pod = objects.clone().find(is_test).expect("no test in the chart");
                 assert!(namespace.iter().all(|name| pod["metadata"]["namespace"] == *name), "{}", typed.place);
                 assert!(pod["metadata"]["name"].as_str().unwrap().starts_with(&words[2]), "{}", typed.place);
             }
@@ -173,7 +173,7 @@ fn kubectl_names_installed_objects() {
 #[test]
 fn make_targets_exist_and_run() {
     let ci = fs::read_to_string(repository(".ci/run")).unwrap();
-    let line = ci.lines().find_map(|line| line.strip_prefix(".ci/commits && ")).expect(".ci/run checks commits first");
+    let line = ci.lines().find_map(|line| line.strip_prefix(".ci/commits && ")).expect("no check of commits first");
     assert_eq!(line.split(" && ").collect::<Vec<_>>(), CI.map(|target| format!("make {target}")), ".ci/run");
     let printed = |target: &str| {
         let mut make = Command::new("make");
@@ -194,7 +194,7 @@ fn make_targets_exist_and_run() {
     for target in RUN_HERE.into_iter().filter(|_| typed::lab().is_file()) {
         let recipe = printed(target);
         let (_, command) =
-            recipe.rsplit_once("-p linkwise-lab --no-default-features -- ").expect("the recipe runs the laboratory");
+            recipe.rsplit_once("-p linkwise-lab --no-default-features -- ").expect("no laboratory in the recipe");
         let words: Vec<String> =
             ["linkwise-lab"].into_iter().chain(command.split_whitespace()).map(str::to_owned).collect();
         let output = typed::linkwise(&words, &repository(""));

@@ -68,7 +68,7 @@ fn commands_of_the_notes_name_installed_objects() {
 
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-fn notes_without_the_plugin_have_no_test() {
+fn notes_of_gfd_alone_name_nfd_and_no_test() {
     let helm = Helm::found();
     let chart = with_notes();
     let (text, _) =

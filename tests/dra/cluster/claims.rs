@@ -54,7 +54,7 @@ async fn reading_a_claim_takes_one_get() {
     assert_eq!((claim.metadata.to_string(), claim.status.allocation), ("ns/one".to_owned(), None));
     assert_eq!(reading.gets(), 1);
     assert_eq!(reading.read("two").await, Err(ReadClaimError::NotFound));
-    assert_eq!(reading.gets(), 2, "a missing claim is read once");
+    assert_eq!(reading.gets(), 2, "a missing claim was read again");
 }
 
 #[tokio::test]
@@ -88,7 +88,7 @@ async fn refusals_and_invalid_answers_are_not_retried() {
         let why = reading.refusal(answer).await;
         assert!(why.contains(word), "{why}");
     }
-    let Err(ReadClaimError::Failed(why)) = reading.read("../secrets/x").await else { panic!("a path is not a name") };
+    let Err(ReadClaimError::Failed(why)) = reading.read("../secrets/x").await else { panic!("the path was read") };
     assert!(why.contains("'../secrets/x' is not a valid object name"), "{why}");
 }
 

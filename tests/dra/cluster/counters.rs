@@ -119,7 +119,7 @@ async fn counters_dropped_later_offer_nothing_twice() {
 }
 
 #[tokio::test]
-async fn release_is_read_again_with_the_slices() {
+async fn server_version_is_read_again_with_the_slices() {
     let cluster = Cluster::of_node().await;
     cluster.server.set_version("v1.35.6");
     let mut writing = write(&cluster, PACE);
@@ -132,7 +132,7 @@ async fn release_is_read_again_with_the_slices() {
 }
 
 #[tokio::test]
-async fn unreadable_release_delays_the_report() {
+async fn unreadable_server_version_delays_the_report() {
     let cluster = Cluster::of_node().await;
     cluster.server.fail(Fault::of("GET", "/version", 2, Answer::Refusal(503, "starting", None)));
     let mut writing = write(&cluster, PACE);

@@ -59,7 +59,7 @@ fn assert_nothing_left(node: &Node) {
     assert_eq!((instances(node), node.checkpoints().len()), (0, 0));
 }
 
-/// The number of GPU instances in the layout that the driver wrote last.
+/// The number of GPU 0's GPU instances in the layout that the driver wrote last.
 pub fn instances(node: &Node) -> usize {
     let text = fs::read_to_string(node.at("nvml.journal")).unwrap_or_default();
     let last = text.lines().rev().find_map(|line| line.strip_prefix("mig 0 ")).unwrap_or("{}");
@@ -184,7 +184,7 @@ async fn mig_device_goes_to_device_plugin_once_dra_is_off() {
     let mut process = command.spawn().unwrap();
     until(|| node.healthy("nvidia.com/gpu").len() == 1).await;
     const MIG: &str = "nvidia.com/mig-2g.20gb";
-    assert!(node.healthy(MIG).is_empty(), "a pod still has the device");
+    assert!(node.healthy(MIG).is_empty(), "the device of a running pod is offered");
     within(node.dra.stop_pod("p")).await.unwrap_err();
     node.dra.delete_by_force("p");
     until(|| node.healthy(MIG).len() == 1).await;

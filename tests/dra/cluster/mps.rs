@@ -67,7 +67,7 @@ impl Drop for Daemons {
     }
 }
 
-/// Creates a claim with these results of the allocation, and NVIDIA's configuration for MPS if one is given.
+/// Creates a claim with these results of the allocation, and NVIDIA's configuration for MPS if `mps` is given.
 pub fn claim(node: &Node, name: &str, results: &[Value], mps: Option<Value>) -> ClaimRef {
     let config = mps.map(|mps| {
         let parameters = json!({"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig",
@@ -139,7 +139,7 @@ async fn claim_has_its_own_control_daemon_until_its_end() {
     node.wait_registered(2).await;
     assert_eq!(node.start_pod("p", &two).await, hardware);
     assert_eq!(text(folder.join("pipe/nvidia-cuda-mps-control.pid")), pid);
-    // The daemons' process is killed. A pod that starts then waits for the next process.
+    // The privileged process is killed. A pod that starts afterwards waits for the next one.
     privileged.process.kill().await.unwrap();
     node.dra.restart().await.unwrap();
     node.wait_registered(3).await;
@@ -195,14 +195,14 @@ async fn claims_share_a_gpu_through_one_control_daemon() {
     }
     let [folder] = &folders(&node)[..] else { panic!("{:?}", folders(&node)) };
     assert_eq!(text(folder.join("pipe/state/threads")), "100.0");
-    assert_eq!(modes(&node, "EXCLUSIVE_PROCESS"), 0, "the claim without MPS uses the GPU too");
+    assert_eq!(modes(&node, "EXCLUSIVE_PROCESS"), 0, "the GPU of a claim without MPS became exclusive");
     let env = |claim: &ClaimRef| edits(&node, claim)["env"].clone();
     let pipe = format!("CUDA_MPS_PIPE_DIRECTORY=/mps/dra.linkwise.dev/{}/pipe", folder.file_name().unwrap().display());
     let [threads, memory] = ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"];
     assert_eq!(env(&half), json!([format!("{threads}=50"), format!("{memory}=0=8192M"), pipe]));
     assert_eq!(env(&quarter), json!([format!("{threads}=10"), format!("{memory}=0=1430M"), pipe]));
     let mounts = edits(&node, &without)["mounts"].as_array().unwrap().len();
-    assert_eq!(mounts, 1, "a claim without MPS mounts only its metadata");
+    assert_eq!(mounts, 1, "a claim without MPS mounts more than its metadata");
     // The daemon ends with the last claim that asks for it.
     let marker = folder.join(".started");
     let pid = text(folder.join("pipe/nvidia-cuda-mps-control.pid"));

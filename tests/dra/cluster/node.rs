@@ -222,7 +222,7 @@ async fn prepared_claim_survives_restarts_and_server_outage() {
     let _second = node.run();
     node.dra.restart().await.unwrap();
     node.wait_registered(2).await;
-    assert_eq!(node.start_pod("p", &claim).await, hardware, "from the checkpoint");
+    assert_eq!(node.start_pod("p", &claim).await, hardware, "not from the checkpoint");
     node.cluster.server.come_back().await;
     // A kubelet that starts deletes the slices.
     node.cluster.server.wipe_slices("n", None);
@@ -244,7 +244,7 @@ async fn held_gpus_change_doors_when_their_holders_end() {
     node.wait_published(7).await;
     node.wait_registered(1).await;
     let held = || node.kubelet.state().resources["nvidia.com/gpu"].unhealthy.clone();
-    assert_eq!((offered(), held().len()), (0, 1), "the kubelet must still find the held GPU");
+    assert_eq!((offered(), held().len()), (0, 1), "the held GPU is not on the list as unhealthy");
     let gpu = held().first().unwrap().chars().last().unwrap();
     let claim = node.claim("held", &[&format!("gpu-{gpu}")]);
     let refusal = node.refusal("p", &claim).await;

@@ -124,19 +124,19 @@ async fn slices_follow_the_pool() {
     let name = stored[0]["metadata"]["name"].as_str().unwrap();
     assert!(name.starts_with("00000-gpu.nvidia.com-n-"), "{name}");
     writing.store(&cluster, pool(devices(1))).await;
-    assert_eq!(cluster.slices()[0]["spec"]["pool"]["generation"], 1, "a change of one slice keeps the generation");
+    assert_eq!(cluster.slices()[0]["spec"]["pool"]["generation"], 1, "a change of one slice changed the generation");
     writing.store(&cluster, pool(devices(130))).await;
     let generations: Vec<Value> = cluster.slices().iter().map(|it| it["spec"]["pool"]["generation"].clone()).collect();
     assert_eq!(generations, [json!(2), json!(2), json!(2)]);
     writing.store(&cluster, pool(Vec::new())).await;
-    assert_eq!(cluster.slices().len(), 1, "a pool without devices has one slice");
+    assert_eq!(cluster.slices().len(), 1, "an empty pool needs exactly one slice");
     let report = writing.stored.borrow().clone();
     assert_eq!((report.slices, report.generation, report.trouble), (1, 3, None));
     writing.running.end().await;
     assert_eq!(
         (cluster.slices().len(), cluster.count("GET", "nodes/n")),
         (1, 2),
-        "the slice stays when the writer ends"
+        "the slice went with the writer, or the Node was read again"
     );
 }
 
@@ -173,7 +173,7 @@ async fn wiped_slices_are_written_again() {
 }
 
 #[tokio::test]
-async fn slices_of_other_nodes_are_left_alone() {
+async fn slices_of_other_nodes_and_drivers_are_left_alone() {
     let cluster = Cluster::of_node().await;
     cluster.server.ignore_field_selectors();
     let others = [("a", "m", DRIVER), ("b", "n", "dra.net")].map(|(name, node, driver)| {
@@ -235,7 +235,7 @@ async fn fight_pauses_repairs_until_the_pool_changes() {
     edit();
     writing.wait_report(|stored| !stored.is_current).await;
     wait_lists(&cluster, 1).await;
-    assert_eq!(writes(&cluster), before, "the fourth repair in a row waits");
+    assert_eq!(writes(&cluster), before, "the fourth repair in a row did not wait");
     writing.store(&cluster, tainted(2, 1)).await;
     assert_eq!(cluster.slices()[0]["spec"]["devices"][1]["taints"][0]["value"], "79");
     assert_eq!(writes(&cluster), before + 1);
@@ -250,7 +250,7 @@ async fn write_whose_answer_is_lost_leaves_no_trouble() {
     writing.want(round(2, 2));
     writing.wait_report(|stored| stored.trouble.is_some()).await;
     writing.wait_report(|stored| stored.is_current && stored.trouble.is_none()).await;
-    assert_eq!(cluster.count("PUT", "resourceslices"), 1, "the slice is not written again");
+    assert_eq!(cluster.count("PUT", "resourceslices"), 1, "the slice was written again");
 }
 
 #[tokio::test]
@@ -378,7 +378,7 @@ async fn many_changes_make_at_most_one_write_a_second() {
     }
     writing.store(&cluster, round(2, 1000)).await;
     let written = writes(&cluster) - before;
-    // A write begins a second after the last one, and the first of them a second after the slice was created.
+    // Each write begins at least a second after the previous one, the first after the creation of the slice.
     let most = usize::try_from(began.elapsed().as_secs()).unwrap() + 1;
     assert!((1..=most).contains(&written), "{written} of at most {most}");
 }
@@ -418,13 +418,13 @@ async fn unregistered_plugin_writes_no_slices() {
 }
 
 #[tokio::test]
-async fn release_that_drops_taints_is_known_before_writes() {
-    for (release, drops) in [("v1.34.9", true), ("v1.35.6", true), ("v1.36.0", false), ("", false)] {
+async fn version_that_drops_taints_is_known_before_writes() {
+    for (version, drops) in [("v1.34.9", true), ("v1.35.6", true), ("v1.36.0", false), ("", false)] {
         let cluster = Cluster::of_node().await;
-        cluster.server.set_version(release);
+        cluster.server.set_version(version);
         let mut writing = write(&cluster, PACE);
         let report = writing.wait_report(|stored| stored.is_read).await;
-        assert_eq!((report.drops_taints, writes(&cluster)), (drops, 0), "{release}");
+        assert_eq!((report.drops_taints, writes(&cluster)), (drops, 0), "{version}");
         writing.store(&cluster, pool(devices(1))).await;
     }
 }
