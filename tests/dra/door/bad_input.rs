@@ -1,5 +1,5 @@
 //! Claims that cannot be prepared, and folders and checkpoints that are broken. An error names its cause, and other
-//! claims go on.
+//! claims are prepared.
 
 use std::fs;
 use std::time::Duration;
@@ -37,7 +37,7 @@ async fn failed_prepare_names_its_cause_and_leaves_nothing() {
 }
 
 #[tokio::test]
-async fn gpu_of_a_moved_claim_goes_to_the_next() {
+async fn gpu_of_a_moved_claim_goes_to_the_next_claim() {
     let (node, kubelet) = Node::serving().await;
     let [_, second] = node.rivals(&kubelet).await;
     // The claim is allocated on another node now, but a container here still has the GPU.
@@ -89,7 +89,7 @@ async fn unreadable_checkpoints_stay_and_block_no_claim() {
         ]
     );
     assert!(!node.settings.checkpoints.join(".linkwise-draft").exists());
-    // A claim whose checkpoint is incomplete is prepared again, and Unprepare removes all of it.
+    // A claim whose checkpoint is incomplete is prepared again, and Unprepare removes all its files.
     let half = node.claim("half", &[("gpus", "gpu-1")]);
     assert_eq!(start(&kubelet, &half).await.unwrap(), [node.gpu(1)]);
     end(&kubelet, &half).await;
@@ -151,7 +151,7 @@ async fn device_missing_from_scans_fails_the_claim_by_name() {
     assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
     node.scan();
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(0)]);
-    // A prepared claim fails here too, because its container would fail later.
+    // Prepare refuses a prepared claim too, because its container would fail later.
     node.scan_nothing();
     restart(&kubelet).await;
     let error = refusal(&kubelet, &name("a")).await;

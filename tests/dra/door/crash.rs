@@ -100,7 +100,7 @@ async fn claim_that_exists_survives_the_sweep() {
 }
 
 #[tokio::test]
-async fn claim_that_is_gone_stays_while_holders_are_unknown() {
+async fn deleted_claim_is_kept_while_holders_are_unknown() {
     let (mut node, kubelet) = Node::new().with_nics().served().await;
     for (uid, gpu) in [("a", "gpu-0"), ("b", "gpu-1")] {
         node.started_claim(&kubelet, uid, &[("gpus", gpu)]).await;
@@ -119,7 +119,7 @@ async fn claim_that_is_gone_stays_while_holders_are_unknown() {
 }
 
 #[tokio::test]
-async fn spec_without_checkpoint_stays_while_listed() {
+async fn spec_without_checkpoint_stays_until_unlisted() {
     let (mut node, kubelet) = Node::serving().await;
     for (uid, gpu) in [("a", "gpu-0"), ("b", "gpu-1")] {
         node.started_claim(&kubelet, uid, &[("gpus", gpu)]).await;
@@ -153,7 +153,7 @@ async fn list_older_than_a_claim_frees_no_gpu() {
 }
 
 #[tokio::test]
-async fn first_list_of_a_new_kubelet_frees_no_gpu() {
+async fn one_list_without_a_claim_frees_no_gpu() {
     let (node, kubelet) = Node::serving().await;
     let [_, second] = node.rivals(&kubelet).await;
     node.delete("a");
@@ -187,7 +187,7 @@ async fn claims_of_another_boot_exchange_their_gpus() {
         start(&kubelet, claim).await.unwrap();
     }
     node.halt(&kubelet).await;
-    // The minor numbers changed: in the last boot each claim had the other's GPU.
+    // The minor numbers changed: in the previous boot each claim had the other's GPU.
     for (uid, from, to) in [("a", 0, 1), ("b", 1, 0)] {
         node.edit_checkpoint(uid, |text| text.replace(node.uuid(from).as_str(), node.uuid(to).as_str()));
     }

@@ -61,7 +61,7 @@ async fn kubelet_with_v1_health_stream_gets_the_same_health() {
 }
 
 #[tokio::test]
-async fn health_is_sent_again_before_it_is_stale() {
+async fn health_is_sent_again_at_each_heartbeat() {
     let (_node, kubelet) = Node::serving_with(|settings| settings.heartbeat = Duration::from_millis(1)).await;
     kubelet.wait(|state| state.drivers[DRIVER].health_lists > 3).await.unwrap();
 }

@@ -104,7 +104,7 @@ impl Driver {
         Ok(MigDone { devices, number: self.done })
     }
 
-    /// Scans the GPU: the node's state has the driver's MIG devices and the number of the last order.
+    /// Scans the GPU: the node's state gets the driver's MIG devices and the number of executed orders.
     fn scan(&self) {
         let mut observed = machines::load(MACHINE).unwrap().observed;
         observed.gpus[0].mig.as_mut().unwrap().devices = self.instances.clone();
@@ -338,7 +338,7 @@ async fn half_made_device_is_destroyed_at_the_next_start() {
     }
 }
 
-/// The claim may have been prepared before a reboot, so its pod may run.
+/// A pod may run with the begun claim, because a claim of an earlier boot is begun again.
 #[tokio::test]
 async fn begun_claim_is_prepared_after_dra_is_off() {
     let (mut node, driver) = node();
@@ -374,7 +374,7 @@ async fn device_is_destroyed_after_a_kill_in_unprepare() {
 }
 
 #[tokio::test]
-async fn agent_death_during_an_order_leaves_nothing() {
+async fn order_lost_with_the_agent_makes_one_device() {
     let (mut node, driver) = node();
     let kubelet = node.serve().await;
     let claim = node.claim("a", &[("gpus", DEVICE)]);
@@ -419,7 +419,7 @@ async fn refusal_after_a_reboot_leaves_no_begun_claim() {
 }
 
 #[tokio::test]
-async fn device_of_a_lost_gpu_is_unprepared() {
+async fn claim_on_a_lost_gpu_is_unprepared() {
     let Prepared { node, driver, kubelet, claim } = prepared().await;
     set_behaviour(&driver, Behaviour::Keeps);
     let gpu = node.state.borrow().topology().gpus()[0].uuid.clone();

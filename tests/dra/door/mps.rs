@@ -48,7 +48,7 @@ struct Daemons {
     left: Arc<Mutex<Vec<GpuUuid>>>,
 }
 
-/// A node with a process of daemons, before its plugin is started.
+/// A node with a process that runs daemons, before its plugin is started.
 fn node() -> (Node, Daemons) {
     let mut node = Node::new();
     let ((orders, ordered), (served, serving)) = (watch::channel(None), watch::channel(None));
@@ -163,7 +163,7 @@ async fn containers_have_the_shared_memory_of_their_daemon() {
     let asks = mps_claim(&node, "a", &[("gpus", "gpu-0")]);
     let shm = async || start_container(&kubelet, &asks).await.unwrap().mounts["/dev/shm"].clone();
     let own = format!("/dra.linkwise.dev/{}/shm", node.uuid(0));
-    assert!(!shm().await.ends_with(&own), "an older release has one shared memory for all daemons");
+    assert!(!shm().await.ends_with(&own), "a daemon of an older release has its own shared memory");
     let renewed = async |is_own: bool| {
         while shm().await.ends_with(&own) != is_own {
             tokio::task::yield_now().await;
@@ -222,7 +222,7 @@ async fn orders_of_a_new_process_follow_its_checkpoints() {
     for left in STATES {
         let (mut node, daemons) = killed(left).await;
         node.start();
-        // No container of another boot runs, so its claim needs no daemon.
+        // No container of another boot runs, so a claim of that boot needs no daemon.
         let count = usize::from(left.checkpoint.is_some() && left.boot == "this boot");
         daemons.wait(|wanted| wanted.len() == count).await;
         let kubelet = node.kubelet().await;
@@ -242,7 +242,7 @@ async fn orders_of_an_unreadable_checkpoint_stay() {
         node.start();
         node.log.wait(&["checkpoint of a claim unreadable, keeping it"]).await;
         let mut orders = daemons.orders.clone();
-        // If the checkpoint does not show its daemon, all orders of the last process stay.
+        // If the checkpoint does not show its claim's daemon, all orders of the previous process stay.
         let kept = |now: &MpsOrders| (now.daemons.len(), now.keeps_others) == (usize::from(is_known), !is_known);
         let keeps = orders.wait_for(|orders| orders.as_ref().is_some_and(kept));
         drop(tokio::time::timeout(TEST_TIMEOUT, keeps).await.unwrap().unwrap());
@@ -274,7 +274,7 @@ async fn orders_of_a_deleted_claim_are_withdrawn() {
 }
 
 #[tokio::test]
-async fn plugin_killed_while_it_waits_keeps_the_order() {
+async fn order_of_a_plugin_killed_while_waiting_stays() {
     let (mut node, daemons) = node();
     daemons.behaviour.send_replace(Behaviour::Away);
     (node.settings.mps_timeout, node.settings.prepare_timeout) = (TEST_TIMEOUT, TEST_TIMEOUT);

@@ -1,5 +1,5 @@
 //! CDI names of claims over restarts, reboots and upgrades. The kubelet keeps every name that a plugin returned for a
-//! claim and gives the runtime old and new names together. They must not add hardware to the claim's containers.
+//! claim and gives the runtime old and new names together. Old names must not add hardware to a container.
 
 use std::fs;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Prepare and Unprepare: the files they leave, repeated and concurrent calls, and claims that changed in between.
+//! Prepare and Unprepare: the files they leave, repeated and concurrent calls, and claims that change between calls.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -223,7 +223,7 @@ async fn claim_shared_by_pods_is_unprepared_with_the_last() {
     let other = PodClaims { pod: "other".to_owned(), ..pod(&claim) };
     start(&kubelet, &claim).await.unwrap();
     kubelet.start_pod(&other).await.unwrap();
-    assert_eq!(kubelet.state().claims["a"].calls, 1, "the kubelet asks once");
+    assert_eq!(kubelet.state().claims["a"].calls, 1, "the kubelet asked again");
     end(&kubelet, &claim).await;
     assert_eq!(node.checkpoints(), ["a.json"]);
     kubelet.stop_pod("other").await.unwrap();

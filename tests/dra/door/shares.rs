@@ -30,7 +30,7 @@ fn share(node: &Node, uid: &str, shares: &str) -> ClaimName {
 }
 
 #[tokio::test]
-async fn two_claims_share_a_gpu_and_the_third_waits() {
+async fn two_claims_share_a_gpu_and_a_third_is_refused() {
     let (mut node, kubelet) = shared().await;
     let [a, b, c] = ["a", "b", "c"].map(|uid| share(&node, uid, "1"));
     for claim in [&a, &b] {
@@ -53,7 +53,7 @@ async fn two_claims_share_a_gpu_and_the_third_waits() {
 }
 
 #[tokio::test]
-async fn killed_prepare_keeps_its_share() {
+async fn killed_prepare_keeps_its_shares() {
     let (mut node, kubelet) = shared().await;
     let [a, b] = ["a", "b"].map(|uid| share(&node, uid, "2"));
     start(&kubelet, &a).await.unwrap();

@@ -156,7 +156,7 @@ async fn claims_are_unprepared_without_gpus() {
     assert_refused(&kubelet, &claim, &["there is no device 'gpu-1' on this node"]).await;
     end(&kubelet, &name("a")).await;
     assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
-    // The driver loads, so the pod starts that the kubelet has retried since.
+    // The driver loads, and a retry of the kubelet starts the pod.
     let waiting = pod(&claim);
     let (started, ()) = tokio::join!(tokio::time::timeout(TEST_TIMEOUT, kubelet.start_pod_at_last(&waiting)), async {
         node.state.send_replace(Arc::new(state("dgx1-v100")));

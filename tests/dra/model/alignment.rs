@@ -11,7 +11,7 @@ use crate::oracle::{Set, places};
 const ROOT: &str = "resource.kubernetes.io/pcieRoot";
 
 /// The NICs of a machine as DRANET publishes them, and for each NIC the set of GPUs on its PCIe root. A NIC is on the
-/// root of the GPUs below the same host bridge. The set is empty if these GPUs do not know their root.
+/// root of the GPUs below the same host bridge. The set is empty without RDMA, or if these GPUs do not know their root.
 pub fn dranet(node: &Node) -> (Vec<Value>, Vec<Set>) {
     let (mut nics, mut near) = (Vec::new(), Vec::new());
     for (index, nic) in node.topology.nics().iter().enumerate() {
@@ -39,7 +39,7 @@ fn aligned() -> Value {
 }
 
 #[test]
-fn gpu_and_nic_share_a_pcie_root_where_one_is_free() {
+fn free_gpu_with_a_nic_on_its_pcie_root_is_found() {
     let (mut found, mut refused, mut without) = (0, 0, Vec::new());
     for node in nodes() {
         let (nics, near) = dranet(&node);

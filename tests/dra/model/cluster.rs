@@ -72,8 +72,8 @@ impl Draws {
     }
 }
 
-/// Lets claims of 1, 2 and 4 GPUs come and end at random on a cluster that is nearly full. Returns the shares of those
-/// of 2 and 4.
+/// Lets claims for 1, 2 and 4 GPUs come and end at random on a cluster that is nearly full. Returns the shares of the
+/// claims for 2 and 4.
 fn shares(machines: &[&Node], rounds: usize, claims: &BTreeMap<u32, Value>) -> BTreeMap<u32, Shares> {
     let (members, mut draws) = (members(machines), Draws(machines.len() as u64));
     let oracles: Vec<Oracle<'_>> = machines.iter().map(|node| Oracle::new(&node.topology)).collect();
@@ -133,21 +133,21 @@ fn equal_nodes_give_the_best_free_set() {
     }
 }
 
-/// Each GPU is free or not with the same chance, as no scheduler would leave them.
+/// Each GPU is free with a chance of one half. No scheduler leaves nodes in such states.
 #[test]
 fn equal_nodes_in_any_state_give_nearly_their_best() {
-    // A claim for four GPUs lacks alternatives for some sets of a hybrid cube mesh (`tiers`).
-    in_any_state(&|_| tiered(&[]), 800);
+    // A claim for four GPUs lacks alternatives for some sets of a hybrid cube mesh (see `tiers.rs`).
+    check_in_any_state(&|_| tiered(&[]), 800);
     let of_node = |node: &Node| -> BTreeMap<u32, Value> {
         let counts = [2, 4].into_iter().filter(|count| *count <= node.gpus());
         counts.map(|count| (count, claim(&["--gpus", &count.to_string(), "--node", node.name]))).collect()
     };
-    in_any_state(&of_node, 930);
+    check_in_any_state(&of_node, 930);
 }
 
 /// Checks claims on three nodes of one machine. `min_of_mesh` bounds the mean share of claims for four GPUs of a hybrid
 /// cube mesh, in per mille; elsewhere each claim gets the best.
-fn in_any_state(claims: &dyn Fn(&Node) -> BTreeMap<u32, Value>, min_of_mesh: u64) {
+fn check_in_any_state(claims: &dyn Fn(&Node) -> BTreeMap<u32, Value>, min_of_mesh: u64) {
     let mut draws = Draws(1);
     for node in nodes().filter(|node| node.gpus() <= 8) {
         let (members, oracle) = (members(&[&node, &node, &node]), Oracle::new(&node.topology));
