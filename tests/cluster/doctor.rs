@@ -116,7 +116,7 @@ async fn missing_class_and_foreign_slices_of_dra_are_named() {
     host.assert_finding("DRA", "failed", "ResourceSlice theirs was written by 'gpu-kubelet-plugin'").await;
     let found = host.findings("DRA", "all").await;
     assert!(!found.iter().any(|(_, what)| what.contains("far")), "{found:?}");
-    // The roles of the overlay and the chart do not allow to list DeviceClasses.
+    // The doctor gets the DeviceClass by name, so that its role need not allow to list.
     let lists_classes = |path: &str| path.split('?').next().unwrap().ends_with("/deviceclasses");
     assert!(!host.cluster.server.requests()[requests_before..].iter().any(|request| lists_classes(&request.uri)));
     let forbidden = Answer::Refusal(403, "deviceclasses is forbidden", None);
@@ -141,7 +141,7 @@ async fn missing_policy_for_unchanged_pods_is_named() {
     host.assert_finding("DRA", "warning", "linkwise-unchanged-pods has no binding").await;
     host.cluster.server.put("kubectl", &ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS.key(None, name), json!({}));
     host.assert_finding("DRA", "ok", "linkwise-unchanged-pods makes claims of nvidia.com/gpu: N").await;
-    // The roles of the overlay and the chart allow to read these two objects only, by name.
+    // The doctor reads these two objects only, by name.
     let requests = host.cluster.server.requests();
     let others = requests.iter().filter(|it| it.uri.contains(kind) && !it.uri.contains(name));
     assert_eq!(others.count(), 0, "{requests:?}");

@@ -1,7 +1,7 @@
 //! A plugin that is killed between any two steps of its work. The next plugin finishes or undoes the work.
 //!
-//! Prepare reads the claim, writes the checkpoint `Started` if the claim asks for MIG devices or MPS, writes the CDI
-//! spec and the checkpoint `Completed`, and answers. Unprepare removes the spec, and then the checkpoint.
+//! Prepare reads the claim, writes a CDI spec and the checkpoint `Started` if the claim asks for MIG devices or MPS,
+//! writes the final spec and the checkpoint `Completed`, and answers. Unprepare removes the spec, then the checkpoint.
 
 use std::fs;
 use std::time::Duration;

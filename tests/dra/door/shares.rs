@@ -8,7 +8,7 @@ use linkwise_kubelet_box::dra::DraKubelet;
 
 use super::node::{Answer, Node, end, observed_state, refusal, start};
 
-/// A DGX-1 whose GPUs of 16 GiB have two shares each.
+/// A DGX-1 whose GPUs of 32 GiB have two shares each.
 async fn shared() -> (Node, DraKubelet) {
     let rows = vec![SharedResource::new(ResourceName::gpu(), 2)];
     let sharing = Some(Sharing::new(SharingKind::TimeSlicing, rows));
