@@ -33,12 +33,12 @@ impl Host {
         command
     }
 
-    /// Runs the doctor; returns a check's findings: status, and text with advice.
+    /// A check's findings: status, and text with advice.
     async fn findings(&self, check: &str, gpus: &str) -> Vec<(String, String)> {
         of_check(&report(&mut self.program(gpus)).await, check)
     }
 
-    /// Asserts that a check has a finding with this status and this part of a text while all GPUs go through DRA.
+    /// Asserts that a check has a finding with this status and text part while all GPUs go through DRA.
     async fn assert_finding(&self, check: &str, status: &str, part: &str) {
         let found = self.findings(check, "all").await;
         assert!(found.iter().any(|(its, what)| its == status && what.contains(part)), "{part}: {found:#?}");
@@ -116,7 +116,7 @@ async fn missing_class_and_foreign_slices_of_dra_are_named() {
     host.assert_finding("DRA", "failed", "ResourceSlice theirs was written by 'gpu-kubelet-plugin'").await;
     let found = host.findings("DRA", "all").await;
     assert!(!found.iter().any(|(_, what)| what.contains("far")), "{found:?}");
-    // The doctor gets the DeviceClass by name, so that its role need not allow to list.
+    // The doctor gets the DeviceClass by name, and lists none.
     let lists_classes = |path: &str| path.split('?').next().unwrap().ends_with("/deviceclasses");
     assert!(!host.cluster.server.requests()[requests_before..].iter().any(|request| lists_classes(&request.uri)));
     let forbidden = Answer::Refusal(403, "deviceclasses is forbidden", None);

@@ -51,7 +51,6 @@ impl Writing {
         self.running = Some(Running::of(|shutdown| writer.run(wanted, shutdown)));
     }
 
-    /// Ends the writer and starts the next one.
     async fn restart(&mut self, boot: &str) {
         self.running.take().unwrap().end().await;
         self.start(boot);

@@ -68,7 +68,7 @@ async fn wait_labels(cluster: &Cluster, labels: &[(&str, &str)]) {
     within(cluster.server.wait_for_object(&key(), has)).await;
 }
 
-/// Waits until the writer has read the object three more times, and so decided about it.
+/// Waits until the writer has read the object three more times.
 async fn wait_reads(cluster: &Cluster) {
     let before = cluster.count("GET", "nodefeatures");
     until(|| cluster.count("GET", "nodefeatures") > before + 2).await;

@@ -49,7 +49,7 @@ enum Change {
     Killed,
 }
 
-/// Replaces the running process by the next one, and returns the next one once it is ready.
+/// Replaces the running process, and returns the next one once it is ready.
 async fn change(world: &World, mut running: Process, change: Change, uid: &str) -> Process {
     if let Change::Restarted | Change::Killed = change {
         running.signal(if matches!(change, Change::Killed) { "KILL" } else { "TERM" });

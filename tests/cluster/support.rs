@@ -151,7 +151,6 @@ pub async fn within<T>(future: impl Future<Output = T>) -> T {
     tokio::time::timeout(WAIT_TIMEOUT, future).await.expect("the awaited state did not come in time")
 }
 
-/// Polls a condition until it holds.
 pub async fn until(mut holds: impl FnMut() -> bool) {
     within(async {
         while !holds() {

@@ -13,7 +13,7 @@ use crate::commands::typed::folder;
 
 const NAMESPACE: [&str; 2] = ["-n", "--namespace"];
 
-/// Changes placeholders (`NAME`) to lower case, because names of objects must be lower case.
+/// Changes placeholders (`NAME`) to the lower case of object names.
 fn lower_placeholders(word: &str) -> String {
     let is_name = |part: &str| part.len() > 2 && part.bytes().all(|byte| byte.is_ascii_uppercase());
     let parts = word.split_inclusive(|character: char| !character.is_ascii_alphanumeric() && character != '_');
@@ -29,11 +29,11 @@ pub fn is_our_chart(words: &[String]) -> bool {
     words[0] == "helm" && words.iter().any(|word| word == "charts/linkwise")
 }
 
-/// Renders our chart with the release and flags of a helm command.
+/// Renders our chart as a helm command does.
 pub fn chart_objects(helm: &Helm, typed: &Typed) -> Vec<Value> {
     let words = typed.parts().remove(0);
     let [_, verb, release, path, flags @ ..] = &words[..] else { panic!("{}: {}", typed.place, typed.text) };
-    assert_eq!(path, "charts/linkwise", "{}: not in the order helm {verb} RELEASE CHART FLAGS", typed.place);
+    assert_eq!(path, "charts/linkwise", "{}: expected helm {verb} RELEASE CHART FLAGS", typed.place);
     assert!(!options(flags, &NAMESPACE).is_empty(), "{}: no namespace: helm takes `default`", typed.place);
     let text = typed.text.as_str();
     match verb.as_str() {
@@ -70,7 +70,7 @@ pub fn folder_objects(typed: &Typed) -> Option<Vec<Value>> {
     Some(objects)
 }
 
-/// The DaemonSet of NVIDIA's static manifest, which the pages tell operators to replace.
+/// The DaemonSet of NVIDIA's static manifest, which operators replace.
 pub fn nvidia_daemon_set() -> Value {
     let containers = json!([{"name": "nvidia-device-plugin-ctr"}]);
     let name = "nvidia-device-plugin-daemonset";

@@ -17,7 +17,7 @@ pub fn rendered(folder: &Path) -> Vec<Value> {
             Err(error) if error.kind() == ErrorKind::NotFound => None,
             output => Some(output.unwrap_or_else(|error| panic!("{}: {error}", program.display()))),
         });
-    let output = outputs.next().expect("neither kubectl nor kustomize is installed");
+    let output = outputs.next().expect("neither kubectl nor kustomize");
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success(), "{}: {}", folder.display(), String::from_utf8_lossy(&output.stderr));
     text.split("\n---\n").map(|document| serde_saphyr::from_str(document).unwrap()).collect()

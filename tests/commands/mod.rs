@@ -32,7 +32,7 @@ fn program(typed: &Typed) -> String {
     without_variables(&typed.parts()[0])[0].clone()
 }
 
-/// Returns true if a test runs or renders the command, or CI runs it; any other needs a mark.
+/// Returns true if a test or CI runs or renders the command; any other needs a mark.
 fn is_run(typed: &Typed) -> bool {
     let words = typed.parts().remove(0);
     match program(typed).as_str() {

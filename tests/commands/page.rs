@@ -84,7 +84,7 @@ fn mark(comment: &str) -> Option<String> {
     let is_good = tried.is_some_and(|tried| {
         ["tried on ", "not tried", "run by hand"].iter().any(|words| tried.starts_with(words)) || test(tried)
     });
-    assert!(is_good, "the mark does not say where its command was tried: {comment}");
+    assert!(is_good, "a mark needs `; tried on`, `; not tried`, `; run by hand` or a test: {comment}");
     Some(text.to_owned())
 }
 

@@ -54,12 +54,11 @@ async fn run(node: &Node, registrations: u64) -> Child {
     process
 }
 
-/// Checks that neither an instance nor a checkpoint is left.
 fn assert_nothing_left(node: &Node) {
     assert_eq!((instances(node), node.checkpoints().len()), (0, 0));
 }
 
-/// The number of GPU 0's GPU instances in the layout that the driver wrote last.
+/// The number of GPU 0's instances in the layout that the driver wrote last.
 pub fn instances(node: &Node) -> usize {
     let text = fs::read_to_string(node.at("nvml.journal")).unwrap_or_default();
     let last = text.lines().rev().find_map(|line| line.strip_prefix("mig 0 ")).unwrap_or("{}");

@@ -244,7 +244,7 @@ async fn held_gpus_change_doors_when_their_holders_end() {
     node.wait_published(7).await;
     node.wait_registered(1).await;
     let held = || node.kubelet.state().resources["nvidia.com/gpu"].unhealthy.clone();
-    assert_eq!((offered(), held().len()), (0, 1), "the held GPU is not on the list as unhealthy");
+    assert_eq!((offered(), held().len()), (0, 1), "the held GPU left the list");
     let gpu = held().first().unwrap().chars().last().unwrap();
     let claim = node.claim("held", &[&format!("gpu-{gpu}")]);
     let refusal = node.refusal("p", &claim).await;

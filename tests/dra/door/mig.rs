@@ -207,7 +207,6 @@ fn recover(driver: &Shared) {
     driver.held.clear();
 }
 
-/// Checks that neither a MIG device nor a checkpoint is left.
 fn assert_nothing_left(node: &Node, driver: &Shared) {
     assert_eq!((instances(driver).len(), node.checkpoints().len()), (0, 0));
 }
@@ -338,7 +337,7 @@ async fn half_made_device_is_destroyed_at_the_next_start() {
     }
 }
 
-/// A pod may run with the begun claim, because a claim of an earlier boot is begun again.
+/// A pod may use the begun claim: claims of an earlier boot are begun again.
 #[tokio::test]
 async fn begun_claim_is_prepared_after_dra_is_off() {
     let (mut node, driver) = node();

@@ -242,7 +242,7 @@ async fn orders_of_an_unreadable_checkpoint_stay() {
         node.start();
         node.log.wait(&["checkpoint of a claim unreadable, keeping it"]).await;
         let mut orders = daemons.orders.clone();
-        // If the checkpoint does not show its claim's daemon, all orders of the previous process stay.
+        // If the checkpoint does not show the claim's daemon, all orders of the previous process stay.
         let kept = |now: &MpsOrders| (now.daemons.len(), now.keeps_others) == (usize::from(is_known), !is_known);
         let keeps = orders.wait_for(|orders| orders.as_ref().is_some_and(kept));
         drop(tokio::time::timeout(TEST_TIMEOUT, keeps).await.unwrap().unwrap());

@@ -380,7 +380,6 @@ impl Node {
         self.settings.checkpoints.join(format!("{uid}.json"))
     }
 
-    /// The text of a claim's checkpoint.
     pub fn checkpoint_text(&self, uid: &str) -> String {
         fs::read_to_string(self.checkpoint(uid)).unwrap()
     }
@@ -402,7 +401,7 @@ impl Node {
     }
 }
 
-/// Waits until the kubelet has registered the plugin and is connected to it.
+/// Waits until the kubelet is connected to the plugin.
 pub async fn wait_connected(kubelet: &DraKubelet) {
     kubelet.wait(|state| state.drivers.get(DRIVER).is_some_and(|driver| driver.connected > 0)).await.unwrap();
 }
