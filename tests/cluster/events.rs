@@ -56,7 +56,7 @@ impl Writing {
     }
 
     /// Publishes the pods for which events are due.
-    fn due(&self, pods: &[&str]) {
+    fn publish_due(&self, pods: &[&str]) {
         self.due.send_replace(Arc::new(pods.iter().map(|name| event(name)).collect()));
     }
 
@@ -91,7 +91,7 @@ fn regarded_pod(event: &Value) -> String {
 #[tokio::test]
 async fn pod_gets_one_event_by_its_uid() {
     let writing = writing().await;
-    writing.due(&["a/train-0"]);
+    writing.publish_due(&["a/train-0"]);
     writing.wait_events_of(&["a/train-0"]).await;
     let uid = json!("uid-of-train-0");
     let [event] = writing.events().try_into().unwrap();
@@ -100,14 +100,14 @@ async fn pod_gets_one_event_by_its_uid() {
     assert_eq!((&event["type"], &event["reason"]), (&json!("Warning"), &json!("SlowGPUPlacement")));
     assert_eq!((&event["note"], &event["reportingInstance"]), (&json!("far from the best"), &json!("n")));
     // The first pod is listed again and gets no second event; the second pod's event shows that the list was read.
-    writing.due(&["a/train-0", "a/train-1"]);
+    writing.publish_due(&["a/train-0", "a/train-1"]);
     writing.wait_events_of(&["a/train-0", "a/train-1"]).await;
     assert_eq!(writing.cluster.count("POST", "/events"), 2);
     // The next process finds the first pod's event, and writes no second.
     let Writing { cluster, running, .. } = writing;
     running.end().await;
     let writing = start(cluster, PACE);
-    writing.due(&["a/train-0"]);
+    writing.publish_due(&["a/train-0"]);
     until(|| writing.outcomes("conflict") == 1).await;
     assert_eq!(writing.events().len(), 2);
     writing.running.end().await;
@@ -135,7 +135,7 @@ async fn pod_gets_its_uid_from_its_claim() {
 async fn missing_right_delays_events_until_it_is_given() {
     let writing = writing().await;
     writing.cluster.server.forbid(&[("create", "events")]);
-    writing.due(&["a/p"]);
+    writing.publish_due(&["a/p"]);
     until(|| writing.outcomes("forbidden") > 2).await;
     assert!(writing.events().is_empty());
     writing.cluster.server.forbid(&[]);
@@ -149,7 +149,7 @@ async fn refused_namespace_delays_no_other() {
     let message = "unable to create new content in namespace ending because it is being terminated";
     let refusal = Answer::Refusal(403, message, None);
     writing.cluster.server.fail(Fault::of("POST", "/namespaces/ending/", usize::MAX, refusal));
-    writing.due(&["ending/p", "ending/q", "a/p", "z/p"]);
+    writing.publish_due(&["ending/p", "ending/q", "a/p", "z/p"]);
     writing.wait_events_of(&["a/p", "z/p"]).await;
 }
 
@@ -157,9 +157,9 @@ async fn refused_namespace_delays_no_other() {
 async fn events_still_due_are_written_when_server_is_back() {
     let writing = writing().await;
     writing.cluster.server.go_away().await;
-    writing.due(&["a/ends", "a/stays"]);
+    writing.publish_due(&["a/ends", "a/stays"]);
     until(|| writing.outcomes("unreachable") > 1).await;
-    writing.due(&["a/stays"]);
+    writing.publish_due(&["a/stays"]);
     // After two more failures the attempt with the previous list is over.
     let failed = writing.outcomes("unreachable");
     until(|| writing.outcomes("unreachable") > failed + 1).await;
@@ -174,7 +174,7 @@ async fn slow_server_loses_no_event() {
     writing.cluster.server.fail(Fault::of("POST", "/events", 1, Answer::Silence));
     // The server carries out this request without an answer, so that the next attempt finds the event.
     writing.cluster.server.fail(Fault::of("POST", "/events", 1, Answer::Lost));
-    writing.due(&["a/p"]);
+    writing.publish_due(&["a/p"]);
     until(|| writing.outcomes("conflict") == 1).await;
     assert_eq!((writing.outcomes("timeout"), pods_with_events(&writing.events())), (2, vec!["a/p".to_owned()]));
     writing.running.end().await;
@@ -185,12 +185,12 @@ async fn node_writes_at_most_ten_events_in_a_row() {
     let writing = writing().await;
     let names: Vec<String> = (10..25).map(|number| format!("a/p{number}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    writing.due(&names);
+    writing.publish_due(&names);
     writing.wait_events_of(&names[..10]).await;
     // While another writer tries ten events, the first has time to exceed its ten.
     let Writing { cluster, running, due } = writing;
     let other = start(cluster, PACE);
-    other.due(&names[..10]);
+    other.publish_due(&names[..10]);
     until(|| other.outcomes("conflict") == 10).await;
     running.end().await;
     drop(due);

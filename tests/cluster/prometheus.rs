@@ -232,7 +232,7 @@ async fn every_documented_series_and_panel_has_data() {
 
     let (mut before, prometheus) = scraped(&node, &program).await;
     node.wait_serving(8).await;
-    // Of GPUs 0, 1, 6 and 7, which the claim leaves, no two share two NVLinks once 7 fails.
+    // The claim leaves GPUs 0, 1, 6 and 7. Without 7, which fails below, no two of them share two NVLinks.
     let claim = node.claim("trained", &["gpu-2", "gpu-3", "gpu-4", "gpu-5"]);
     node.start_pod("trained", &claim).await;
     check_documented(&prometheus, &of_dra).await;

@@ -66,7 +66,7 @@ impl Node {
         command
     }
 
-    fn labels(&self) -> Command {
+    fn feature_discovery(&self) -> Command {
         let mut command = self.program("gpu-feature-discovery");
         command.env("CONFIG_FILE", self.configuration());
         command
@@ -104,21 +104,21 @@ async fn node_feature_stays_while_nvml_crashes_at_start() {
     let node = Node::start().await;
     // The PCI bus is empty, because these GPUs exist in the simulated NVML only.
     fs::create_dir_all(node.at("sys/bus/pci/devices")).unwrap();
-    let labels = || {
+    let feature_discovery = || {
         let mut command = node.program("gpu-feature-discovery");
         command.env("FAKE_NVML_CONTROL", node.at("control")).stderr(Stdio::piped());
         command
     };
-    assert!(within(labels().arg("--oneshot").status()).await.unwrap().success());
+    assert!(within(feature_discovery().arg("--oneshot").status()).await.unwrap().success());
     let key = ResourceType::NODE_FEATURES.key(Some("gpu"), "nvidia-features-for-n");
     let before = node.cluster.server.object(&key).unwrap();
     assert_eq!(before["spec"]["labels"]["nvidia.com/gpu.count"], "8");
 
     fake_nvml::Control::new(node.at("control")).send("crash nvmlInit_v2").unwrap();
-    let ended = within(labels().arg("--oneshot").output()).await.unwrap();
+    let ended = within(feature_discovery().arg("--oneshot").output()).await.unwrap();
     let log = String::from_utf8_lossy(&ended.stderr).into_owned();
     assert!(!ended.status.success() && log.contains("the NVML library crashed in nvmlInit_v2"), "{log}");
-    let process = Process::of(labels());
+    let process = Process::of(feature_discovery());
     process.said("keeping the previous labels").await;
     assert_eq!(node.cluster.server.object(&key).unwrap(), before);
 }
@@ -129,7 +129,8 @@ async fn node_label_switches_sharing_under_running_pod() {
     node.cluster.label_node("n", json!({}));
     assert!(within(node.config_manager(true).status()).await.unwrap().success());
     let kubelet = node.kubelet();
-    let mut processes = [node.plugin(), node.labels(), node.config_manager(false)].map(|mut it| it.spawn().unwrap());
+    let mut processes =
+        [node.plugin(), node.feature_discovery(), node.config_manager(false)].map(|mut it| it.spawn().unwrap());
     wait_offered(&kubelet, |gpus| gpus.healthy.len() == 8).await;
     node.wait_labels(json!({"nvidia.com/gpu.count": "8", "nvidia.com/gpu.replicas": "1"})).await;
     within(kubelet.admit(&Pod::single("running", GPU, 2), None)).await.unwrap();

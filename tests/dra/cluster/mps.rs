@@ -98,7 +98,7 @@ fn text(path: PathBuf) -> String {
 }
 
 /// The number of nvidia-smi calls that set a GPU to this compute mode.
-fn modes(node: &Node, mode: &str) -> usize {
+fn mode_calls(node: &Node, mode: &str) -> usize {
     text(node.at("bin/modes")).lines().filter(|call| call.ends_with(&format!("-c {mode}"))).count()
 }
 
@@ -124,7 +124,7 @@ async fn claim_has_its_own_control_daemon_until_its_end() {
     let name = folder.file_name().unwrap().to_str().unwrap();
     let environment = state("environment");
     assert!(environment.contains(&format!("CUDA_VISIBLE_DEVICES={name},GPU-")), "{environment}");
-    assert_eq!((modes(&node, "EXCLUSIVE_PROCESS"), modes(&node, "DEFAULT")), (2, 0));
+    assert_eq!((mode_calls(&node, "EXCLUSIVE_PROCESS"), mode_calls(&node, "DEFAULT")), (2, 0));
     let pipe = format!("dra.linkwise.dev/{name}/pipe");
     let edits = edits(&node, &two);
     assert_eq!(edits["env"], json!([format!("CUDA_MPS_PIPE_DIRECTORY=/mps/{pipe}")]));
@@ -154,7 +154,7 @@ async fn claim_has_its_own_control_daemon_until_its_end() {
     within(node.dra.stop_pod("p")).await.unwrap();
     let plain = claim(&node, "plain", &[whole("gpu-0")], None);
     node.start_pod("q", &plain).await;
-    assert_eq!(modes(&node, "DEFAULT"), 2);
+    assert_eq!(mode_calls(&node, "DEFAULT"), 2);
     assert_eq!(fs::read_dir(node.at("mps/.exclusive")).unwrap().count(), 0);
     assert!(!folder.join(".started").exists() && !text(node.at("mps/.dra/orders.json")).contains("threadPercentage"));
 }
@@ -195,7 +195,7 @@ async fn claims_share_a_gpu_through_one_control_daemon() {
     }
     let [folder] = &folders(&node)[..] else { panic!("{:?}", folders(&node)) };
     assert_eq!(text(folder.join("pipe/state/threads")), "100.0");
-    assert_eq!(modes(&node, "EXCLUSIVE_PROCESS"), 0, "the GPU of a claim without MPS became exclusive");
+    assert_eq!(mode_calls(&node, "EXCLUSIVE_PROCESS"), 0, "the GPU of a claim without MPS became exclusive");
     let env = |claim: &ClaimRef| edits(&node, claim)["env"].clone();
     let pipe = format!("CUDA_MPS_PIPE_DIRECTORY=/mps/dra.linkwise.dev/{}/pipe", folder.file_name().unwrap().display());
     let [threads, memory] = ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"];
