@@ -78,7 +78,7 @@ async fn labels_follow_the_node() {
     following.cluster.label_node("n", json!({}));
     following.wait_labels(node_labels([])).await;
     let requests = following.cluster.server.requests().len();
-    assert_eq!((following.cluster.count("GET", "watch"), requests), (1, 2), "one list, one watch");
+    assert_eq!((following.cluster.count("GET", "watch"), requests), (1, 2), "more than a list and a watch");
     following.running.end().await;
 }
 

@@ -170,7 +170,7 @@ async fn condition_follows_the_hardware_that_is_served() {
         own["status"] == status && own["reason"] == reason
     };
     until(|| served("True", "GPUsServed")).await;
-    assert_eq!(node.devices().len(), 8, "the condition is True only after the slices are stored");
+    assert_eq!(node.devices().len(), 8, "the condition was True before the slices were stored");
     until(|| node.cluster.server.object(&node_key("n")).unwrap()["spec"]["taints"] == json!([])).await;
     let control = Control::new(node.at("control"));
     control.send("remove 3").unwrap();

@@ -83,7 +83,7 @@ async fn dropped_counters_stop_the_pool() {
     writing.want(pool(70, true));
     let report = writing.wait_report(|stored| stored.drops_counters).await;
     assert!(!report.is_current);
-    assert_eq!((cluster.slices().len(), offered(&cluster.slices())), (1, 0), "only the slice without its counters");
+    assert_eq!((cluster.slices().len(), offered(&cluster.slices())), (1, 0), "not only the slice without its counters");
     // The writer does not try again after another list.
     cluster.server.expire_watches();
     let lists = cluster.count("GET", "resourceslices");

@@ -142,7 +142,7 @@ async fn kubelet_deletes_slices_of_a_driver_that_stays_away() {
     let (wiped, mut wipes) = tokio::sync::mpsc::channel(64);
     options.wipe = Some(Arc::new(move |driver| drop(wiped.try_send(driver.map(str::to_owned)))));
     let kubelet = DraKubelet::start(options).unwrap();
-    assert_eq!(wipes.recv().await, Some(None), "a kubelet that starts deletes the slices of all drivers");
+    assert_eq!(wipes.recv().await, Some(None), "the start of a kubelet did not delete all drivers' slices");
     wait_connected(&kubelet).await;
     let before = kubelet.state().drivers[DRIVER].wiped;
     node.stop().await;

@@ -582,5 +582,5 @@ async fn undestroyable_device_is_left_once_dra_is_off() {
     node.start();
     node.log.wait(&["cleanup of a finished claim is incomplete", DEVICE]).await;
     until(|| node.checkpoints().is_empty()).await;
-    assert_eq!(instances(&driver).len(), 1, "the device is left to the administrator");
+    assert_eq!(instances(&driver).len(), 1, "the device is gone");
 }

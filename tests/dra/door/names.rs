@@ -56,7 +56,7 @@ async fn moved_minor_numbers_give_a_claim_no_second_gpu() {
     let got = start_container(&kubelet, &claim).await.unwrap();
     assert_ne!(node.gpu(0), before);
     assert_eq!((super::node::hardware(&got), got.gpus()), (vec![node.gpu(0)], vec!["/dev/nvidia0".to_owned()]));
-    assert_eq!(kubelet.state().claims["a"].cdi.len(), 4, "the kubelet has the names of both answers");
+    assert_eq!(kubelet.state().claims["a"].cdi.len(), 4, "the kubelet lacks names of an answer");
 }
 
 #[tokio::test]
@@ -75,7 +75,7 @@ async fn changed_options_and_driver_reach_prepared_claims() {
     let got = || super::node::resolve(&kubelet, &names).unwrap();
     until(|| got().env.get("DRIVER").is_some_and(|version| version == "next")).await;
     let got = got();
-    assert_eq!((got.env.len(), super::node::hardware(&got)), (2, vec![node.gpu(0)]), "DRIVER and the device's own");
+    assert_eq!((got.env.len(), super::node::hardware(&got)), (2, vec![node.gpu(0)]), "not DRIVER and the device's own");
     // After a Prepare too, nothing of the old options is left.
     restart(&kubelet).await;
     assert_eq!(start_container(&kubelet, &claim).await.unwrap(), got);

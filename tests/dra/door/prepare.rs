@@ -181,7 +181,7 @@ async fn concurrent_prepares_of_a_claim_prepare_it_once() {
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let (first, second) = tokio::join!(start(&kubelet, &claim), start(&other, &claim));
     assert_eq!(first.unwrap(), second.unwrap());
-    assert_eq!(node.reads("a"), 2, "the second call checks that the claim still has the same devices");
+    assert_eq!(node.reads("a"), 2, "the second call did not check the claim's devices");
 }
 
 #[tokio::test]
