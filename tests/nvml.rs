@@ -221,7 +221,7 @@ async fn mig_devices_have_profile_id_and_placement() {
     assert!(failures.iter().any(|failure| failure.call == "nvmlGpuInstanceGetInfo"), "{failures:?}");
     machine.tell("unfail 1 nvmlGpuInstanceGetInfo");
     let (gpus, _) = ready(&mut machine.agent()).await;
-    // The fake library places the second one after one slice, the size of the first.
+    // The second has no placement of its own: the fake library starts it at slice 1, the size of the first.
     let at = |start| (Some(19), Some(MigPlacement { start, size: 1 }), Some(MigExtension::None));
     assert_eq!(of(&gpus), [at(4), at(1)]);
 }
@@ -361,7 +361,7 @@ async fn one_call_reads_all_links_if_the_driver_can() {
     let down = |links: &'static [u32]| move |poll: &HealthPoll| poll.nvlinks_down.as_deref() == Some(links);
     let mut agent = machine.agent();
     assert_eq!(ready(&mut agent).await.0[0].nvlinks, written()[0].nvlinks);
-    // The agent makes no call for each link.
+    // The agent does not call nvmlDeviceGetNvLinkState.
     machine.tell_all(&["fail * nvmlDeviceGetNvLinkState 999", "link 0 4 down"]);
     polled(&mut agent, 0, down(&[2, 4])).await;
     // A link that sleeps is not down.
@@ -377,7 +377,7 @@ async fn one_call_reads_all_links_if_the_driver_can() {
 }
 
 #[tokio::test]
-async fn nvlinks_that_were_not_ready_join_the_graph_later() {
+async fn nvlinks_that_were_not_ready_are_scanned_later() {
     for fields in ["yes", "no"] {
         let machine = machine();
         machine.tell_all(&[&format!("link-fields {fields}"), "links 0 absent"]);
@@ -436,7 +436,7 @@ async fn change_causes_a_scan_without_a_request() {
         links.flat_map(|links| links.links.clone()).collect::<Vec<u32>>()
     };
     assert_eq!((down(&before[0]), down(&gpus[0])), (vec![2], vec![2, 3]));
-    // A GPU that goes, and one that comes.
+    // A GPU goes, and comes back.
     machine.tell("remove 1");
     let (gpus, _) = ready(&mut agent).await;
     assert_eq!(gpus.iter().map(|gpu| gpu.uuid.clone()).collect::<Vec<_>>(), [0, 2, 3].map(uuid));
@@ -449,6 +449,19 @@ async fn change_causes_a_scan_without_a_request() {
     for _ in 0..5 {
         assert!(matches!(next(&mut agent).await.unwrap(), FromAgent::Polled { .. }));
     }
+}
+
+#[tokio::test]
+async fn change_reverted_during_a_scan_is_scanned_again() {
+    let machine = machine();
+    let mut agent = machine.agent();
+    let (before, _) = ready(&mut agent).await;
+    machine.tell_all(&["hang 1 nvmlDeviceGetBrand", "link 0 3 down"]);
+    // The scan has read GPU 0, and hangs at GPU 1.
+    machine.tell_all(&["blocked nvmlDeviceGetBrand", "link 0 3 up", "unhang 1 nvmlDeviceGetBrand"]);
+    let (during, _) = ready(&mut agent).await;
+    assert_ne!(during[0].nvlinks, before[0].nvlinks);
+    assert_eq!(ready(&mut agent).await.0, before);
 }
 
 #[tokio::test]

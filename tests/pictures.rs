@@ -1,5 +1,5 @@
 //! `linkwise topology --format svg`, through the binary: golden files, well-formed pictures of every built-in machine,
-//! and harmless ones of machines with hostile names.
+//! and harmless pictures and text of machines with hostile names.
 
 use std::fs;
 use std::process::{Command, Output};
@@ -16,13 +16,13 @@ fn run(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_linkwise")).arg("topology").args(arguments).output().unwrap()
 }
 
-fn picture(arguments: &[&str]) -> String {
+fn printed(arguments: &[&str]) -> String {
     let output = run(arguments);
     assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
 }
 
-fn nics(machine: &Machine) -> Vec<String> {
+fn nic_names(machine: &Machine) -> Vec<String> {
     fn walk(device: &PciObservation, names: &mut Vec<String>) {
         names.extend(device.nics.iter().map(|nic| nic.name.clone()));
         device.devices.iter().for_each(|device| walk(device, names));
@@ -50,13 +50,13 @@ fn texts(svg: &str) -> Vec<String> {
 #[test]
 fn pictures_match_golden_files() {
     for name in ["dgx1-v100", "dgx-h100", "pcie-8x-pix-pairs"] {
-        insta::assert_snapshot!(format!("{name}.svg"), picture(&["--node", name, "--format", "svg"]));
+        insta::assert_snapshot!(format!("{name}.svg"), printed(&["--node", name, "--format", "svg"]));
     }
 }
 
 #[test]
 fn picture_in_docs_matches_command_output() {
-    let drawn = picture(&["--node", "dgx1-v100", "--format", "svg"]);
+    let drawn = printed(&["--node", "dgx1-v100", "--format", "svg"]);
     let kept = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/images/dgx1-v100.svg")).unwrap();
     assert!(drawn == kept, "docs/images/dgx1-v100.svg is outdated: run the command of docs/pictures.md again");
 }
@@ -65,13 +65,13 @@ fn picture_in_docs_matches_command_output() {
 fn pictures_show_each_gpu_and_nic() {
     for built_in in machines::built_in() {
         let machine = machines::load(built_in.name).unwrap();
-        let svg = texts(&picture(&["--node", built_in.name, "--format", "svg"]));
+        let svg = texts(&printed(&["--node", built_in.name, "--format", "svg"]));
         for gpu in &machine.observed.gpus {
             let (name, uuid) = (format!("GPU {}", gpu.index), gpu.uuid.as_str());
             assert!(svg.contains(&name), "{}: no {name}", built_in.name);
-            assert!(svg.iter().any(|text| text.contains(uuid)), "{}: {uuid}", built_in.name);
+            assert!(svg.iter().any(|text| text.contains(uuid)), "{}: no {uuid}", built_in.name);
         }
-        for nic in nics(&machine) {
+        for nic in nic_names(&machine) {
             assert!(svg.iter().any(|text| text.contains(&nic)), "{}: no {nic}", built_in.name);
         }
     }
@@ -90,7 +90,7 @@ fn markup_in_names_is_escaped() {
         fs::write(&file, machine.to_yaml().unwrap()).unwrap();
         let file = file.to_str().unwrap();
 
-        let svg = texts(&picture(&["--node", file, "--format", "svg"]));
+        let svg = texts(&printed(&["--node", file, "--format", "svg"]));
         let exact = |text: &String| text == &format!("GPU 3: {hostile}");
         assert!(svg.iter().any(|text| text == hostile) && svg.iter().any(exact), "{svg:?}");
         assert!(svg.iter().any(|text| text.starts_with("NIC ") && text.contains(hostile)), "{svg:?}");
@@ -105,11 +105,12 @@ fn topology_text_has_no_control_characters() {
     machine.title = hostile.to_owned();
     machine.observed.gpus[3].model = Some(hostile.to_owned());
     machine.observed.host.host_bridges[0].devices[0].devices[0].nics[0].name = hostile.to_owned();
+    // The text shortens a long list of CPUs.
     let even: Vec<String> = (0..4_000).map(|cpu| (2 * cpu).to_string()).collect();
     machine.observed.host.numa_nodes[0].cpus = even.join(",");
     let file = folder.path().join("node.yaml");
     fs::write(&file, machine.to_yaml().unwrap()).unwrap();
-    let text = picture(&["--node", file.to_str().unwrap()]);
+    let text = printed(&["--node", file.to_str().unwrap()]);
     assert!(text.chars().all(|char| char == '\n' || char != '\u{202e}' && !char.is_control()), "{text:.2000}");
     assert_eq!(text.matches("\u{fffd}[2J\u{fffd}31m\u{fffd}x").count(), 4, "title, tree twice, matrix");
 }

@@ -185,7 +185,7 @@ fn claims_of_one_container_count_together() {
 }
 
 #[test]
-fn holders_are_forgotten_when_the_kubelet_stays_away() {
+fn holder_names_expire_when_the_kubelet_stays_away() {
     let node = node("dgx1-v100");
     let state = after(&node, held(&node, &[0b11]));
     let at = |after: Duration| state.clone().apply(Event::Holders(None), NOW + after).0;
@@ -216,7 +216,7 @@ fn ids(node: &NodeState, set: Set) -> BTreeSet<DeviceId> {
     uuids(node, set).iter().map(DeviceId::from).collect()
 }
 
-/// The kubelet asked for a choice among `offered` and allocated `given`.
+/// The kubelet asked for a choice among `offered` (none: it did not ask) and allocated `given`.
 fn allocated(node: &NodeState, given: Set, offered: Set) -> Event {
     let offered = ids(node, offered).into_iter().collect();
     Event::Allocated { resource: ResourceName::gpu(), devices: ids(node, given), offered }
@@ -227,7 +227,7 @@ fn unheld(machine: &str) -> NodeState {
     after(&node(machine), Event::Holders(Some(Holdings::default())))
 }
 
-/// The allocation of a pod that was given GPUs and is listed, before pods with the sets `others`.
+/// The allocation of a pod that was given GPUs and is now listed, as are pods that hold the sets `others`.
 fn admitted(node: &NodeState, given: Set, offered: Set, others: &[Set]) -> Allocation {
     let given_now = after(node, allocated(node, given, offered));
     let listed = after(&given_now, held(node, &[&[given], others].concat()));
@@ -260,7 +260,7 @@ fn best_at_admission_matches_brute_force() {
 }
 
 #[test]
-fn unhealthy_gpus_are_a_reason() {
+fn unhealthy_gpus_are_named_as_a_shortfall() {
     let node = unheld("dgx1-v100");
     let shown = admitted(&sick(node.clone(), 0b1101_1110), 0b10_0001, 0b10_0001, &[]);
     assert_eq!((shown.best_at_admission, shown.why), (shown.collective, vec![Shortfall::Sick]));
@@ -372,7 +372,7 @@ fn claim_is_compared_with_what_was_free_when_prepared() {
 }
 
 #[test]
-fn nvlink_sharp_needs_nvswitches_and_hopper() {
+fn nvlink_sharp_needs_nvswitches_and_hopper_or_later() {
     for (machine, all) in [
         ("dgx-h100", Some(490_280)),
         ("hgx-h200", Some(490_280)),

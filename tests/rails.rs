@@ -146,7 +146,7 @@ fn rails_match_vendors_drawings() {
 }
 
 #[test]
-fn unused_nics_and_down_links_change_no_rail() {
+fn lost_nics_and_down_links_change_no_other_rail() {
     let mut observed = load("dgx-h100");
     let before = rails(&observed);
     each_device(&mut observed, &mut |device| {
@@ -172,9 +172,9 @@ fn functions_of_a_card_are_one_rail() {
     each_device(&mut observed, &mut |device| {
         for nic in &mut device.nics {
             // GPUs 0 and 1 are each near one half of the same card, as with Socket Direct.
-            let first = nic.name == "mlx5_0" || nic.name == "mlx5_3";
+            let is_half = nic.name == "mlx5_0" || nic.name == "mlx5_3";
             number += 1;
-            nic.system_guid = guid(if first { 99 } else { number });
+            nic.system_guid = guid(if is_half { 99 } else { number });
         }
     });
     assert_eq!(rails(&observed), [0, 0, 1, 2, 3, 4, 5, 6].map(Some));

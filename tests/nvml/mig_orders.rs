@@ -8,14 +8,14 @@ use linkwise_nvml::protocol::{FromAgent, Place, ToAgent};
 
 use super::{LIMIT, Machine, Path, SHORT, machine, message, ready, timeout, uuid};
 
-/// An instance of the machine's profile 2g.20gb.
+/// The place of an instance of the machine's profile 2g.20gb.
 const SLOT: MigSlot = MigSlot { profile_id: 14, placement: MigPlacement { start: 2, size: 2 } };
 
 fn file() -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("lab/fake-nvml/machines/mig-on-demand.yaml")
 }
 
-/// A machine whose GPU 0 is in MIG mode without instances. Its agent scans after orders only.
+/// A machine whose GPU 0 is in MIG mode without instances. Its agent polls too rarely to scan without orders.
 fn empty() -> Machine {
     let mut machine = machine().with("FAKE_NVML_MACHINE", file());
     machine.command.poll = std::time::Duration::from_secs(3600);
@@ -55,8 +55,8 @@ fn mig(gpus: &[GpuObservation]) -> &MigObservation {
     gpus[0].mig.as_ref().unwrap()
 }
 
-/// Returns true if an instance that takes all of the GPU can be made.
-async fn is_empty(agent: &mut Agent) -> bool {
+/// Makes an instance that takes all of the GPU, and destroys it; returns false if the driver refuses it.
+async fn full_instance_fits(agent: &mut Agent) -> bool {
     let all = MigSlot { profile_id: 0, placement: MigPlacement { start: 0, size: 8 } };
     let made = order(agent, MigTask::Make(all)).await;
     ready(agent).await;
@@ -77,7 +77,7 @@ async fn profiles_and_placements_are_read() {
 }
 
 #[tokio::test]
-async fn placements_that_fail_are_named_and_kept() {
+async fn failed_placement_call_is_named_and_loses_nothing() {
     const CALL: &str = "nvmlDeviceGetGpuInstancePossiblePlacements_v2";
     let machine = empty();
     let mut agent = machine.agent();
@@ -116,7 +116,7 @@ async fn instance_is_made_seen_and_destroyed() {
     for _ in 0..2 {
         assert_eq!(destroy(&mut agent, SLOT, Some(made.clone())).await, []);
     }
-    assert!(is_empty(&mut agent).await);
+    assert!(full_instance_fits(&mut agent).await);
 }
 
 #[tokio::test]
@@ -148,13 +148,13 @@ async fn refused_make_names_call_and_code() {
             } else {
                 assert!(!refused.may_exist, "{call} {code}: {refused}");
             }
-            assert!(is_empty(&mut agent).await, "{call} {code}");
+            assert!(full_instance_fits(&mut agent).await, "{call} {code}");
         }
     }
 }
 
 #[tokio::test]
-async fn taken_placement_is_refused_and_stays() {
+async fn taken_placement_is_refused_and_keeps_its_instance() {
     let (_machine, mut agent, made) = with_instance().await;
     for slot in [SLOT, MigSlot { profile_id: 19, placement: MigPlacement { start: 3, size: 1 } }] {
         let refused = order(&mut agent, MigTask::Make(slot)).await.unwrap_err();
@@ -176,7 +176,7 @@ async fn instance_in_use_stays_until_it_is_free() {
     }
     // Without its compute instance the GPU instance has no UUID, and is found by its slot.
     destroy(&mut agent, SLOT, Some(made)).await;
-    assert!(is_empty(&mut agent).await);
+    assert!(full_instance_fits(&mut agent).await);
 }
 
 #[tokio::test]
@@ -202,7 +202,7 @@ async fn order_that_hangs_ends_the_agent() {
         // The instance that the agent left is destroyed by its slot.
         let mut agent = machine.scanned().await;
         destroy(&mut agent, SLOT, None).await;
-        assert!(is_empty(&mut agent).await, "{call}");
+        assert!(full_instance_fits(&mut agent).await, "{call}");
     }
 }
 
@@ -260,7 +260,7 @@ async fn lost_gpu_has_no_instances_left() {
 async fn without_mig_mode_nothing_is_left_to_destroy() {
     const LIST: &str = "nvmlDeviceGetGpuInstances";
     let (machine, mut agent, made) = with_instance().await;
-    // NVML answers so once MIG mode is off.
+    // NVML answers NOT_SUPPORTED once MIG mode is off.
     machine.tell(&format!("fail 0 {LIST} 3"));
     assert_eq!(order(&mut agent, MigTask::Destroy(SLOT, Some(made))).await, Ok(vec![]));
 }

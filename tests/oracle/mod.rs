@@ -167,8 +167,8 @@ impl<'a> Oracle<'a> {
         sizes.map(|size| u64::from(size) * self.packing(left, size)).sum()
     }
 
-    /// The largest total of disjoint groups, each by its per mille of the best collective. The first GPU is in one of
-    /// the groups, or in none.
+    /// The largest total of disjoint groups, each counted as per mille of the best collective of its size. The first
+    /// GPU is in one of the groups, or in none.
     fn packing(&self, left: Set, size: u32) -> u64 {
         if left.count_ones() < size {
             return 0;
@@ -185,7 +185,8 @@ impl<'a> Oracle<'a> {
         })
     }
 
-    /// The GPUs in whole groups that fit a package; a GPU whose package is unknown counts in none.
+    /// The GPUs in whole groups within a package, summed over groups of 2, 4 and 8. A GPU of unknown package counts in
+    /// none.
     fn room(&self, left: Set) -> u64 {
         let mut inside: BTreeMap<_, u64> = BTreeMap::new();
         for package in places(left).filter_map(|gpu| self.node.gpus()[gpu].package) {
@@ -208,8 +209,8 @@ impl<'a> Oracle<'a> {
         })
     }
 
-    /// The total rate of the NICs nearest to the members, each NIC once, 10 Gbit/s if unknown. Of equally near NICs a
-    /// slower one does not count.
+    /// The total Mbit/s of the NICs nearest to the members up to PHB, each NIC once, 10 Gbit/s if unknown. Of equally
+    /// near NICs a slower one does not count.
     fn nics(&self, set: Set) -> u64 {
         let level = |nic: usize, gpu: usize| self.node.nics()[nic].level[gpu].number();
         let all = 0..self.node.nics().len();

@@ -23,7 +23,7 @@ pub fn node_between(min: usize, max: usize) -> impl Strategy<Value = NodeObserva
     parts.prop_map(|(gpus, host, links, addresses, uuids)| build(gpus, host, &links, &addresses, &uuids))
 }
 
-/// A machine with clashes: two GPUs with one address, UUID or index, or a repeated tree.
+/// A machine of up to `max` GPUs that may have clashes: two GPUs with one address, UUID or index, or a repeated tree.
 pub fn odd_node(max: usize) -> impl Strategy<Value = NodeObservation> {
     let clashes = vec((0..max, 0..max, 0..4_u8), 0..6);
     let parts = (vec(gpu(), 0..=max), host(), nvlinks(max), shuffled(max), shuffled(max), clashes);

@@ -15,7 +15,7 @@ use proptest::sample::Index;
 use serde_json::{Value, json};
 
 const NOW: Duration = Duration::from_secs(1_000_000);
-/// The number of GPUs that a configuration can name. Each machine has two more, because a filter may exclude two.
+/// The number of GPUs that a configuration can name. Each machine has two more, of which a filter may exclude one.
 const GPUS: u32 = 4;
 /// The most slots of a resource.
 const MAX_SLOTS: u64 = 16_384;
@@ -61,7 +61,7 @@ fn machine(kind: Kind) -> NodeObservation {
     Machine::parse(&json!({"version": 1, "name": "m", "observed": {"gpus": gpus}}).to_string()).unwrap().observed
 }
 
-/// A machine of each kind: one of them fits a row.
+/// Each row of a valid configuration fits at least one of these machines.
 static MACHINES: LazyLock<[NodeObservation; 4]> =
     LazyLock::new(|| [Kind::Plain, Kind::Patterned, Kind::Mig(1), Kind::Mig(2)].map(machine));
 
@@ -175,7 +175,7 @@ fn rows_of(configuration: &Value) -> &[Value] {
     sharing["resources"].as_array().unwrap()
 }
 
-/// The resource of a row, and the number of its devices on the machine that fits it.
+/// The resource of a row, and the least number of its devices on the machine that fits it.
 fn expected(configuration: &Value, row: &Value) -> (String, u64) {
     let naming = configuration["linkwise"]["naming"] == true;
     let sharing = configuration["sharing"].as_object().unwrap().values().next().unwrap();
@@ -222,7 +222,8 @@ proptest! {
                 for row in rows_of(&configuration) {
                     let (name, devices) = expected(&configuration, row);
                     let replicas = row["replicas"].as_u64().unwrap();
-                    let min_slots = (devices * replicas).min(MAX_SLOTS / u64::from(2 * GPUS + 4) * devices);
+                    let most_mig_devices = u64::from(2 * (GPUS + 2));
+                    let min_slots = (devices * replicas).min(MAX_SLOTS / most_mig_devices * devices);
                     let mut slots = offers.iter().filter_map(|offer| u64::try_from(*offer.get(&name)?).ok());
                     let fits = slots.any(|slots| slots >= min_slots);
                     prop_assert!(fits, "no machine offers {min_slots} slots of {name} for {row}: {text}");

@@ -45,7 +45,7 @@ struct World {
     list: Option<(BTreeSet<ResourceDevice>, BTreeSet<GpuUuid>)>,
 }
 
-/// The figures of a state: each GPU's availability, the GPUs of each availability, the free GPUs, the outlook.
+/// The figures of a state: each GPU's availability, the number of GPUs with each, that of free GPUs, the outlook.
 type Figures = (Vec<(GpuUuid, Availability)>, BTreeMap<Availability, usize>, usize, Vec<Outlook>);
 
 fn figures(state: &NodeState) -> Figures {
@@ -231,7 +231,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 40, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn gpus_add_up_and_each_change_is_published(steps in vec((0..20_u8, 0..1000_usize), 1..50)) {
+    fn availability_matches_records_and_is_published(steps in vec((0..20_u8, 0..1000_usize), 1..50)) {
         for mut world in worlds() {
             world.check();
             for step in &steps {

@@ -1,4 +1,4 @@
-//! Hardware that pods hold under other names is not given out again.
+//! Hardware that pods hold under other names, or through claims, is not given out again.
 
 use linkwise_core::allocation::DeviceId;
 use linkwise_core::state::{

@@ -97,7 +97,7 @@ fn two_lists_without_holder_move_gpu_to_dra() {
 }
 
 #[test]
-fn gpu_of_a_pod_waits_and_names_the_pod() {
+fn gpu_that_a_pod_holds_moves_once_the_pod_ends() {
     let mut world = World::of([planned(Door::Dra), observed()]);
     for _ in 0..3 {
         world.apply(listed(&[0], &[]));
@@ -107,7 +107,7 @@ fn gpu_of_a_pod_waits_and_names_the_pod() {
     assert!(!world.allocates(0));
     let status = world.state.gpus().into_iter().find(|status| status.gpu.uuid == uuid(0)).unwrap();
     assert_eq!((status.is_healthy, status.availability), (false, Availability::Held));
-    // The kubelet's checkpoint has the id alone: of an init container, or of a pod that has ended.
+    // Now only the kubelet's checkpoint has the id: an init container's, or that of a pod that has ended.
     let checkpoint = Holdings { init_containers: [id(0)].into(), ..Holdings::default() };
     for _ in 0..3 {
         world.apply(Event::Holders(Some(checkpoint.clone())));
@@ -168,7 +168,7 @@ fn linkwise_without_pod_resources_waits_for_no_list() {
 }
 
 #[test]
-fn gpu_waits_for_claims_of_another_driver() {
+fn gpu_waits_for_claims_of_another_dra_driver() {
     let mut world = World::of([planned(Door::Dra), observed(), prepared(&[1])]);
     for _ in 0..3 {
         world.apply(listed(&[], &[0, 1]));

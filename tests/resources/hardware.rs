@@ -1,4 +1,4 @@
-//! Health that involves more than one device: NVLinks between GPUs, and the MIG devices of one GPU.
+//! Health and versions by polls, scans and events: lost GPUs, NVLinks, MIG devices, recovery actions.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;

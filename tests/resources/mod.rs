@@ -5,10 +5,10 @@ mod availability;
 mod conflicts;
 mod doors;
 mod hardware;
-mod look;
 mod mps;
 mod orphans;
 mod plans;
+mod scans;
 mod shares;
 
 use std::time::Duration;

@@ -124,7 +124,7 @@ fn unshared_gpus_do_not_wait_for_the_daemon() {
 }
 
 #[test]
-fn gpus_too_old_for_mps_are_refused() {
+fn gpus_that_mps_cannot_share_are_refused() {
     let problem = |major, minor, count| {
         let mut node = node();
         node.gpus[2].compute_capability = Some(ComputeCapability { major, minor });

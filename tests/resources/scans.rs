@@ -1,4 +1,4 @@
-//! Scans of MIG devices by the real agent: the observation equals the machine of the fake library.
+//! Scans of MIG devices by the real agent, compared with the machine of the fake library.
 
 use linkwise_core::topology::{GpuObservation, HostObservation, NodeObservation, ProbeFailure};
 use linkwise_nvml::child::AgentCommand;
@@ -25,7 +25,7 @@ impl Driver {
         Self { _folder: folder, control: fake_nvml::Control::new(socket), command }
     }
 
-    /// Sends a command to the fake library. Before a scan it is kept for the next agent.
+    /// Sends a command to the fake library, also to that of the agent of the next scan.
     pub fn tell(&self, command: &str) {
         self.control.send(command).unwrap();
     }
