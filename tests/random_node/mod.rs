@@ -175,7 +175,7 @@ struct Links {
     ports: Vec<(u8, Option<u32>)>,
     /// True for a GPU whose NVLinks NVML cannot read.
     silent: Vec<bool>,
-    /// GPUs, and the number of their oddity.
+    /// GPUs, and the kind of their oddity.
     odd: Vec<(usize, u8)>,
 }
 

@@ -2,7 +2,7 @@
 
 use std::os::unix::fs::symlink;
 
-use crate::run::handover::{cdi_setup, lines};
+use crate::run::list_strategies::{cdi_setup, lines};
 use crate::run::mig::{mixed, wait_listed};
 use crate::run::node::{GPU, Setup, allocation};
 
@@ -28,7 +28,7 @@ const EXPECTED: [&str; 6] = [
     "node /run/driver/dev/nvidiactl at /dev/nvidiactl rw",
 ];
 
-async fn serves(setup: Setup) {
+async fn assert_serves(setup: Setup) {
     let (node, kubelet) = setup.serve(1).await;
     wait_listed(&kubelet, HALF, 1).await;
     let got = lines(&allocation(&kubelet, "pod", HALF, 1).await);
@@ -59,7 +59,8 @@ async fn chart_variables_are_accepted() {
         ("LINKWISE_CDI_DIR", setup.at("cdi")),
         ("LINKWISE_PROCFS", setup.at("proc")),
     ];
-    serves(places.iter().fold(setup, |setup, (variable, path)| setup.env(variable, path.to_str().unwrap()))).await;
+    assert_serves(places.iter().fold(setup, |setup, (variable, path)| setup.env(variable, path.to_str().unwrap())))
+        .await;
 }
 
 #[tokio::test]
@@ -69,5 +70,5 @@ async fn nvidia_flags_are_accepted() {
          --device-list-strategy=cdi-cri --device-id-strategy=index --gdrcopy-enabled=false --gds-enabled=false \
          --mofed-enabled=false --cdi-annotation-prefix=cdi.k8s.io/ \
          --nvidia-cdi-hook-path=/usr/bin/nvidia-cdi-hook --device-discovery-strategy=nvml";
-    serves(installed(cdi_setup(mixed())).args(flags.split_whitespace())).await;
+    assert_serves(installed(cdi_setup(mixed())).args(flags.split_whitespace())).await;
 }

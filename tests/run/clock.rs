@@ -7,7 +7,7 @@ use std::time::SystemTime;
 use linkwise_kubelet_box::Restart;
 use serde_json::Value;
 
-use crate::run::health::{file, wait_kept};
+use crate::run::health::{record_file, wait_kept};
 use crate::run::node::{GPU, Node, Setup, replace, until, uuid, wait_registered, wait_unhealthy};
 
 /// Seconds of twenty years.
@@ -121,6 +121,6 @@ async fn record_is_read_under_an_earlier_wall_clock() {
     let node = setup.start().await;
     wait_registered(&kubelet, 3, 6).await;
     assert_eq!((since(&node, 2, "xid").await, since(&node, 3, "xid").await), (began, early));
-    let record: Value = serde_json::from_str(&std::fs::read_to_string(file(&node.setup)).unwrap()).unwrap();
+    let record: Value = serde_json::from_str(&std::fs::read_to_string(record_file(&node.setup)).unwrap()).unwrap();
     assert_eq!(record["gpus"][uuid(1, 2)]["reasons"][0]["since"], began);
 }

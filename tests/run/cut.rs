@@ -59,7 +59,7 @@ impl Registration for Kubelet {
 }
 
 #[tokio::test]
-async fn stream_cut_at_any_byte_leads_to_registration() {
+async fn plugin_registers_until_its_stream_is_not_cut() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("kubelet.sock");
     let incoming = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());

@@ -1,4 +1,4 @@
-//! The usual course: GPUs are registered, listed, chosen and allocated, and /metrics shows it.
+//! The usual course: GPUs are listed, chosen and allocated, and /metrics shows them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,7 +18,7 @@ fn chosen(machine: &str, size: u32, available: &str) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn every_gpu_is_registered_healthy_with_its_numa_node() {
+async fn every_gpu_is_listed_healthy_with_its_numa_node() {
     for (name, number) in [("dgx1-v100", 1), ("dgx-h100", 2)] {
         let (_node, kubelet) = Setup::on(name).serve(8).await;
         let state = kubelet.state();

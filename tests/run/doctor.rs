@@ -399,7 +399,7 @@ async fn broken_and_duplicate_cdi_specs_are_reported() {
 }
 
 #[tokio::test]
-async fn topology_manager_findings_advise_numa_hints() {
+async fn topology_manager_findings_depend_on_numa_hints() {
     let examine = async |synthetic: &str, gpus: &[(&str, &str, &str)], more: &[&str]| {
         let (setup, _kubelet) = with_host(Setup::with(&machine(gpus)).env("HWLOC_SYNTHETIC", synthetic));
         look(&setup, more).await

@@ -1,5 +1,5 @@
-//! The configurations of the NVIDIA plugin's README (`tests/configs/nvidia`), each in a whole process: the resources,
-//! their devices, and what a container gets. Compare the snapshots with that README.
+//! The configurations of the NVIDIA plugin's README (`tests/configs/nvidia`) and one of ours, each in a whole process:
+//! the resources, their devices, and what a container gets. Compare the snapshots with that README.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -7,12 +7,12 @@ use std::path::Path;
 
 use linkwise_kubelet_box::{KubeletBox, Pod};
 
-use crate::run::handover::{cdi_setup, lines};
+use crate::run::list_strategies::{cdi_setup, lines};
 use crate::run::mig::{mixed, wait_listed, with_minors};
 use crate::run::node::{GPU, Node, Setup};
 
 /// Starts linkwise, waits for these numbers of healthy devices by resource, and checks that there is no other resource.
-async fn offers(setup: Setup, wanted: &[(&str, usize)]) -> (Node, KubeletBox) {
+async fn start_offering(setup: Setup, wanted: &[(&str, usize)]) -> (Node, KubeletBox) {
     let (node, kubelet) = setup.start_beside_kubelet().await;
     for (resource, healthy) in wanted {
         wait_listed(&kubelet, resource, *healthy).await;
@@ -75,16 +75,16 @@ async fn pods(kubelet: &KubeletBox, asks: &[(&str, u32)]) -> String {
     text
 }
 
-/// The list and the answers to pods.
+/// Starts linkwise, and returns the kubelet's list and the answers to pods.
 async fn story(setup: Setup, wanted: &[(&str, usize)], asks: &[(&str, u32)]) -> String {
-    let (_node, kubelet) = offers(setup, wanted).await;
+    let (_node, kubelet) = start_offering(setup, wanted).await;
     let text = listing(&kubelet) + &pods(&kubelet, asks).await;
     assert_eq!(kubelet.violations(), []);
     text
 }
 
-/// A file of tests/configs.
-fn file(setup: Setup, name: &str) -> Setup {
+/// Adds a configuration file of tests/configs.
+fn configured(setup: Setup, name: &str) -> Setup {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/configs").join(name);
     assert!(path.exists(), "{}", path.display());
     setup.arg("--config-file").arg(path)
@@ -122,7 +122,7 @@ async fn explicit_defaults_act_as_no_settings() {
     let asks = [(GPU, 2), (GPU, 7)];
     let silent = story(Setup::on("dgx1-v100"), &[(GPU, 8)], &asks).await;
     insta::assert_snapshot!(silent);
-    let explicit = story(file(Setup::on("dgx1-v100"), "nvidia/flags.yaml"), &[(GPU, 8)], &asks).await;
+    let explicit = story(configured(Setup::on("dgx1-v100"), "nvidia/flags.yaml"), &[(GPU, 8)], &asks).await;
     assert_eq!(explicit, silent);
     // The README's flags and variables, at their defaults.
     let flags = "--mig-strategy=none --fail-on-init-error=true --nvidia-driver-root=/ --pass-device-specs=false \
@@ -138,14 +138,14 @@ async fn explicit_defaults_act_as_no_settings() {
 
 #[tokio::test]
 async fn flag_wins_over_variable_and_variable_over_file() {
-    let setup = file(mixed(), "nvidia/mixed.yaml").env("MIG_STRATEGY", "none").arg("--device-id-strategy=index");
+    let setup = configured(mixed(), "nvidia/mixed.yaml").env("MIG_STRATEGY", "none").arg("--device-id-strategy=index");
     let setup = setup.env("DEVICE_ID_STRATEGY", "uuid").env("PASS_DEVICE_SPECS", "true");
     insta::assert_snapshot!(story(setup, &[(GPU, 4)], &[(GPU, 2)]).await);
 }
 
 #[tokio::test]
 async fn mig_strategy_none() {
-    let setup = file(mixed(), "nvidia/flags.yaml");
+    let setup = configured(mixed(), "nvidia/flags.yaml");
     insta::assert_snapshot!(story(setup, &[(GPU, 4)], &[(GPU, 4)]).await);
 }
 
@@ -169,7 +169,7 @@ const MIXED_OFFER: [(&str, usize); 6] = [
 
 #[tokio::test]
 async fn mig_strategy_mixed() {
-    let setup = file(mixed(), "nvidia/mixed.yaml").env("PASS_DEVICE_SPECS", "true");
+    let setup = configured(mixed(), "nvidia/mixed.yaml").env("PASS_DEVICE_SPECS", "true");
     let asks = [
         (GPU, 1),
         ("nvidia.com/mig-1g.10gb", 2),
@@ -182,20 +182,20 @@ async fn mig_strategy_mixed() {
 
 #[tokio::test]
 async fn time_slicing() {
-    let setup = file(Setup::on("dgx1-v100"), "nvidia/time-slicing.yaml");
+    let setup = configured(Setup::on("dgx1-v100"), "nvidia/time-slicing.yaml");
     insta::assert_snapshot!(story(setup, &[(GPU, 80)], &[(GPU, 1), (GPU, 2)]).await);
 }
 
 #[tokio::test]
 async fn time_slicing_renamed_by_default() {
     let shared = "nvidia.com/gpu.shared";
-    let setup = file(Setup::on("dgx1-v100"), "nvidia/time-slicing-renamed.yaml").arg("--pass-device-specs");
+    let setup = configured(Setup::on("dgx1-v100"), "nvidia/time-slicing-renamed.yaml").arg("--pass-device-specs");
     insta::assert_snapshot!(story(setup, &[(shared, 80)], &[(shared, 1), (shared, 1)]).await);
 }
 
 #[tokio::test]
 async fn time_slicing_failing_requests_greater_than_one() {
-    let setup = file(Setup::on("dgx1-v100"), "nvidia/time-slicing-single.yaml");
+    let setup = configured(Setup::on("dgx1-v100"), "nvidia/time-slicing-single.yaml");
     insta::assert_snapshot!(story(setup, &[(GPU, 80)], &[(GPU, 2), (GPU, 1)]).await);
 }
 
@@ -203,7 +203,7 @@ async fn time_slicing_failing_requests_greater_than_one() {
 async fn time_slicing_of_mig_devices() {
     let layouts: [&[(u32, u64)]; 5] =
         [&[], &[(1, 4864); 7], &[(2, 9984), (2, 9984), (2, 9984), (1, 4864)], &[(3, 20096); 2], &[(7, 40192)]];
-    let setup = file(with_minors(Setup::with(&a100s(40536, &layouts))), "nvidia/time-slicing-mig.yaml");
+    let setup = configured(with_minors(Setup::with(&a100s(40536, &layouts))), "nvidia/time-slicing-mig.yaml");
     let wanted = [
         (GPU, 4),
         ("nvidia.com/mig-1g.5gb", 16),
@@ -217,7 +217,7 @@ async fn time_slicing_of_mig_devices() {
 
 #[tokio::test]
 async fn naming_shares_some_gpus_under_another_name() {
-    let setup = file(Setup::on("dgx1-v100"), "linkwise/some-shared.yaml");
+    let setup = configured(Setup::on("dgx1-v100"), "linkwise/some-shared.yaml");
     let slice = "nvidia.com/gpu.slice";
     let text = story(setup, &[(GPU, 6), (slice, 8)], &[(GPU, 6), (slice, 1), (slice, 2)]).await;
     insta::assert_snapshot!(text);
@@ -233,15 +233,16 @@ async fn imex_channels() {
     };
     let mut text = String::new();
     for (name, has_channel) in [("none", true), ("optional", false), ("optional", true), ("required", true)] {
-        let setup = file(cdi_setup(Setup::on("dgx1-v100")), &format!("nvidia/imex-{name}.yaml"))
+        let setup = configured(cdi_setup(Setup::on("dgx1-v100")), &format!("nvidia/imex-{name}.yaml"))
             .arg("--device-list-strategy=envvar,cdi-cri");
         let setup = if has_channel { channel(setup) } else { setup };
-        let (_node, kubelet) = offers(setup, &[(GPU, 8)]).await;
+        let (_node, kubelet) = start_offering(setup, &[(GPU, 8)]).await;
         let (state, given) = (if has_channel { "there" } else { "missing" }, pods(&kubelet, &[(GPU, 1)]).await);
         write!(text, "{name}, channel {state}:\n{given}").unwrap();
     }
     insta::assert_snapshot!(text);
-    let (status, words) = file(cdi_setup(Setup::on("dgx1-v100")), "nvidia/imex-required.yaml").spawn().ended().await;
+    let (status, words) =
+        configured(cdi_setup(Setup::on("dgx1-v100")), "nvidia/imex-required.yaml").spawn().ended().await;
     assert_eq!(status.code(), Some(1));
     assert!(words.join("\n").contains("IMEX channel 0 does not exist"), "{words:?}");
 }

@@ -98,7 +98,7 @@ async fn failed_call_costs_its_gpu_and_no_known_fact() {
     let (node, kubelet) = quick(Setup::on("dgx1-v100")).config(&config).serve(8).await;
     let before = listed(&kubelet);
     for (call, code) in CALLS.iter().map(|call| call.name).chain(IDENTITY).flat_map(|call| [(call, 15), (call, 999)]) {
-        // Without these calls a scan cannot reach or identify the GPU.
+        // Without these calls linkwise cannot reach or identify the GPU.
         let needed = IDENTITY.contains(&call) || call == "nvmlDeviceGetTemperature";
         node.setup.tell(&format!("fail 2 {call} {code}"));
         // A change elsewhere causes a full scan.

@@ -9,8 +9,8 @@ use std::path::PathBuf;
 
 use linkwise_kubelet_box::{Pod, Restart};
 
-use crate::run::handover::{cdi_setup, spec_file};
-use crate::run::health::{file, wait_kept};
+use crate::run::health::{record_file, wait_kept};
+use crate::run::list_strategies::{cdi_setup, spec_file};
 use crate::run::node::{
     GPU, Setup, allocation, kubelet_in, limit, machine, until, uuid, wait_registered, wait_unhealthy,
 };
@@ -37,7 +37,7 @@ async fn full_disk_delays_only_the_health_record() {
     kubelet.restart(Restart::Kubelet).await.unwrap();
     wait_registered(&kubelet, 2, 7).await;
     kubelet.admit(&Pod::single("meanwhile", GPU, 4), None).await.unwrap();
-    let text = std::fs::read_to_string(file(&node.setup)).unwrap_or_default();
+    let text = std::fs::read_to_string(record_file(&node.setup)).unwrap_or_default();
     let record: serde_json::Value = serde_json::from_str(&text).unwrap();
     assert_eq!(record["gpus"][uuid(1, 2)]["reasons"], serde_json::json!([]), "the last written record is whole");
     limit(node.process.id(), "fsize=unlimited:unlimited");

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use crate::run::node::{Setup, seen, uuid, wait_registered, wait_unhealthy};
 
-pub fn file(setup: &Setup) -> PathBuf {
+pub fn record_file(setup: &Setup) -> PathBuf {
     setup.at("k/linkwise/linkwise_health.json")
 }
 
@@ -16,7 +16,7 @@ pub async fn wait_kept(setup: &Setup, gpu: &str) {
         let record: Value = serde_json::from_str(text).unwrap_or_default();
         record["gpus"][gpu]["reasons"].as_array().is_some_and(|reasons| !reasons.is_empty())
     };
-    seen(async || std::fs::read_to_string(file(setup)).unwrap_or_default(), has_reason).await;
+    seen(async || std::fs::read_to_string(record_file(setup)).unwrap_or_default(), has_reason).await;
 }
 
 #[tokio::test]
@@ -37,11 +37,11 @@ async fn reset_reason_survives_restarts_until_reboot() {
     let setup = node.end().await;
 
     // A record of another boot makes no GPU unhealthy.
-    let text = std::fs::read_to_string(file(&setup)).unwrap();
+    let text = std::fs::read_to_string(record_file(&setup)).unwrap();
     let mut record: Value = serde_json::from_str(&text).unwrap();
     assert!(record["identity"]["boot"].is_string(), "{text}");
     record["identity"]["boot"] = "another".into();
-    std::fs::write(file(&setup), record.to_string()).unwrap();
+    std::fs::write(record_file(&setup), record.to_string()).unwrap();
     let node = setup.start().await;
     wait_registered(&kubelet, 3, 8).await;
     node.end().await;
@@ -68,15 +68,15 @@ async fn kubelet_that_clears_its_folder_keeps_the_record() {
 async fn broken_or_newer_record_costs_one_log_line() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
-    std::fs::create_dir(file(&setup).parent().unwrap()).unwrap();
-    std::fs::write(file(&setup), "{\"version\": 1, \"gpus\": [").unwrap();
+    std::fs::create_dir(record_file(&setup).parent().unwrap()).unwrap();
+    std::fs::write(record_file(&setup), "{\"version\": 1, \"gpus\": [").unwrap();
     let node = setup.start().await;
     let line = node.process.logged(|line| line["message"] == "health record not used").await;
     assert!(line["aside"].as_str().unwrap().ends_with("linkwise_health.json.broken"), "{line}");
     wait_registered(&kubelet, 1, 8).await;
-    assert!(file(&node.setup).with_extension("json.broken").exists());
+    assert!(record_file(&node.setup).with_extension("json.broken").exists());
     let setup = node.end().await;
-    std::fs::write(file(&setup), "{\"version\": 7, \"anything\": []}").unwrap();
+    std::fs::write(record_file(&setup), "{\"version\": 7, \"anything\": []}").unwrap();
     let node = setup.start().await;
     let line = node.process.said("another version of linkwise").await;
     assert_eq!(line["version"], 7);

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 
-use crate::run::handover::{cdi_setup, spec_file, wait_spec_with};
+use crate::run::list_strategies::{cdi_setup, spec_file, wait_spec_with};
 use crate::run::node::{GPU, Node, Setup, allocation};
 use linkwise_core::topology::NodeObservation;
 use linkwise_host::machines;

@@ -10,7 +10,7 @@ use linkwise_kubelet_box::{KubeletBox, Pod};
 use tokio::process::Command;
 
 use crate::mps::node::{kill_groups, link_programs, pid_in};
-use crate::run::handover::{cdi_setup, lines};
+use crate::run::list_strategies::{cdi_setup, lines};
 use crate::run::node::{GPU, Node, Process, Setup, allocation, machine, replace, seen, signal, uuid, wait_registered};
 
 /// The example of the NVIDIA plugin's README, which promises 80 of `nvidia.com/gpu` on a node with 8 GPUs.

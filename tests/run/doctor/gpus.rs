@@ -3,7 +3,7 @@
 use linkwise_core::state::HealthRecord;
 
 use super::*;
-use crate::run::health::{file, wait_kept};
+use crate::run::health::{record_file, wait_kept};
 use crate::run::mig::four_gpus;
 use crate::run::node::{GPU, Node, stranger, uuid, wait_unhealthy};
 
@@ -23,11 +23,11 @@ fn check(report: &Value, gpu: &str, status: &str, words: &str, advice: &str) {
 }
 
 /// A linkwise with frequent polls on a machine without faults.
-async fn running(admin: bool) -> (Node, KubeletBox) {
+async fn running(has_admin_socket: bool) -> (Node, KubeletBox) {
     let (setup, kubelet) = healthy();
     // The driver reports GPU 4's recovery action, which is none.
     setup.tell("recovery 4 0");
-    let socket = admin.then(|| setup.admin_socket());
+    let socket = has_admin_socket.then(|| setup.admin_socket());
     let socket = socket.iter().flat_map(|socket| ["--admin-socket".into(), socket.clone().into_os_string()]);
     let node = setup.arg("--nvml-poll-ms=50").args(socket).start().await;
     wait_registered(&kubelet, 1, 8).await;
@@ -95,7 +95,7 @@ async fn reasons_of_running_linkwise_are_reported() {
 #[tokio::test]
 async fn health_record_counts_on_same_boot() {
     let (node, _kubelet) = running(false).await;
-    let file = file(&node.setup);
+    let file = record_file(&node.setup);
     node.setup.tell("xid 2 79");
     wait_kept(&node.setup, &uuid(1, 2)).await;
     let mut record: HealthRecord = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();

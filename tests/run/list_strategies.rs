@@ -1,4 +1,4 @@
-//! The answers to Allocate under each strategy by which containers get GPUs, and CDI specs that follow the machine.
+//! The answers to Allocate under each device-list strategy, and CDI specs that follow the machine.
 
 use std::fs;
 use std::path::PathBuf;

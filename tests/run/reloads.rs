@@ -26,7 +26,7 @@ fn set_version(setup: &Setup, version: &str) {
     replace(&setup.at("sys/module/nvidia/version"), &format!("{version}\n"));
 }
 
-/// Loads another driver, or the same one again.
+/// Loads another driver, or the same driver again.
 #[tokio::test]
 async fn loaded_driver_gets_a_new_agent_at_once() {
     for is_other in [true, false] {
