@@ -101,9 +101,9 @@ fn placements_match_brute_force() {
             let shown = Placements::of(&state);
             let allocation = of(&shown.allocations, "pod-0");
             assert_eq!(allocation.gpus, uuids(&node, first));
-            let linked = (first.count_ones() > 1).then(|| oracle.collective(first));
-            assert_eq!(allocation.collective, linked, "{machine} {first:b}");
-            let best = linked.and_then(|_| top(all, first.count_ones()));
+            let collective = (first.count_ones() > 1).then(|| oracle.collective(first));
+            assert_eq!(allocation.collective, collective, "{machine} {first:b}");
+            let best = collective.and_then(|_| top(all, first.count_ones()));
             assert_eq!(allocation.best, best, "{machine} {first:b}");
             let free = rest & !second;
             let (mut worst_best, mut worst_now) = (1, 1);
@@ -373,6 +373,7 @@ fn claim_is_compared_with_what_was_free_when_prepared() {
 
 #[test]
 fn nvlink_sharp_needs_nvswitches_and_hopper_or_later() {
+    // With the bus bandwidth of all GPUs, MB/s.
     for (machine, all) in [
         ("dgx-h100", Some(490_280)),
         ("hgx-h200", Some(490_280)),

@@ -120,7 +120,7 @@ fn untagged_tree_is_a_snapshot_and_is_not_published() {
 }
 
 #[test]
-#[cfg_attr(not(all(has_git, has_helm)), ignore = "no git, helm here: make tools brings them")]
+#[cfg_attr(not(all(has_git, has_helm)), ignore = "git or helm is missing: make tools brings helm")]
 fn chart_package_depends_on_the_commit_alone() {
     let helm = tool("helm");
     let packed = ["clone", "another-clone"].map(|name| {
@@ -169,7 +169,7 @@ impl Drop for Registry {
 #[test]
 #[cfg_attr(
     not(all(has_git, has_helm, has_docker_registry)),
-    ignore = "no git, helm, docker-registry here: make tools brings them"
+    ignore = "git, helm or docker-registry is missing: make tools brings the last two"
 )]
 fn pushed_chart_is_pulled_as_it_was_packed() {
     let (helm, registry) = (tool("helm"), tool("docker-registry"));
@@ -202,7 +202,7 @@ fn pushed_chart_is_pulled_as_it_was_packed() {
 #[test]
 #[cfg_attr(
     not(all(has_git, has_clone, has_helm, has_jq)),
-    ignore = "no git, clone, helm, jq here: make tools brings them"
+    ignore = "git, a clone, helm or jq is missing: make tools brings helm"
 )]
 fn packed_release_is_reproducible_with_valid_sums() {
     let helm = tool("helm");

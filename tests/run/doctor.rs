@@ -1,4 +1,4 @@
-//! `linkwise doctor` on healthy and broken machines. Tests cause the fault behind each finding that is not `ok`.
+//! `linkwise doctor` on healthy and broken machines. Tests cause the faults behind most findings that are not `ok`.
 
 mod gpus;
 

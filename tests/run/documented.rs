@@ -18,11 +18,11 @@ async fn start_offering(setup: Setup, wanted: &[(&str, usize)]) -> (Node, Kubele
         wait_listed(&kubelet, resource, *healthy).await;
     }
     let wanted: BTreeSet<&str> = wanted.iter().map(|(resource, _)| *resource).collect();
-    let found = |text: &str| {
+    let is_wanted = |text: &str| {
         let series = text.lines().filter_map(|line| line.strip_prefix("linkwise_kubelet_connected{resource=\""));
         series.map(|labels| labels.split_once('"').unwrap().0).collect::<BTreeSet<_>>() == wanted
     };
-    node.metrics(found).await;
+    node.metrics(is_wanted).await;
     (node, kubelet)
 }
 
