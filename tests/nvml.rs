@@ -221,7 +221,7 @@ async fn mig_devices_have_profile_id_and_placement() {
     assert!(failures.iter().any(|failure| failure.call == "nvmlGpuInstanceGetInfo"), "{failures:?}");
     machine.tell("unfail 1 nvmlGpuInstanceGetInfo");
     let (gpus, _) = ready(&mut machine.agent()).await;
-    // The second has no placement of its own: the fake library starts it at slice 1, the size of the first.
+    // Without a placement, the fake library starts the second after one slice: the size of the first.
     let at = |start| (Some(19), Some(MigPlacement { start, size: 1 }), Some(MigExtension::None));
     assert_eq!(of(&gpus), [at(4), at(1)]);
 }
@@ -472,7 +472,6 @@ async fn gpu_without_pci_address_causes_no_scans() {
     assert_eq!(gpus.iter().map(|gpu| gpu.index).collect::<Vec<_>>(), [0, 1, 3]);
     let failed: Vec<_> = failures.iter().filter(|failure| failure.subject == "GPU 2").collect();
     assert_eq!(failed.iter().map(|failure| failure.call.as_str()).collect::<Vec<_>>(), ["nvmlDeviceGetPciInfo_v3"]);
-    // Polls come, and no scan.
     for _ in 0..5 {
         let message = next(&mut agent).await.unwrap();
         assert!(matches!(message, FromAgent::Polled { .. }), "{message:?}");

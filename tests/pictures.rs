@@ -2,7 +2,7 @@
 //! and harmless pictures and text of machines with hostile names.
 
 use std::fs;
-use std::process::{Command, Output};
+use std::process::Command;
 
 use linkwise_core::topology::PciObservation;
 use linkwise_host::machines::{self, Machine};
@@ -12,12 +12,8 @@ use roxmltree::Document;
 const HOSTILE: [&str; 4] =
     ["\"<&>]]>", "back\\slash\\N \\\" \\", "</text><script>alert('1')</script>&lt;&#60;", "] } // /* -- <!-- <b>"];
 
-fn run(arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_linkwise")).arg("topology").args(arguments).output().unwrap()
-}
-
 fn printed(arguments: &[&str]) -> String {
-    let output = run(arguments);
+    let output = Command::new(env!("CARGO_BIN_EXE_linkwise")).arg("topology").args(arguments).output().unwrap();
     assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
 }
@@ -105,9 +101,8 @@ fn topology_text_has_no_control_characters() {
     machine.title = hostile.to_owned();
     machine.observed.gpus[3].model = Some(hostile.to_owned());
     machine.observed.host.host_bridges[0].devices[0].devices[0].nics[0].name = hostile.to_owned();
-    // The text shortens a long list of CPUs.
-    let even: Vec<String> = (0..4_000).map(|cpu| (2 * cpu).to_string()).collect();
-    machine.observed.host.numa_nodes[0].cpus = even.join(",");
+    let long_list: Vec<String> = (0..4_000).map(|cpu| (2 * cpu).to_string()).collect();
+    machine.observed.host.numa_nodes[0].cpus = long_list.join(",");
     let file = folder.path().join("node.yaml");
     fs::write(&file, machine.to_yaml().unwrap()).unwrap();
     let text = printed(&["--node", file.to_str().unwrap()]);

@@ -216,7 +216,7 @@ fn ids(node: &NodeState, set: Set) -> BTreeSet<DeviceId> {
     uuids(node, set).iter().map(DeviceId::from).collect()
 }
 
-/// The kubelet asked for a choice among `offered` (none: it did not ask) and allocated `given`.
+/// The kubelet asked for a choice among `offered` and allocated `given`.
 fn allocated(node: &NodeState, given: Set, offered: Set) -> Event {
     let offered = ids(node, offered).into_iter().collect();
     Event::Allocated { resource: ResourceName::gpu(), devices: ids(node, given), offered }
@@ -227,7 +227,7 @@ fn unheld(machine: &str) -> NodeState {
     after(&node(machine), Event::Holders(Some(Holdings::default())))
 }
 
-/// The allocation of a pod that was given GPUs and is now listed, as are pods that hold the sets `others`.
+/// The allocation of `pod-0`, which got `given` and is listed beside pods with the sets `others`.
 fn admitted(node: &NodeState, given: Set, offered: Set, others: &[Set]) -> Allocation {
     let given_now = after(node, allocated(node, given, offered));
     let listed = after(&given_now, held(node, &[&[given], others].concat()));
@@ -373,8 +373,7 @@ fn claim_is_compared_with_what_was_free_when_prepared() {
 
 #[test]
 fn nvlink_sharp_needs_nvswitches_and_hopper_or_later() {
-    // With the bus bandwidth of all GPUs, MB/s.
-    for (machine, all) in [
+    for (machine, mb_per_s) in [
         ("dgx-h100", Some(490_280)),
         ("hgx-h200", Some(490_280)),
         ("aws-p5", Some(490_280)),
@@ -389,11 +388,11 @@ fn nvlink_sharp_needs_nvswitches_and_hopper_or_later() {
         let gpus = idle.topology().gpus().len();
         let shown = Placements::of(&idle).outlook;
         let most = shown.iter().rfind(|outlook| outlook.size == gpus).unwrap();
-        assert_eq!((most.nvls, shown[0].nvls), (all, None), "{machine}");
+        assert_eq!((most.nvls, shown[0].nvls), (mb_per_s, None), "{machine}");
         let held = after(&idle, held(&idle, &[(1 << gpus) - 1]));
         let allocation = of(&Placements::of(&held).allocations, "pod-0");
-        assert_eq!((allocation.nvls, allocation.collective), (all, most.collective), "{machine}");
-        assert!(all.is_none() || idle.topology().nvls([0].into_iter()).is_none(), "one GPU");
+        assert_eq!((allocation.nvls, allocation.collective), (mb_per_s, most.collective), "{machine}");
+        assert!(mb_per_s.is_none() || idle.topology().nvls([0].into_iter()).is_none(), "one GPU");
     }
     let mut seen = machines::load("dgx-h100").unwrap().observed;
     seen.gpus[3].mig = Some(MigObservation { enabled: true, profiles: Vec::new(), devices: Vec::new() });

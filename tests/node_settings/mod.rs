@@ -60,7 +60,7 @@ pub const DRA: Setting = Setting {
     ..PLUGIN
 };
 
-/// All settings. `dra-none` has DRA's rights but offers no GPU through DRA: a step of the documented way back from DRA.
+/// All settings. `dra-none` has DRA's rights but offers no GPU through DRA: the documented way back from DRA.
 pub const SETTINGS: [Setting; 7] = [
     PLUGIN,
     DRA,
@@ -132,7 +132,7 @@ pub fn rights(container: &serde_json::Value, volumes: &[&serde_json::Value], aut
     };
     let has = |path: &str| all("volumeMounts").iter().any(|mount| mount["mountPath"] == path);
     let sockets = ["/var/lib/kubelet/plugins_registry", "/var/lib/kubelet/plugins/gpu.nvidia.com"].map(writes);
-    assert!(sockets[0] == sockets[1], "the kubelet's two folders of DRA plugins are both writable or both not");
+    assert!(sockets[0] == sockets[1], "both folders of DRA plugins, or neither");
     let token = automounts || has("/var/run/secrets/kubernetes.io/serviceaccount");
     let node_name = all("env").iter().any(|env| env["name"] == "NODE_NAME" && env["valueFrom"].is_object());
     assert!(writes("/var/lib/kubelet/device-plugins"), "the folder of the kubelet's socket is mounted, writable");

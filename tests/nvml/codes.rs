@@ -88,7 +88,7 @@ impl Call {
     }
 }
 
-/// Every nvmlReturn_t of NVML 13 but success, and 77, which NVML does not define.
+/// Every nvmlReturn_t of NVML 13 but success, and the undefined 77.
 fn codes() -> impl Iterator<Item = u32> {
     (1..=30).chain([77, 999])
 }
@@ -211,7 +211,7 @@ async fn poll_survives_each_code_of_each_call() {
             let poll = polled(&mut agent, 0, |poll| !full(poll)).await;
             assert_eq!(differences(&poll, &before), call.poll, "{} {code}", call.name);
             machine.tell(&format!("unfail 0 {}", call.name));
-            // After one of these codes an agent may not repeat the call; a new agent does.
+            // After these codes an agent may not repeat the call.
             if matches!(code, 2 | 3 | 13) {
                 agent = machine.agent();
             }

@@ -1,7 +1,7 @@
 //! A brute force for the choice among whole GPUs, straight from its definition: all sets, all partitions, all rings.
 //!
-//! It shares no code with the implementation and reads only the public items of a topology. It is slow and obvious.
-//! Results for a set are cached, because the same sets come up again and again.
+//! It shares no code with the implementation and reads only the public items of a topology. Results are cached,
+//! because the same sets come up again and again.
 
 use std::cell::RefCell;
 use std::cmp::Reverse;
@@ -167,8 +167,7 @@ impl<'a> Oracle<'a> {
         sizes.map(|size| u64::from(size) * self.packing(left, size)).sum()
     }
 
-    /// The largest total of disjoint groups, each counted as per mille of the best collective of its size. The first
-    /// GPU is in one of the groups, or in none.
+    /// The largest total of disjoint groups, each in per mille of the best collective of its size.
     fn packing(&self, left: Set, size: u32) -> u64 {
         if left.count_ones() < size {
             return 0;
@@ -185,8 +184,7 @@ impl<'a> Oracle<'a> {
         })
     }
 
-    /// The GPUs in whole groups within a package, summed over groups of 2, 4 and 8. A GPU of unknown package counts in
-    /// none.
+    /// The GPUs in whole groups within a package, summed over groups of 2, 4 and 8.
     fn room(&self, left: Set) -> u64 {
         let mut inside: BTreeMap<_, u64> = BTreeMap::new();
         for package in places(left).filter_map(|gpu| self.node.gpus()[gpu].package) {

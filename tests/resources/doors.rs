@@ -107,7 +107,7 @@ fn gpu_that_a_pod_holds_moves_once_the_pod_ends() {
     assert!(!world.allocates(0));
     let status = world.state.gpus().into_iter().find(|status| status.gpu.uuid == uuid(0)).unwrap();
     assert_eq!((status.is_healthy, status.availability), (false, Availability::Held));
-    // Now only the kubelet's checkpoint has the id: an init container's, or that of a pod that has ended.
+    // Only the kubelet's checkpoint has the id: of an init container, or of a pod that has ended.
     let checkpoint = Holdings { init_containers: [id(0)].into(), ..Holdings::default() };
     for _ in 0..3 {
         world.apply(Event::Holders(Some(checkpoint.clone())));

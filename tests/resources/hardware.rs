@@ -37,7 +37,6 @@ impl World {
         (self.state, self.effects) = std::mem::take(&mut self.state).apply(event, self.now);
     }
 
-    /// A DGX-1.
     fn dgx() -> Self {
         Self::new(machines::load("dgx1-v100").unwrap().observed)
     }

@@ -28,7 +28,7 @@ const EXPECTED: [&str; 6] = [
     "node /run/driver/dev/nvidiactl at /dev/nvidiactl rw",
 ];
 
-async fn assert_serves(setup: Setup) {
+async fn check(setup: Setup) {
     let (node, kubelet) = setup.serve(1).await;
     wait_listed(&kubelet, HALF, 1).await;
     let got = lines(&allocation(&kubelet, "pod", HALF, 1).await);
@@ -59,8 +59,7 @@ async fn chart_variables_are_accepted() {
         ("LINKWISE_CDI_DIR", setup.at("cdi")),
         ("LINKWISE_PROCFS", setup.at("proc")),
     ];
-    assert_serves(places.iter().fold(setup, |setup, (variable, path)| setup.env(variable, path.to_str().unwrap())))
-        .await;
+    check(places.iter().fold(setup, |setup, (variable, path)| setup.env(variable, path.to_str().unwrap()))).await;
 }
 
 #[tokio::test]
@@ -70,5 +69,5 @@ async fn nvidia_flags_are_accepted() {
          --device-list-strategy=cdi-cri --device-id-strategy=index --gdrcopy-enabled=false --gds-enabled=false \
          --mofed-enabled=false --cdi-annotation-prefix=cdi.k8s.io/ \
          --nvidia-cdi-hook-path=/usr/bin/nvidia-cdi-hook --device-discovery-strategy=nvml";
-    assert_serves(installed(cdi_setup(mixed())).args(flags.split_whitespace())).await;
+    check(installed(cdi_setup(mixed())).args(flags.split_whitespace())).await;
 }

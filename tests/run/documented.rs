@@ -75,7 +75,7 @@ async fn pods(kubelet: &KubeletBox, asks: &[(&str, u32)]) -> String {
     text
 }
 
-/// Starts linkwise, and returns the kubelet's list and the answers to pods.
+/// The list of a started linkwise, and its answers to pods.
 async fn story(setup: Setup, wanted: &[(&str, usize)], asks: &[(&str, u32)]) -> String {
     let (_node, kubelet) = start_offering(setup, wanted).await;
     let text = listing(&kubelet) + &pods(&kubelet, asks).await;
@@ -84,7 +84,7 @@ async fn story(setup: Setup, wanted: &[(&str, usize)], asks: &[(&str, u32)]) -> 
 }
 
 /// Adds a configuration file of tests/configs.
-fn configured(setup: Setup, name: &str) -> Setup {
+fn config(setup: Setup, name: &str) -> Setup {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/configs").join(name);
     assert!(path.exists(), "{}", path.display());
     setup.arg("--config-file").arg(path)
@@ -122,7 +122,7 @@ async fn explicit_defaults_act_as_no_settings() {
     let asks = [(GPU, 2), (GPU, 7)];
     let silent = story(Setup::on("dgx1-v100"), &[(GPU, 8)], &asks).await;
     insta::assert_snapshot!(silent);
-    let explicit = story(configured(Setup::on("dgx1-v100"), "nvidia/flags.yaml"), &[(GPU, 8)], &asks).await;
+    let explicit = story(config(Setup::on("dgx1-v100"), "nvidia/flags.yaml"), &[(GPU, 8)], &asks).await;
     assert_eq!(explicit, silent);
     // The README's flags and variables, at their defaults.
     let flags = "--mig-strategy=none --fail-on-init-error=true --nvidia-driver-root=/ --pass-device-specs=false \
@@ -138,14 +138,14 @@ async fn explicit_defaults_act_as_no_settings() {
 
 #[tokio::test]
 async fn flag_wins_over_variable_and_variable_over_file() {
-    let setup = configured(mixed(), "nvidia/mixed.yaml").env("MIG_STRATEGY", "none").arg("--device-id-strategy=index");
+    let setup = config(mixed(), "nvidia/mixed.yaml").env("MIG_STRATEGY", "none").arg("--device-id-strategy=index");
     let setup = setup.env("DEVICE_ID_STRATEGY", "uuid").env("PASS_DEVICE_SPECS", "true");
     insta::assert_snapshot!(story(setup, &[(GPU, 4)], &[(GPU, 2)]).await);
 }
 
 #[tokio::test]
 async fn mig_strategy_none() {
-    let setup = configured(mixed(), "nvidia/flags.yaml");
+    let setup = config(mixed(), "nvidia/flags.yaml");
     insta::assert_snapshot!(story(setup, &[(GPU, 4)], &[(GPU, 4)]).await);
 }
 
@@ -169,7 +169,7 @@ const MIXED_OFFER: [(&str, usize); 6] = [
 
 #[tokio::test]
 async fn mig_strategy_mixed() {
-    let setup = configured(mixed(), "nvidia/mixed.yaml").env("PASS_DEVICE_SPECS", "true");
+    let setup = config(mixed(), "nvidia/mixed.yaml").env("PASS_DEVICE_SPECS", "true");
     let asks = [
         (GPU, 1),
         ("nvidia.com/mig-1g.10gb", 2),
@@ -182,20 +182,20 @@ async fn mig_strategy_mixed() {
 
 #[tokio::test]
 async fn time_slicing() {
-    let setup = configured(Setup::on("dgx1-v100"), "nvidia/time-slicing.yaml");
+    let setup = config(Setup::on("dgx1-v100"), "nvidia/time-slicing.yaml");
     insta::assert_snapshot!(story(setup, &[(GPU, 80)], &[(GPU, 1), (GPU, 2)]).await);
 }
 
 #[tokio::test]
 async fn time_slicing_renamed_by_default() {
     let shared = "nvidia.com/gpu.shared";
-    let setup = configured(Setup::on("dgx1-v100"), "nvidia/time-slicing-renamed.yaml").arg("--pass-device-specs");
+    let setup = config(Setup::on("dgx1-v100"), "nvidia/time-slicing-renamed.yaml").arg("--pass-device-specs");
     insta::assert_snapshot!(story(setup, &[(shared, 80)], &[(shared, 1), (shared, 1)]).await);
 }
 
 #[tokio::test]
 async fn time_slicing_failing_requests_greater_than_one() {
-    let setup = configured(Setup::on("dgx1-v100"), "nvidia/time-slicing-single.yaml");
+    let setup = config(Setup::on("dgx1-v100"), "nvidia/time-slicing-single.yaml");
     insta::assert_snapshot!(story(setup, &[(GPU, 80)], &[(GPU, 2), (GPU, 1)]).await);
 }
 
@@ -203,7 +203,7 @@ async fn time_slicing_failing_requests_greater_than_one() {
 async fn time_slicing_of_mig_devices() {
     let layouts: [&[(u32, u64)]; 5] =
         [&[], &[(1, 4864); 7], &[(2, 9984), (2, 9984), (2, 9984), (1, 4864)], &[(3, 20096); 2], &[(7, 40192)]];
-    let setup = configured(with_minors(Setup::with(&a100s(40536, &layouts))), "nvidia/time-slicing-mig.yaml");
+    let setup = config(with_minors(Setup::with(&a100s(40536, &layouts))), "nvidia/time-slicing-mig.yaml");
     let wanted = [
         (GPU, 4),
         ("nvidia.com/mig-1g.5gb", 16),
@@ -217,7 +217,7 @@ async fn time_slicing_of_mig_devices() {
 
 #[tokio::test]
 async fn naming_shares_some_gpus_under_another_name() {
-    let setup = configured(Setup::on("dgx1-v100"), "linkwise/some-shared.yaml");
+    let setup = config(Setup::on("dgx1-v100"), "linkwise/some-shared.yaml");
     let slice = "nvidia.com/gpu.slice";
     let text = story(setup, &[(GPU, 6), (slice, 8)], &[(GPU, 6), (slice, 1), (slice, 2)]).await;
     insta::assert_snapshot!(text);
@@ -233,7 +233,7 @@ async fn imex_channels() {
     };
     let mut text = String::new();
     for (name, has_channel) in [("none", true), ("optional", false), ("optional", true), ("required", true)] {
-        let setup = configured(cdi_setup(Setup::on("dgx1-v100")), &format!("nvidia/imex-{name}.yaml"))
+        let setup = config(cdi_setup(Setup::on("dgx1-v100")), &format!("nvidia/imex-{name}.yaml"))
             .arg("--device-list-strategy=envvar,cdi-cri");
         let setup = if has_channel { channel(setup) } else { setup };
         let (_node, kubelet) = start_offering(setup, &[(GPU, 8)]).await;
@@ -241,8 +241,7 @@ async fn imex_channels() {
         write!(text, "{name}, channel {state}:\n{given}").unwrap();
     }
     insta::assert_snapshot!(text);
-    let (status, words) =
-        configured(cdi_setup(Setup::on("dgx1-v100")), "nvidia/imex-required.yaml").spawn().ended().await;
+    let (status, words) = config(cdi_setup(Setup::on("dgx1-v100")), "nvidia/imex-required.yaml").spawn().ended().await;
     assert_eq!(status.code(), Some(1));
     assert!(words.join("\n").contains("IMEX channel 0 does not exist"), "{words:?}");
 }
