@@ -201,7 +201,7 @@ fn holder_names_expire_when_the_kubelet_stays_away() {
 }
 
 #[test]
-fn containers_beyond_the_bound_are_not_told_apart() {
+fn containers_beyond_the_bound_are_not_added() {
     let mut holdings = Holdings::default();
     let claim = ContainerHoldings { claims: [claimed("c", "gpu-0")].into(), ..Default::default() };
     (0..10_000).for_each(|pod| holdings.add(name(&format!("pod-{pod}"), "main"), claim.clone()));

@@ -25,7 +25,7 @@ impl Driver {
         Self { _folder: folder, control: fake_nvml::Control::new(socket), command }
     }
 
-    /// Sends a command to the fake library, also to that of the agent of the next scan.
+    /// Sends a command to the fake library, with which the agent of the next scan starts.
     pub fn tell(&self, command: &str) {
         self.control.send(command).unwrap();
     }
@@ -58,7 +58,7 @@ async fn mig_devices_are_observed_as_the_driver_has_them() {
 }
 
 #[tokio::test]
-async fn failed_mig_call_costs_only_its_fact() {
+async fn failed_mig_calls_cost_facts_or_devices() {
     let driver = Driver::new();
     driver.tell("fail 1 nvmlDeviceGetGpuInstanceById 4");
     driver.tell("fail 2 nvmlDeviceGetAttributes_v2 999");

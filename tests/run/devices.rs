@@ -34,13 +34,13 @@ async fn every_gpu_is_listed_healthy_with_its_numa_node() {
 }
 
 #[tokio::test]
-async fn numa_node_unknown_to_the_host_is_not_claimed() {
+async fn numa_node_unknown_to_the_host_is_not_listed() {
     // This host has one NUMA node; NVML names two.
     let (_node, kubelet) = Setup::on("dgx1-v100").env("HWLOC_SYNTHETIC", "pack:1 numa:1 pu:2").serve(8).await;
     let gpu = &kubelet.state().resources[GPU];
     let nodes: Vec<Vec<i64>> = gpu.numa.values().map(|nodes| nodes.iter().copied().collect()).collect();
     assert_eq!(nodes, [vec![0], vec![0], vec![0], vec![0], vec![], vec![], vec![], vec![]]);
-    // A GPU whose NUMA node is unknown claims none: unknown is not node 0.
+    // A GPU whose NUMA node is unknown has none: unknown is not node 0.
     let gpus = [("GPU-a", "0000:01:00.0", ", numa: 1"), ("GPU-b", "0000:02:00.0", "")];
     let (_node, kubelet) = Setup::with(&machine(&gpus)).serve(2).await;
     let gpu = &kubelet.state().resources[GPU];

@@ -187,7 +187,7 @@ async fn other_module_version_and_missing_minor_are_named() {
 }
 
 #[tokio::test]
-async fn missing_or_closed_device_nodes_are_named() {
+async fn missing_or_unusable_device_nodes_are_named() {
     let (setup, _kubelet) = healthy();
     for name in ["nvidia3", "nvidia-uvm", "nvidia4", "nvidia5"] {
         fs::remove_file(setup.at("dev").join(name)).unwrap();

@@ -5,12 +5,13 @@ use crate::run::node::{Node, Setup, signal, until, uuid, wait_registered, wait_u
 const UP: &str = "linkwise_nvml_agent_up";
 const UNHEARD: &str = "linkwise_nvml_unheard_gpus";
 
-/// A machine with frequent polls, frequent trials and short hold times, whose driver reports recovery actions.
+/// A machine with frequent polls, short hold times and early trials of GPUs by new agents; its driver reports recovery
+/// actions.
 fn quick() -> Setup {
     without_trials().arg("--nvml-trial-ms=50")
 }
 
-/// The same machine, with trials so rare that a test sees none.
+/// The same machine, with trials so late that a test sees none.
 fn without_trials() -> Setup {
     let setup = Setup::on("dgx1-v100");
     setup.tell("recovery * 0");
