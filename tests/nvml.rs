@@ -27,7 +27,7 @@ mod mig_orders;
 mod numbers;
 mod real;
 
-/// The longest time that a test waits.
+/// The longest time of one wait.
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// Short limits for tests of calls that hang.

@@ -1,4 +1,4 @@
-//! Resources: MIG devices, slots, names and filters, from the agent's observation to the kubelet's list.
+//! Resources: MIG devices, slots, names, filters and doors, from the agent's observation to the kubelet's list.
 
 mod agreement;
 mod availability;

@@ -76,7 +76,7 @@ fn absent(report: &Value, check: &str, status: &str, text: &str) {
     assert_eq!(count(report, check, status, text), 0, "{status} in {check} with '{text}': {report:#}");
 }
 
-/// Asserts that each finding with this text has this advice.
+/// Asserts that findings have this text, each with this advice.
 fn advised(report: &Value, what: &str, advice: &str) {
     let says = |value: &Value, text: &str| value.as_str().is_some_and(|words| words.contains(text));
     let findings = report["findings"].as_array().unwrap();

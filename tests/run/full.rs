@@ -39,7 +39,7 @@ async fn full_disk_delays_only_the_health_record() {
     kubelet.admit(&Pod::single("meanwhile", GPU, 4), None).await.unwrap();
     let text = std::fs::read_to_string(record_file(&node.setup)).unwrap_or_default();
     let record: serde_json::Value = serde_json::from_str(&text).unwrap();
-    assert_eq!(record["gpus"][uuid(1, 2)]["reasons"], serde_json::json!([]), "the last written record is whole");
+    assert_eq!(record["gpus"][uuid(1, 2)]["reasons"], serde_json::json!([]), "the last record is whole");
     limit(node.process.id(), "fsize=unlimited:unlimited");
     // Without a new event the write is repeated every 10 s.
     wait_kept(&node.setup, &uuid(1, 2)).await;
