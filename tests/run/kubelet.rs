@@ -26,14 +26,14 @@ fn registrations(outcome: &str) -> String {
     format!("linkwise_registrations_total{{resource=\"nvidia.com/gpu\",outcome=\"{outcome}\"}}")
 }
 
-/// Our one socket.
+/// The socket of the only resource.
 fn socket(node: &Node) -> PathBuf {
     let sockets = node.setup.sockets();
     assert_eq!(sockets.len(), 1, "{sockets:?}");
     sockets[0].clone()
 }
 
-/// Waits for the second registration, and asserts that nothing else has changed.
+/// Waits for the second registration, and asserts one open stream and no violation.
 async fn wait_registered_again(node: &Node, kubelet: &KubeletBox) {
     let state = wait_registered(kubelet, 2, 8).await;
     assert_eq!((state.registrations, state.open_streams, kubelet.violations().len()), (2, 1, 0));
@@ -49,7 +49,7 @@ async fn kubelet_restart_keeps_pods_devices() {
         let first = socket(&node);
         kubelet.restart(after).await.unwrap();
         wait_registered_again(&node, &kubelet).await;
-        assert!(socket(&node) != first, "a kubelet may still hold the connection behind an old name");
+        assert!(socket(&node) != first, "the old name came back, to which a kubelet may still be connected");
         let in_use = kubelet.state().resources[GPU].in_use();
         assert_eq!(in_use.into_iter().collect::<Vec<_>>(), held.devices);
         assert_eq!(kubelet.restart_container("pod", "main").unwrap()[GPU], held);
@@ -119,7 +119,7 @@ async fn failed_bind_names_folder_and_is_retried() {
     node.ready(503, &cause).await;
     assert_eq!((node.get("/livez").await.status, kubelet.state().resources.len()), (200, 0));
 
-    // A failed bind is repeated without end.
+    // A bind that fails again is retried again.
     let socket = node.setup.kubelet_socket.clone();
     let alone = Alone::start(quick(socket));
     alone.log.wait_times(3, &[&format!("\"{cause}")]).await;

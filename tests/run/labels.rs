@@ -107,11 +107,11 @@ async fn labels_file_is_there_throughout_a_restart() {
     let _process = setup.spawn();
     wait_label(&path, "nvidia.com/mig.strategy", "single").await;
     ended.store(true, Ordering::Relaxed);
-    assert_eq!(watch.join().unwrap(), 0, "the file was always there and whole");
+    assert_eq!(watch.join().unwrap(), 0, "reads that found no file, or an incomplete one");
 }
 
 #[tokio::test]
-async fn sighup_reloads_the_labels_configuration() {
+async fn labels_follow_configuration_file_and_sighup() {
     let setup = discovery(Setup::on("dgx-h100").config("version: v1\n"));
     let (path, config) = (file(&setup), setup.config_file());
     let process = setup.spawn();
@@ -123,7 +123,7 @@ async fn sighup_reloads_the_labels_configuration() {
     process.said("configuration rejected, keeping the previous one").await;
     process.signal("HUP");
     process.logged(|line| line["why"] == "SIGHUP" && line["level"] == "ERROR").await;
-    // The next valid file applies, with the signal too.
+    // The next valid file applies, also with a signal.
     replace(&config, "version: v1\n");
     process.signal("HUP");
     wait_label(&path, "nvidia.com/gpu.replicas", "1").await;
@@ -148,7 +148,7 @@ async fn oneshot_prints_labels_once() {
 }
 
 #[tokio::test]
-async fn node_without_gpus_gets_the_labels_of_gfd() {
+async fn node_without_gpus_gets_only_the_vgpu_label() {
     for command in ["init 0", "init 9"] {
         let setup = discovery(Setup::with(BARE)).arg("--no-timestamp").arg("--fail-on-init-error=false");
         fs::create_dir_all(setup.at("sys/bus/pci/devices")).unwrap();

@@ -62,7 +62,7 @@ async fn assert_keeps(kubelet: &KubeletBox, pod: &str, resource: &str, held: &Al
     assert_eq!(&kubelet.restart_container(pod, "main").unwrap()[resource], held);
 }
 
-fn sees(allocation: &Allocation) -> Vec<&str> {
+fn visible(allocation: &Allocation) -> Vec<&str> {
     allocation.envs["NVIDIA_VISIBLE_DEVICES"].split(',').collect()
 }
 
@@ -84,7 +84,7 @@ async fn sharing_changes_while_pods_keep_their_devices() {
     assert!(kubelet.remove_pod("whole"));
     wait_list(&kubelet, GPU, 16, &[]).await;
     map.swap("..3", WHOLE);
-    let shared: Vec<String> = sees(&slots).into_iter().map(str::to_owned).collect();
+    let shared: Vec<String> = visible(&slots).into_iter().map(str::to_owned).collect();
     wait_list(&kubelet, GPU, 2, &[slots.devices.clone(), shared].concat()).await;
     assert_keeps(&kubelet, "slots", GPU, &slots).await;
     assert!(kubelet.remove_pod("slots"));
@@ -105,10 +105,10 @@ async fn renamed_shared_resource_gets_its_own_plugin() {
     assert_keeps(&kubelet, "pod", GPU, &held).await;
     let error = kubelet.admit(&Pod::single("late", GPU, 1), None).await.unwrap_err();
     assert!(error.to_string().contains("no device is healthy"), "{error}");
-    // A GPU with a held slot under the old name is more used than the others.
+    // The choice avoids the GPU with a held slot under the old name.
     let new = allocation(&kubelet, "new", RENAMED, 7).await;
     let used = held.devices[0].split("::").next().unwrap();
-    assert!(sees(&new).len() == 7 && !sees(&new).contains(&used), "{new:?} {held:?}");
+    assert!(visible(&new).len() == 7 && !visible(&new).contains(&used), "{new:?} {held:?}");
     assert!(kubelet.remove_pod("pod"));
     node.process.said("resource withdrawn: this node has no device of it any more").await;
     assert_eq!(kubelet.violations(), []);

@@ -35,7 +35,7 @@ async fn hung_disk_is_waited_for_and_makes_no_second_owner() {
     let first = world.spawn("first");
     first.said("the state folder does not answer").await;
     ready(first.up().await, 503, "").await;
-    assert!(!kubelet.state().resources.contains_key(GPU), "linkwise serves only once it knows the lock");
+    assert!(!kubelet.state().resources.contains_key(GPU), "linkwise serves before it has the lock");
     answer(&pipe);
     stage(&first, "Owning").await;
     wait_registered(kubelet, 1, GPUS.len()).await;

@@ -82,7 +82,7 @@ async fn library_with_a_go_runtime_works_with_every_command() {
 }
 
 /// Asserts that each command fails on this machine with this cause.
-pub async fn every_command_fails(setup: &Setup, cause: &str) {
+pub async fn assert_every_command_fails(setup: &Setup, cause: &str) {
     for words in TOOLS {
         let (code, output) = ran(setup.tool(words)).await;
         assert!(code == Some(1) && output.contains(cause), "{words:?}: {code:?} {output}");
@@ -95,7 +95,7 @@ async fn every_command_bounds_its_agent() {
     let setup = Setup::on("dgx1-v100").env("LINKWISE_NVML_MEMORY_MIB", "24");
     setup.all_on_bus();
     setup.tell_all(&["leak 40", "hang nvmlInit_v2"]);
-    every_command_fails(&setup, "more than 24 MiB (--nvml-memory-mib").await;
+    assert_every_command_fails(&setup, "more than 24 MiB (--nvml-memory-mib").await;
     let node = setup.start().await;
     node.ready(503, "more than 24 MiB").await;
 }

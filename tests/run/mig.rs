@@ -52,7 +52,7 @@ fn setup() -> Setup {
     cdi_setup(mixed()).arg("--mig-strategy=mixed")
 }
 
-/// The names of the spec's devices: GPUs by index, UUID; MIG devices by parent and index, UUID; all.
+/// The names of the spec's devices: index and UUID of each GPU, `parent:index` and UUID of each MIG device, and `all`.
 fn names(gpus: &[u32], migs: &[(u32, u32, u32)]) -> Vec<String> {
     let gpu = |index: &u32| [index.to_string(), gpu(*index)];
     let mig = |(parent, index, number): &(u32, u32, u32)| [format!("{parent}:{index}"), mig_uuid(*number)];
@@ -137,7 +137,7 @@ async fn spec_follows_mig_layout_and_drops_old_devices() {
     now.splice(7..10, [(2, 0, 0x99)]);
     wait_spec(&node, &[0, 1, 2, 3], &now).await;
     wait_listed(&kubelet, "nvidia.com/mig-3g.40gb", 1).await;
-    // The pod that lost its device is still known to hold it.
+    // The device that the pod lost stays on the list.
     kubelet.wait(|state| state.resources["nvidia.com/mig-3g.40gb"].unhealthy.contains(&mig_uuid(0x20))).await.unwrap();
     assert_eq!(kubelet.state().resources[GPU].registrations, 1);
     assert_eq!(kubelet.violations(), []);

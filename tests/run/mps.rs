@@ -144,7 +144,7 @@ async fn nvidia_example_is_offered_once_limits_hold() {
         "mount /run/nvidia/mps/shm at /dev/shm".to_owned(),
     ];
     assert_eq!(lines(&allocation), expected);
-    // Two slots of one GPU are not isolated from each other: such a request is refused unless the file allows it.
+    // Slots of one GPU are not isolated from each other: two are refused unless the configuration file allows them.
     let refused = kubelet.admit(&Pod::single("two", GPU, 2), None).await.unwrap_err();
     let words = "cannot allocate 2 devices of nvidia.com/gpu: it is shared, and a container may have 1; request 1";
     assert!(format!("{refused:?}").contains(words), "{refused:?}");
@@ -175,7 +175,7 @@ async fn every_strategy_mounts_mps_pipe_and_shared_memory() {
 }
 
 #[tokio::test]
-async fn dead_control_daemon_withdraws_its_slots() {
+async fn slots_of_dead_control_daemon_are_unhealthy() {
     let (shared, daemons, node, kubelet) = serve(Shared::two(&replicas(3)), 6).await;
     kubelet.admit(&Pod::single("before", GPU, 1), None).await.unwrap();
     let held = kubelet.state().resources[GPU].in_use();
@@ -196,7 +196,7 @@ async fn dead_control_daemon_withdraws_its_slots() {
 }
 
 #[tokio::test]
-async fn killed_daemon_process_withdraws_its_slots() {
+async fn slots_of_killed_daemon_process_are_unhealthy() {
     let (shared, daemons, node, kubelet) = serve(Shared::two(&replicas(3)), 6).await;
     let left_behind = shared.control();
     daemons.signal("KILL");
@@ -257,6 +257,7 @@ async fn new_replicas_are_offered_with_their_limits() {
     daemons.said("it is no longer shared by MPS").await;
     let got = lines(&allocation(&kubelet, "whole", GPU, 1).await);
     assert!(got.len() == 1 && got[0].starts_with("env NVIDIA_VISIBLE_DEVICES=GPU-"), "{got:?}");
+    // The first daemon, at the new limits, and the second, at the end of sharing, reset the mode of both GPUs.
     let modes = async || fs::read_to_string(shared.bin().join("modes")).unwrap_or_default();
     seen(modes, |modes| modes.matches("-c DEFAULT").count() == 4).await;
     assert_eq!((kubelet.state().resources[GPU].registrations, kubelet.violations().len()), (1, 0));

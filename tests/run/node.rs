@@ -169,7 +169,7 @@ impl Setup {
         fifo(&self.at("sys/bus/pci/devices/0000:06:00.0/vendor"));
     }
 
-    /// Sends a command to the fake NVML of every process.
+    /// Sends a command to the fake NVML of every process, and to later ones if the journal keeps the command.
     pub fn tell(&self, command: &str) {
         Control::new(self.at("control")).send(command).unwrap();
     }
@@ -179,7 +179,7 @@ impl Setup {
         commands.iter().for_each(|command| self.tell(command));
     }
 
-    /// Sends a command; fails if no process receives it.
+    /// Sends a command; returns the error if [`Self::tell`] would panic.
     pub fn try_tell(&self, command: &str) -> std::io::Result<()> {
         Control::new(self.at("control")).send(command)
     }
@@ -330,7 +330,7 @@ pub async fn wait_registered(kubelet: &KubeletBox, times: u64, gpus: usize) -> R
     kubelet.wait(|state| wanted(&state.resources[GPU])).await.unwrap().resources[GPU].clone()
 }
 
-/// The same command, started by another program with these arguments.
+/// The command, started by the program and with the arguments in `words`.
 pub fn started_by(words: &[&str], command: &Command) -> Command {
     let command = command.as_std();
     let mut starter = Command::new(words[0]);
@@ -376,7 +376,7 @@ pub fn fifo(path: &Path) {
     assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
 }
 
-/// Waits until a process reads the pipe, and opens its other end. The reader waits until the file is dropped.
+/// Waits until a process reads the pipe, and opens the end to write to. The reader waits until this end is dropped.
 pub async fn writer(path: &Path) -> File {
     // With this flag, opening the pipe fails at once while no process reads it.
     const O_NONBLOCK: i32 = 0o4000;
@@ -640,7 +640,7 @@ pub fn uuid(machine: u32, index: u32) -> String {
     format!("GPU-{machine:08}-0000-4000-8000-{index:012}")
 }
 
-/// A machine file with these GPUs, all of one model; `more` are further fields of a GPU.
+/// A machine file with GPUs of one model, each given by UUID, PCI address and further fields.
 pub fn machine(gpus: &[(&str, &str, &str)]) -> String {
     let mut text = "version: 1\nname: test\nobserved:\n  gpus:\n".to_owned();
     for (index, (uuid, pci, more)) in gpus.iter().enumerate() {

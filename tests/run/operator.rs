@@ -168,7 +168,7 @@ async fn processes_initialise_nvml_one_after_the_other() {
     node.setup.tell("hang nvmlInit_v2");
     let loaded = || Control::new(node.setup.at("control")).processes();
     let first = discovery(&node);
-    seen(async || loaded(), |times| *times == 2).await;
+    seen(async || loaded(), |count| *count == 2).await;
     let second = discovery(&node);
     let waits = |agent: &u32| {
         let files = std::fs::read_dir(format!("/proc/{agent}/fd")).into_iter().flatten().flatten();
@@ -176,7 +176,7 @@ async fn processes_initialise_nvml_one_after_the_other() {
     };
     let agents = || children(second.id());
     seen(async || agents(), |agents| agents.iter().any(waits)).await;
-    assert_eq!(loaded(), 2, "the third process loads no library while the second is in nvmlInit");
+    assert_eq!(loaded(), 2, "`second` loads the library while `first` is in nvmlInit");
     node.setup.tell("unhang nvmlInit_v2");
     for process in [&first, &second] {
         said_times(process, 1, "NVML available").await;
@@ -199,7 +199,7 @@ async fn hung_or_stopped_agent_releases_the_driver() {
 }
 
 #[tokio::test]
-async fn release_during_nvml_init_ends_no_process() {
+async fn release_during_nvml_init_leaves_linkwise_up() {
     let setup = setup();
     setup.all_on_bus();
     setup.tell("hang nvmlInit_v2");

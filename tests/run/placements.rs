@@ -60,8 +60,8 @@ async fn hostile_names_and_lies_break_no_series() {
     assert!(text.contains(escaped), "{text}");
     assert!(!text.contains("vendor") && !text.contains("pod=\"none\""), "{text}");
     assert!(!text.contains(&format!("linkwise_allocation_quality{{{}}}", labels("lost"))), "{text}");
-    let series = |line: &&str| !line.starts_with('#') && !line.contains("} ") && !line.contains("_seconds");
-    let broken: Vec<&str> = text.lines().filter(series).filter(|line| line.contains('{')).collect();
+    let lacks_value = |line: &&str| !line.starts_with('#') && !line.contains("} ") && !line.contains("_seconds");
+    let broken: Vec<&str> = text.lines().filter(lacks_value).filter(|line| line.contains('{')).collect();
     assert!(broken.is_empty(), "{broken:?}");
 }
 

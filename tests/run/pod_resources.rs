@@ -58,7 +58,7 @@ async fn resource_of_unhealthy_devices_is_confirmed() {
     node.setup.tell("xid 0 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
     kubelet.restart(linkwise_kubelet_box::Restart::Kubelet).await.unwrap();
-    // A kubelet lists healthy devices only.
+    // PodResources lists only healthy devices, none of ours.
     kubelet.wait(|state| state.resources[GPU].registrations == 2 && state.resources[GPU].connected).await.unwrap();
     node.ready(200, "").await;
 }
@@ -93,19 +93,19 @@ async fn holders_are_known_only_with_pod_resources() {
 }
 
 #[tokio::test]
-async fn holders_are_unknown_while_the_kubelet_is_silent() {
+async fn holders_are_unknown_once_the_kubelet_stops() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("p/kubelet.sock");
     let kubelet = kubelet_in(folder.path().join("k"), |options| options.pod_resources = Some(socket.clone()));
     let (sender, mut holders) = watch::channel(Holders::default());
-    let (often, asked) = watch::channel(false);
+    let (set_often, often) = watch::channel(false);
     let shutdown = CancellationToken::new();
     let sources = HolderSources { socket, folder: folder.path().join("k") };
-    let following = pod_resources::follow_holders(&sources, sender, asked, Arc::default(), shutdown.clone());
+    let following = pod_resources::follow_holders(&sources, sender, often, Arc::default(), shutdown.clone());
     let seen = async {
         timeout(LIMIT, holders.wait_for(|now| now.held.is_some())).await.unwrap().unwrap();
         kubelet.stop().await.unwrap();
-        often.send_replace(true);
+        set_often.send_replace(true);
         timeout(LIMIT, holders.wait_for(|now| now.held.is_none())).await.unwrap().unwrap();
         shutdown.cancel();
     };

@@ -129,7 +129,7 @@ async fn events_arrive_during_a_scan_of_the_host() {
     node.setup.tell("xid 0 79");
     let state = kubelet.wait(|state| state.resources[GPU].unhealthy.contains("GPU-a")).await.unwrap();
     assert!(state.resources[GPU].healthy.contains("GPU-b"), "the scan is not over: {state:?}");
-    // A scan that began before the GPU was removed is followed by another.
+    // If the scan began before the GPU was removed, another follows.
     replace(&xml, str::from_utf8(HOST).unwrap());
     host.write_all(HOST).unwrap();
     drop(host);

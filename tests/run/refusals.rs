@@ -1,5 +1,5 @@
-//! Settings with which linkwise does not start: one line names the cause. NVML that cannot be initialised is in
-//! `unavailable.rs`.
+//! Settings with which linkwise does not start, and WSL: the message names the cause. `unavailable.rs` has the cases in
+//! which NVML cannot be initialised.
 
 use crate::run::node::{Process, Setup};
 

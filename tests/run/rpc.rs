@@ -111,7 +111,7 @@ async fn each_container_request_gets_one_answer() {
     let questions = vec![question(&["GPU-b"], &[], 1), question(&["GPU-z"], &[], 1), question(&["GPU-d"], &[], 1)];
     let answers = preferred(&mut client, questions).await;
     assert_eq!(answers, [strings(&["GPU-b"]), strings(&["GPU-z"]), strings(&["GPU-d"])]);
-    // More ids than a kubelet could ever send.
+    // More ids than a node has.
     let many: Vec<String> = (0..5_000).map(|number| format!("GPU-{number:05}")).collect();
     let many: Vec<&str> = many.iter().map(String::as_str).collect();
     assert_eq!(preferred(&mut client, vec![question(&many, &[], 3)]).await, [strings(&many[..3])]);

@@ -1,4 +1,4 @@
-//! The end of the process, and the sockets that an earlier one left behind.
+//! The end of linkwise, and the sockets that an earlier linkwise left behind.
 
 use std::io::Write;
 use std::os::fd::OwnedFd;
@@ -93,7 +93,7 @@ async fn hung_disk_delays_no_admission_and_no_shutdown() {
 }
 
 #[tokio::test]
-async fn only_dead_predecessors_socket_is_removed() {
+async fn only_dead_sockets_of_ours_are_removed() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
     let mut predecessor = setup.spawn();

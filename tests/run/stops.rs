@@ -12,7 +12,7 @@ async fn stopped_process_catches_up() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     kubelet.admit(&Pod::single("pod", GPU, 4), None).await.unwrap();
     node.process.signal("STOP");
-    // The kubelet notices a stopped plugin only when it calls it or restarts.
+    // The kubelet notices that a plugin is stopped only when the kubelet calls the plugin or restarts.
     kubelet.restart(Restart::Kubelet).await.unwrap();
     let state = kubelet.state();
     assert!(!state.resources[GPU].connected && state.resources[GPU].in_use().len() == 4);
@@ -32,7 +32,7 @@ async fn stopped_process_catches_up() {
     assert_eq!(state.violations, []);
 }
 
-/// Stops linkwise and its agent for a time, as a freezer does, and asserts that nothing has changed.
+/// Stops linkwise and its agent for a time, as a freezer does, and asserts that agent and registration stay.
 async fn frozen(seconds: f64) {
     let limits = if seconds < 10.0 { ["--nvml-call-ms=500", "--nvml-poll-ms=50"].as_slice() } else { &[] };
     let (node, kubelet) = Setup::on("dgx1-v100").args(limits).serve(8).await;
@@ -115,7 +115,7 @@ async fn stuck(socket: &std::path::Path) -> UnixStream {
 }
 
 #[tokio::test]
-async fn unclosed_connection_is_cut_before_registration() {
+async fn unclosed_connection_is_cut_at_kubelet_restart() {
     let (mut node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let mut stuck_one = stuck(&node.setup.sockets()[0]).await;
     // linkwise has read the request: its settings and an acknowledgement have come.
@@ -124,9 +124,9 @@ async fn unclosed_connection_is_cut_before_registration() {
     kubelet.restart(Restart::Kubelet).await.unwrap();
     wait_registered(&kubelet, 2, 8).await;
     node.ready(200, "").await;
-    // linkwise closed the old connection before it registered again.
+    // linkwise closes the old connection.
     let mut rest = Vec::new();
-    let _ = timeout(LIMIT, stuck_one.read_to_end(&mut rest)).await.expect("the old connection is closed");
+    let _ = timeout(LIMIT, stuck_one.read_to_end(&mut rest)).await.expect("the old connection is closed in time");
     // Such a connection does not delay the shutdown either.
     let _stuck = stuck(&node.setup.sockets()[0]).await;
     node.process.end().await;

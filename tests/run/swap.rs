@@ -90,7 +90,7 @@ async fn swapped(setup: Setup, ids: Vec<String>) {
     assert_untouched(&kubelet, &pods).await;
     assert!(pods["third"].devices.contains(&given.devices[0]));
     assert!(pods["third"].envs["NVIDIA_VISIBLE_DEVICES"].contains(&given.envs["NVIDIA_VISIBLE_DEVICES"]));
-    // Every device is held, so that none could be given twice.
+    // Every device is held: no further pod is admitted.
     assert!(kubelet.admit(&Pod::single("late", GPU, 1), None).await.is_err());
     // A restart of the kubelet between the two swaps changes nothing.
     kubelet.restart(Restart::Kubelet).await.unwrap();

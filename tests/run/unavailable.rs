@@ -1,5 +1,5 @@
 //! NVML that cannot be initialised, case by case: on which failures linkwise idles as on a node without GPUs, waits, or
-//! ends; and which labels stay. docs/nvml.md has the same table.
+//! ends; and which labels stay. docs/nvml.md has the table.
 
 use std::fs;
 use std::process::Stdio;
@@ -8,7 +8,7 @@ use serde_json::Value;
 use tokio::time::timeout;
 
 use crate::run::labels::{discovery, file, wait_label};
-use crate::run::memory::every_command_fails;
+use crate::run::memory::assert_every_command_fails;
 use crate::run::node::{LIMIT, Setup, wait_registered};
 use crate::run::refusals::refused;
 
@@ -71,7 +71,7 @@ fn failing(failure: &str, bus: Bus) -> Setup {
     setup
 }
 
-/// Starts linkwise on such a machine, with an option, and asserts the outcome and its cause.
+/// Starts linkwise on a machine with this failure, with an option, and asserts the outcome and its cause.
 async fn assert_outcome((failure, cause): (&str, &str), bus: Bus, must_work: Option<bool>, expected: Outcome) {
     let option = must_work.map(|value| format!("--fail-on-init-error={value}"));
     let node = failing(failure, bus).args(option).start().await;
@@ -117,7 +117,7 @@ fn mend(setup: &Setup) {
 }
 
 #[tokio::test]
-async fn only_a_missing_driver_makes_a_node_without_gpus() {
+async fn linkwise_idles_only_without_driver_and_gpus() {
     use Outcome::{Ends as E, Idle as I, Waits as W};
     const BUSES: [Bus; 3] = [Bus::Gpus, Bus::Empty, Bus::Hangs];
     for failure in FAILURES {
@@ -143,7 +143,7 @@ async fn only_a_missing_driver_makes_a_node_without_gpus() {
 #[tokio::test]
 async fn every_command_names_the_crash_and_fails() {
     let setup = failing("crash nvmlInit_v2", Bus::Empty);
-    every_command_fails(&setup, "the NVML library crashed in nvmlInit_v2").await;
+    assert_every_command_fails(&setup, "the NVML library crashed in nvmlInit_v2").await;
 }
 
 const EARLIER_LABELS: &str = "nvidia.com/gpu.count=8\n";
@@ -158,11 +158,11 @@ fn with_labels(setup: Setup) -> Setup {
 #[tokio::test]
 async fn labels_stay_while_an_installed_library_fails() {
     for (failure, cause) in FAILURES {
-        let absent = ["absent", "broken", "init 9"].contains(&failure);
+        let is_driver_missing = ["absent", "broken", "init 9"].contains(&failure);
         let setup = with_labels(failing(failure, Bus::Empty));
         let file = file(&setup);
         let process = setup.spawn();
-        if absent {
+        if is_driver_missing {
             assert_eq!(wait_label(&file, "nvidia.com/vgpu.present", "false").await.len(), 1);
             continue;
         }
@@ -180,7 +180,7 @@ async fn labels_stay_while_an_installed_library_fails() {
 #[tokio::test]
 async fn oneshot_replaces_labels_only_without_gpus() {
     for (failure, cause) in FAILURES {
-        let absent = ["absent", "broken", "init 9"].contains(&failure);
+        let is_driver_missing = ["absent", "broken", "init 9"].contains(&failure);
         for option in [None, Some("false"), Some("true")] {
             for bus in [Bus::Gpus, Bus::Empty] {
                 let setup = with_labels(failing(failure, bus)).arg("--oneshot");
@@ -189,7 +189,7 @@ async fn oneshot_replaces_labels_only_without_gpus() {
                 let output = timeout(LIMIT, output).await.expect("the command ends in time").unwrap();
                 let words = String::from_utf8(output.stderr).unwrap();
                 let text = fs::read_to_string(file(&setup)).unwrap();
-                let is_written = absent && matches!(bus, Bus::Empty) && option != Some("true");
+                let is_written = is_driver_missing && matches!(bus, Bus::Empty) && option != Some("true");
                 let expected = if is_written { "nvidia.com/vgpu.present=false\n" } else { EARLIER_LABELS };
                 assert_eq!(text, expected, "{failure} {option:?} {bus:?}: {words}");
                 assert_eq!(output.status.success(), is_written, "{failure} {option:?} {bus:?}: {words}");

@@ -80,7 +80,7 @@ async fn node_of_unhealthy_gpus_is_not_served() {
 }
 
 #[tokio::test]
-async fn silent_kubelet_is_named() {
+async fn missing_pod_resources_is_named() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet_with(|options| options.pod_resources = None);
     let node = setup.start().await;

@@ -94,7 +94,7 @@ async fn gpu_that_crashes_agents_is_quarantined_for_a_time() {
 }
 
 #[tokio::test]
-async fn gpu_that_hangs_agents_unnamed_is_quarantined() {
+async fn gpu_of_unknown_uuid_that_hangs_is_quarantined() {
     let setup = quick(Setup::on("dgx1-v100"));
     setup.all_on_bus();
     setup.tell("hang 2 nvmlDeviceGetHandleByIndex_v2");
@@ -190,7 +190,7 @@ async fn agent_killed_anywhere_is_replaced_without_blame() {
 }
 
 #[tokio::test]
-async fn xid_storm_loses_no_event_and_takes_no_memory() {
+async fn xid_storm_loses_no_event_in_bounded_memory() {
     // Under short timeouts linkwise could end an agent that a busy machine delays, and lose its queue.
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let peak = || kib(node.process.id(), "VmHWM").unwrap();
