@@ -1,5 +1,5 @@
-//! The choice among units on GPUs (slots, MIG devices), compared with a naive reading of its definition: it lists all
-//! ways to spread a request, removes those that a rule forbids, and has the brute force of whole GPUs decide.
+//! The choice among units on GPUs (slots, MIG devices), compared with a naive reading of its definition: the oracle
+//! lists the ways to spread a request that the rules allow, and has the brute force of whole GPUs decide between them.
 
 #![allow(clippy::cast_possible_truncation, reason = "a few GPUs are counted")]
 
@@ -63,7 +63,7 @@ fn keep_best(oracle: &Oracle<'_>, spreads: &mut Vec<Counts>, least: usize) {
 
 fn distributed(oracle: &Oracle<'_>, shelves: &[Shelf], size: usize, by_use: bool) -> Option<Counts> {
     let mut spreads = all_spreads(shelves, size);
-    // No GPU gives two units more than another one that still has a free unit.
+    // A GPU that gives more than it must gives at most one unit more than any GPU that still has a free unit.
     spreads.retain(|counts| {
         let pairs = (0..counts.len()).flat_map(|a| (0..counts.len()).map(move |b| (a, b)));
         pairs.into_iter().all(|(a, b)| {
@@ -316,7 +316,7 @@ fn stepwise(policy: AllocationPolicy, slots: &BTreeMap<(usize, usize), char>, si
 
 proptest! {
     #[test]
-    fn slots_of_mig_devices_are_taken_device_by_device(
+    fn slots_of_mig_devices_match_stepwise_choice(
         kinds in vec(prop_oneof![Just('u'), Just('f'), Just('f'), Just('m')], 16),
         (devices, replicas) in (1..=4_usize, 1..=4_usize),
         more in 0..16_usize,
@@ -341,7 +341,7 @@ proptest! {
 }
 
 #[test]
-fn mig_devices_count_other_profiles_on_their_parent() {
+fn other_profiles_on_the_parent_count_as_use() {
     let tables = built_in("dgx-h100");
     let id = |name: &str| DeviceId::from(name.to_owned());
     let parents = [("MIG-a", 0), ("MIG-b", 1), ("MIG-c", 2)];
@@ -367,7 +367,7 @@ fn unmeetable_request_for_units_is_answered_sorted() {
             let (answer, report) = ask(&tables, &units, [known.clone(), Vec::new()], size, policy);
             assert_eq!((answer.devices.len(), report.fallback), (size.min(3), Some(FallbackReason::Size)));
         }
-        // The id of a whole GPU is not a unit, and neither is a unit of a GPU that does not exist.
+        // A whole GPU's id is unknown among units, and so is a unit of a GPU that does not exist.
         let bare = vec![DeviceId::from(&tables.topology().gpus()[0].uuid)];
         assert!(ask(&tables, &units, [bare, Vec::new()], 1, policy).1.fallback.is_some());
         let odd = Units::new([(id("a"), 99), (id("a"), 0), (id("b"), 0)], BTreeMap::from([(0, usize::MAX), (70, 1)]));

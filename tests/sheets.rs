@@ -142,7 +142,7 @@ fn ranked(sheet: &Sheet, symbol: &str, row: &str, column: usize) -> String {
         "NODE" => 3,
         "SYS" if a.is_some() && a == b => 4,
         "SYS" => 5,
-        other => panic!("'{other}' is no level"),
+        other => panic!("'{other}' is not a level"),
     };
     format!("{symbol}/{rank}")
 }

@@ -101,6 +101,7 @@ fn redacted_snapshot_has_no_identifiers() {
         assert!(!text.contains(gpu.uuid.as_str()), "{}", gpu.uuid);
     }
     let clusters = open.observed.gpus.iter().filter_map(|gpu| Some(gpu.fabric.as_ref()?.cluster.clone()));
+    // A cluster id of zeros is kept, because it identifies nothing.
     let mut clusters = clusters.filter(|cluster| cluster.contains("abc")).peekable();
     assert!(clusters.peek().is_some() && clusters.all(|cluster| !text.contains(&cluster)));
     let redacted = Machine::parse(&text).unwrap();
@@ -135,7 +136,7 @@ fn nccl_dump_becomes_node_file() {
 
 #[test]
 fn hwloc_xml_serves_as_machine() {
-    // The format that today's lstopo writes.
+    // The format that hwloc 3 writes.
     let host = root().join("crates/host/src/machines/hwloc_xml/testdata/v3.xml");
     let host = host.to_str().unwrap();
     let text = output(&["topology", "--node", host]);

@@ -33,7 +33,7 @@ fn gpu_on_memory_only_node_uses_its_package_cpus() {
     node.host.numa_nodes[5].cpus = "200".to_owned();
     node.host.numa_nodes[5].package = Some(PackageId(0));
     assert_eq!(seen(&node), (vec![None, None, Some(1), Some(1)], [4, 5]));
-    // A node that the host does not list is not a node without CPUs.
+    // A GPU on a node that the host does not list is beside no node.
     own(&mut node, 3, 99);
     assert_eq!(seen(&node).0, [None, None, Some(1), None]);
 }

@@ -119,7 +119,8 @@ fn beside(host: &HostObservation, numa: NumaNodeId, package: Option<PackageId>) 
     }
 }
 
-/// MB/s of a link of Gen1 to Gen6: lanes times the rate of a lane. Gen3 x16 has 12000.
+/// MB/s of a link of Gen1 to Gen6: lanes times the rate of a lane. Gen3 x16 has 12000. `None` if the link is unknown
+/// or virtual (Gen1 x1).
 fn carries(link: Option<PcieLink>) -> Option<u32> {
     let link = link?;
     if link.mts == 0 || link.width == 0 || (link.mts == 2_500 && link.width == 1) {
@@ -175,7 +176,7 @@ fn pcie(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation, rank: u8
     if rank == 5 { through.min(crossing(cpu)) } else { through }
 }
 
-/// The most that a path between packages carries, by the processors of the random machines.
+/// The most MB/s that a path between packages carries, by the processors of the random machines.
 fn crossing(cpu: Option<&CpuObservation>) -> u32 {
     let Some(cpu) = cpu else { return 10_000 };
     match (cpu.arch.as_str(), cpu.vendor.as_deref(), cpu.model) {
@@ -240,7 +241,7 @@ fn nvlink(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -> (u3
     (count, carried)
 }
 
-/// The rank of two GPUs: by the host's tree, else by NVML's common ancestor, else the farthest.
+/// The rank of two GPUs: by the host's tree, else by NVML's common ancestor, else by their packages.
 fn rank(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -> u8 {
     if let (Some(from), Some(to)) = (Way::to_address(&node.host, a.pci), Way::to_address(&node.host, b.pci)) {
         return rank_in_tree(&node.host, &from, &to);
@@ -380,8 +381,8 @@ fn check_graph(node: &NodeObservation) -> Result<(), TestCaseError> {
     let mut turned = node.clone();
     turned.gpus.reverse();
     let indices: BTreeSet<u32> = node.gpus.iter().map(|gpu| gpu.index).collect();
-    let whole = uuids.len() == node.gpus.len() && indices.len() == node.gpus.len();
-    if whole && node.gpus.len() <= NodeTopology::MAX_GPUS {
+    let are_distinct = uuids.len() == node.gpus.len() && indices.len() == node.gpus.len();
+    if are_distinct && node.gpus.len() <= NodeTopology::MAX_GPUS {
         prop_assert_eq!(NodeTopology::assemble(&turned), (topology, warnings), "NVML's order does not count");
     }
     Ok(())
@@ -564,7 +565,7 @@ fn numa_disagreement_names_both_values() {
 }
 
 #[test]
-fn nvlinks_to_absent_gpus_warn() {
+fn nvlinks_to_no_other_gpu_are_not_counted() {
     let mut node = dgx1();
     let last = |gpu: &mut GpuObservation, remote, active| {
         links(gpu).push(NvLinkObservation { links: vec![6, 7], remote, active });

@@ -1,6 +1,6 @@
 //! `linkwise run` as a real process: the kubelet in the box on one side, a libnvidia-ml of our own on the other, over
-//! real sockets. Nearly every wait is for a state: a list on the stream, a log line, an answer over HTTP. A time limit only
-//! ends a wait that has failed.
+//! real sockets. Nearly every wait is for a state: a list on the stream, a log line, an answer over HTTP. A time limit
+//! only ends a wait that has failed.
 
 mod callers;
 mod chart;

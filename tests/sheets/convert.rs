@@ -1,7 +1,7 @@
 //! Converts a fact sheet to the observation that a scan of the machine would give.
 //!
-//! It invents only facts that an observation needs: UUIDs, addresses of GPUs without a recorded one, NVLink numbers,
-//! and, if the sheet has only a matrix, a PCI tree with the levels of the matrix.
+//! It invents only facts that an observation needs: UUIDs, missing addresses of GPUs, NVLink numbers, missing host
+//! bridges, and, if the sheet has only a matrix, a PCI tree with the levels of the matrix.
 
 use linkwise_core::topology::{
     ComputeCapability, CpuObservation, FabricObservation, GpuObservation, HostBridgeObservation, HostObservation,
@@ -41,12 +41,13 @@ fn numa(id: Option<i64>) -> Option<NumaNodeId> {
 }
 
 fn address(text: &str) -> Option<PciAddress> {
-    // Sheets have such texts for devices without an address and for placeholders of virtual switches.
+    // Sheets write these texts for devices without an address and for placeholders of virtual switches.
     let unknown = text.starts_with("unknown-") || text.starts_with("ffff:");
     (!unknown).then(|| text.parse().unwrap_or_else(|error| panic!("{error}")))
 }
 
-/// The processor. NCCL prints the base family 15 plus 16 times the extended family; an observation has their sum.
+/// The processor. NCCL prints the base family, 15, plus 16 times the extended family; an observation has
+/// 15 plus the extended family.
 fn cpu(sheet: &Sheet) -> Option<CpuObservation> {
     let cpu = sheet.cpu.as_ref()?;
     let display = |family: u32| if family & 0xf == 0xf { 0xf + (family >> 4) } else { family };
@@ -127,7 +128,7 @@ fn bridge(sheet: &Sheet, at: Option<i64>, devices: Vec<PciObservation>) -> HostB
     HostBridgeObservation { numa: numa(at), package, root: None, devices }
 }
 
-/// The recorded tree. NCCL prints no host bridges, so each of its roots gets one of its own.
+/// The recorded tree. NCCL prints no host bridges, so each device at the top of NCCL's tree gets a bridge of its own.
 fn tree(sheet: &Sheet) -> Vec<HostBridgeObservation> {
     let mut bridges = Vec::new();
     for root in &sheet.pcie {

@@ -216,7 +216,7 @@ impl Fault {
                 soak.wait_metric(&series, |value| value == Some(before + 5000)).await;
             }
             XidUntilRecovery | XidUntilCleared => {
-                // A driver reports both: after an XID alone, a hold time without recovery action could end its reason.
+                // A driver reports a recovery action too: without it, the XID's reason could end after a hold time.
                 world.tell(&format!("recovery {gpu} 1")).await;
                 world.tell(&format!("xid {gpu} 79")).await;
                 if alone {

@@ -191,7 +191,8 @@ impl Journal {
         self.errors.lock().unwrap().clone()
     }
 
-    /// Judges a failed call by `before`, the calm at its start. After a cause calls may fail for [`STUCK_TIMEOUT`].
+    /// Judges a failed attempt of a call that `began` earlier; `before` is the calm at the attempt's start. An attempt
+    /// that starts before the causes' timeout has passed may fail, until [`STUCK_TIMEOUT`] after the last cause.
     pub fn failed(&self, causes: &Causes, what: &str, began: Instant, before: Option<Calm>, error: &dyn fmt::Display) {
         let Some(now) = causes.calm() else { return };
         let is_unexplained = before.is_some_and(|before| before.causes == now.causes && before.since > causes.timeout);

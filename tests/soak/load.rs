@@ -46,7 +46,7 @@ impl Kind {
     }
 }
 
-/// The memory slices that a MIG device of GPU 0 takes; `None` for the profile that fits on the GPU only once.
+/// The memory slices that a MIG device of GPU 0 takes; `None` for `1g.10gb+me`, which the load does not use.
 fn slices(device: &str) -> Option<u8> {
     let mut parts = device.rsplit('-');
     let (start, profile) = (parts.next()?.parse::<u32>().ok()?, parts.next()?);
@@ -67,7 +67,7 @@ fn pieces(kind: Kind, hardware: &[String], shares: u32) -> Vec<Piece> {
     match kind {
         Kind::Gpus | Kind::Mps => gpus.map(Piece::Whole).collect(),
         Kind::Shares => gpus.map(|gpu| Piece::Shares(gpu, shares)).collect(),
-        // The capability of the GPU instance comes before that of its compute instance.
+        // The GPU instance's capability has a lower number than its compute instance's.
         Kind::Mig => gpus.zip(caps.min()).map(|(gpu, cap)| Piece::Instance(gpu, cap)).collect(),
     }
 }
@@ -286,11 +286,11 @@ pub async fn of_the_plugin(world: &World, number: u32, mut random: Random) {
     }
 }
 
-/// Admits a pod, and enters its pieces. Returns false if it is refused.
+/// Admits a pod, and enters its pieces. Returns false if the pod is refused or the node reboots meanwhile.
 async fn admit(world: &World, pod: &Pod, began: Instant, again: bool) -> bool {
     let (before, reboots, asked) = (world.journal.pods.calm(), world.disruptions().reboots, Instant::now());
-    let is_idle = || world.is_dra() || world.is_sharing_off() || world.journal.pods.calm().is_none();
-    let was_idle = is_idle();
+    let may_offer_nothing = || world.is_dra() || world.is_sharing_off() || world.journal.pods.calm().is_none();
+    let could_offer_nothing = may_offer_nothing();
     match world.node.kubelet.admit(pod, None).await {
         Ok(_) if reboots != world.disruptions().reboots => false,
         Ok(admitted) => {
@@ -307,9 +307,13 @@ async fn admit(world: &World, pod: &Pod, began: Instant, again: bool) -> bool {
         }
         // Other pods have the GPUs that it needs.
         Err(AdmissionError::Insufficient { .. }) if !again => false,
-        // DRA has all GPUs, or the sharing of one is off.
-        Err(AdmissionError::NoHealthyDevices(_) | AdmissionError::Unregistered(_)) if was_idle || is_idle() => false,
-        Err(error) if is_overtaken(world, &error).await => {
+        // DRA has all GPUs, the sharing of one is off, or a fault is under way.
+        Err(AdmissionError::NoHealthyDevices(_) | AdmissionError::Unregistered(_))
+            if could_offer_nothing || may_offer_nothing() =>
+        {
+            false
+        }
+        Err(error) if wait_device_lost(world, &error).await => {
             world.journal.count("pods whose GPU failed on its way");
             false
         }
@@ -343,8 +347,8 @@ fn granted_pieces(pod: &Pod, admitted: &Admitted) -> Result<Vec<Piece>, String> 
     Ok(pieces)
 }
 
-/// Returns true if the device that a refusal names failed after the kubelet's last list, as its next list shows.
-async fn is_overtaken(world: &World, error: &AdmissionError) -> bool {
+/// Waits until a device that a refusal names is not healthy on the kubelet's list. Returns false if all stay healthy.
+async fn wait_device_lost(world: &World, error: &AdmissionError) -> bool {
     let AdmissionError::Allocate { devices, .. } = error else { return false };
     let message = error.status().map(|status| status.message().to_owned()).unwrap_or_default();
     let named: Vec<&String> = devices.iter().filter(|id| message.contains(&format!("'{id}'"))).collect();

@@ -34,7 +34,7 @@ const STUCK_TIMEOUT: Duration = Duration::from_secs(30);
 /// registrations, 10 s for a stream or a confirmation, and 6 s for a doubled hold time and between trials of a GPU.
 const RECOVERY_TIMEOUT: Duration = Duration::from_secs(60);
 
-#[allow(clippy::disallowed_methods, reason = "make hands these on")]
+#[allow(clippy::disallowed_methods, reason = "make passes these variables")]
 fn number(variable: &str) -> Option<u64> {
     let text = std::env::var(variable).ok().filter(|text| !text.is_empty())?;
     Some(text.parse().unwrap_or_else(|_| panic!("{variable}: '{text}' is not a number")))

@@ -115,7 +115,7 @@ impl World {
 
     /// Writes the configuration: the node's door, and the sharing of a GPU.
     fn configure(&self) {
-        // The UUID, because while a GPU is gone the indices after it shift.
+        // The file names the UUID, because while a GPU is gone the indices after it shift.
         let shared = format!("{{name: {GPU}, devices: [{}], replicas: {SHARES}}}", self.uuid(SHARED));
         let sharing = format!("sharing: {{timeSlicing: {{resources: [{shared}]}}}}\n");
         let sharing = if self.is_sharing_off() { "" } else { &sharing };
@@ -136,7 +136,7 @@ impl World {
         self.configure();
     }
 
-    /// Sends a command to the simulated driver, and repeats it until an agent has taken it.
+    /// Sends a command to the simulated driver, and repeats it until it is taken.
     pub async fn tell(&self, command: &str) {
         until(async || {
             // A stopped agent blocks this call until it is killed.

@@ -38,7 +38,8 @@ async fn each_pod_is_changed_whole_or_left_alone() {
         };
         assert_eq!(outcome(&with, true), entry["becomes"], "{name}");
         assert_eq!(outcome(&created(&server, EXACT, &pod), false), entry["becomes"], "{name}");
-        // Without names of templates for further claims, a pod with several claims would have too many alternatives.
+        // Without templates for further claims the policy leaves a pod with several claims alone: it would have too
+        // many alternatives.
         let claims = entry["becomes"]["claims"].as_array().map_or(0, Vec::len);
         let expected = if claims > 1 { &json!("same") } else { &entry["becomes"] };
         assert_eq!(outcome(&created(&server, UNNAMED, &pod), true), *expected, "{name}");

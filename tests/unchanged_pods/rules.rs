@@ -25,7 +25,7 @@ pub fn changed(before: &Value, after: &Value, has_alternatives: bool) -> Vec<usi
     expected["spec"]["resourceClaims"] = Value::from(has.clone());
     for (nth, (place, claim)) in places.iter().zip(&has[had.len()..]).enumerate() {
         let count = old[*place]["resources"]["limits"][GPUS].as_str().unwrap();
-        // All claims have one size. Two of at most four GPUs may both have alternatives, else only the first.
+        // All claims have one size. Two claims of at most four GPUs both have alternatives, otherwise only the first.
         let is_plain = has_alternatives && nth > 0 && (places.len() > 2 || count == "8");
         let template = format!("linkwise-gpus-{count}{}", if is_plain { "-any" } else { "" });
         let name = claim["name"].clone();

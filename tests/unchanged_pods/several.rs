@@ -38,7 +38,7 @@ fn templates(pod: &Value) -> Vec<String> {
     claims.map(name).collect()
 }
 
-/// The claims of a pod after its admission to a namespace. Asserts that the rest of the pod is unchanged.
+/// The claims of a pod after its admission to a namespace. Asserts that its containers are unchanged.
 pub fn admitted_claims(server: &ApiServerBox, namespace: &str, asked: &[&str]) -> Vec<String> {
     let after = created(server, namespace, &pod(asked)).unwrap();
     let names = templates(&after);
@@ -177,12 +177,12 @@ async fn random_pods_keep_few_alternatives() {
             assert!(after == asked || *after == format!("{asked}-any"), "{asked} became {after}");
         }
         let ours: Vec<&str> = again.iter().filter(|name| name.starts_with("linkwise-gpus-")).copied().collect();
-        let listed = ours.iter().filter(|name| !name.ends_with("-any")).count();
+        let with_alternatives = ours.iter().filter(|name| !name.ends_with("-any")).count();
         let are_small = !ours.iter().any(|name| name.contains('8'));
-        assert!(listed < 2 || (ours.len() == 2 && are_small), "{asked:?} became {after:?}");
+        assert!(with_alternatives < 2 || (ours.len() == 2 && are_small), "{asked:?} became {after:?}");
         // The first claim with alternatives keeps them.
-        let is_first = |name: &&str| name.starts_with("linkwise-gpus-") && !name.ends_with("-any");
-        if let Some(first) = asked.iter().position(is_first) {
+        let has_alternatives = |name: &&str| name.starts_with("linkwise-gpus-") && !name.ends_with("-any");
+        if let Some(first) = asked.iter().position(has_alternatives) {
             assert_eq!(after[first], asked[first], "{asked:?} became {after:?}");
         }
         changed += u32::from(again != asked);

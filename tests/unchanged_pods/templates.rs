@@ -1,4 +1,4 @@
-//! The templates of claims in the manifests, in the chart and in the output of `linkwise claim`.
+//! The templates of claims in the manifests, the chart and the output of `linkwise claim`; the policies in the chart.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! The death of either linkwise at steps of a takeover, an update that cannot serve, and a pod that has handed over.
+//! The death of either linkwise at steps of a takeover, a standby that cannot serve, and a pod that has handed over.
 //! The model has every step (`crates/node/src/takeover/machine/tests.rs`), these tests the steps that the kubelet sees.
 
 use linkwise_kubelet_box::{Connections, Fault};
@@ -13,7 +13,7 @@ async fn wait_sockets_of_one(world: &World) {
     seen(state, |(sockets, connected)| (1..=2).contains(&sockets.len()) && *connected).await;
 }
 
-async fn death_at_any_step(connections: Connections) {
+async fn death_in_takeover(connections: Connections) {
     for (of_owner, step) in [(true, "Yielding"), (true, "Ending"), (false, "Starting"), (false, "Waiting")] {
         for owner_dies in [true, false] {
             let world = World::new(connections);
@@ -28,7 +28,7 @@ async fn death_at_any_step(connections: Connections) {
                 continue;
             }
             victim.ended().await;
-            // Nothing shows when the kubelet has noticed the death: pods are tried until the survivor admits one.
+            // Nothing shows when the kubelet has noticed the death: pods are tried until one is admitted.
             until(async || world.admit("pod").await).await;
             wait_sockets_of_one(&world).await;
             // The next linkwise takes over from the survivor.
@@ -41,19 +41,19 @@ async fn death_at_any_step(connections: Connections) {
 }
 
 #[tokio::test]
-async fn death_at_any_step_leaves_one_that_serves_up_to_1_36() {
-    death_at_any_step(KUBELETS[0]).await;
+async fn death_in_takeover_leaves_an_owner_up_to_1_36() {
+    death_in_takeover(KUBELETS[0]).await;
 }
 
 #[tokio::test]
-async fn death_at_any_step_leaves_one_that_serves_from_1_37() {
-    death_at_any_step(KUBELETS[1]).await;
+async fn death_in_takeover_leaves_an_owner_from_1_37() {
+    death_in_takeover(KUBELETS[1]).await;
 }
 
 /// The kubelet opens no stream to the new process, which gives up after half a minute.
 #[tokio::test]
 #[ignore = "half a minute: make test-long"]
-async fn update_that_cannot_serve_hands_back() {
+async fn standby_that_cannot_serve_hands_back() {
     let world = World::new(KUBELETS[0]);
     let owner = world.owner().await.process;
     world.kubelet.set_fault(Fault::AnswerWithoutDial);
@@ -70,7 +70,7 @@ async fn update_that_cannot_serve_hands_back() {
 }
 
 #[tokio::test]
-async fn pod_that_handed_over_never_takes_over_again() {
+async fn pod_that_handed_over_waits_for_the_owners_end() {
     let world = World::new(KUBELETS[0]);
     let mut owner = world.owner().await.process;
     let next = world.spawn("second");

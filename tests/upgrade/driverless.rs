@@ -1,5 +1,5 @@
-//! Upgrades of nodes that cannot see their GPUs. While the old pod is ready, a DaemonSet's controller waits for the new
-//! one (pkg/controller/daemon/update.go): one such node would stop the upgrade of all nodes.
+//! Upgrades of nodes that cannot see their GPUs. While the old pod is ready, a DaemonSet's controller waits until the
+//! new one is (pkg/controller/daemon/update.go): a new pod that is never ready would stop the upgrade of all nodes.
 
 use crate::upgrade::fleet::{GPUS, Running, World};
 use crate::upgrade::node::{GPU, KUBELETS, Setup, machine};
