@@ -121,7 +121,7 @@ fn existing_file_is_kept_without_force() {
     assert!(Machine::parse(&fs::read_to_string(&file).unwrap()).is_ok());
     assert!(refused(&["snapshot", "--output", "/dev/null", "--force"]).contains("is not a file"));
     assert!(refused(&["snapshot", "--output", &folder.path("no/where")]).contains("no/where"));
-    assert_eq!(folder.names(), [PathBuf::from("node.yaml")], "nothing half-written stays");
+    assert_eq!(folder.names(), [PathBuf::from("node.yaml")], "a half-written file stayed");
 }
 
 #[test]

@@ -22,12 +22,12 @@ fn gpu_on_memory_only_node_uses_its_package_cpus() {
     for gpu in 0..4 {
         own(&mut node, gpu, [2, 10, 18, 26][gpu]);
     }
-    assert_eq!(seen(&node), plain, "the host bridge has the package");
+    assert_eq!(seen(&node), plain, "the host bridge's package was not used");
     node.gpus[1].numa = Some(NumaNodeId(0));
-    assert_eq!(seen(&node), plain, "the GPU's memory and the CPUs beside it are no contradiction");
+    assert_eq!(seen(&node), plain, "the GPU's memory and the CPUs beside it were taken as a contradiction");
     own(&mut node, 1, 10);
     let (topology, _) = NodeTopology::assemble(&node);
-    assert_eq!(topology.gpus()[1].numa, Some(NumaNodeId(10)), "the kernel's value is kept");
+    assert_eq!(topology.gpus()[1].numa, Some(NumaNodeId(10)), "the kernel's value was not kept");
 
     // If the package has two nodes with CPUs, it is unknown which one is beside the GPU.
     node.host.numa_nodes[5].cpus = "200".to_owned();

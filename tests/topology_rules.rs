@@ -277,7 +277,7 @@ proptest! {
         let (topology, _) = NodeTopology::assemble(&node);
         let mut gpus: Vec<&GpuObservation> = node.gpus.iter().collect();
         gpus.sort_by_key(|gpu| gpu.pci);
-        prop_assert_eq!(topology.gpus().len(), gpus.len(), "no GPU is dropped");
+        prop_assert_eq!(topology.gpus().len(), gpus.len(), "a GPU was dropped");
         for (place, gpu) in gpus.iter().enumerate() {
             let ours = &topology.gpus()[place];
             prop_assert_eq!((ours.pci, &ours.uuid, ours.index), (gpu.pci, &gpu.uuid, gpu.index));
@@ -374,7 +374,7 @@ fn check_graph(node: &NodeObservation) -> Result<(), TestCaseError> {
             };
             prop_assert_eq!(cells(a, b), cells(b, a));
             let apart = a != b && a < count && b < count;
-            prop_assert_eq!(topology.bandwidth(a, b) > 0, apart, "every pair has some path");
+            prop_assert_eq!(topology.bandwidth(a, b) > 0, apart, "a pair without a path, or a path without a pair");
             prop_assert_eq!(topology.nvlink_count(a, b) > 0, topology.nvlink(a, b) > 0);
         }
     }
@@ -383,7 +383,7 @@ fn check_graph(node: &NodeObservation) -> Result<(), TestCaseError> {
     let indices: BTreeSet<u32> = node.gpus.iter().map(|gpu| gpu.index).collect();
     let are_distinct = uuids.len() == node.gpus.len() && indices.len() == node.gpus.len();
     if are_distinct && node.gpus.len() <= NodeTopology::MAX_GPUS {
-        prop_assert_eq!(NodeTopology::assemble(&turned), (topology, warnings), "NVML's order does not count");
+        prop_assert_eq!(NodeTopology::assemble(&turned), (topology, warnings), "NVML's order changed the graph");
     }
     Ok(())
 }
@@ -536,7 +536,7 @@ fn refused_p2p_warns_only_where_nccl_would_use_it() {
     let found = warnings(&node);
     let [found] = &found[..] else { panic!("{found:?}") };
     assert!(found.ends_with(": no P2P, it is not supported: NCCL goes through the host's memory"), "{found}");
-    assert_eq!(found.matches(" and 0000:").count(), 4, "a pair for each switch: {found}");
+    assert_eq!(found.matches(" and 0000:").count(), 4, "not one pair for each switch: {found}");
     // The graph does not depend on the refusals.
     let without = |node: &NodeObservation| {
         let mut node = node.clone();
@@ -561,7 +561,7 @@ fn numa_disagreement_names_both_values() {
         "GPU 0000:07:00.0: the kernel says NUMA node -1, NVML says 0; the kernel is believed",
     ];
     assert_eq!(warnings(&node), expected);
-    assert_eq!(assembled(&node).0.gpus()[0].numa, None, "-1 is not node 0");
+    assert_eq!(assembled(&node).0.gpus()[0].numa, None, "-1 became a node");
 }
 
 #[test]

@@ -21,7 +21,7 @@ async fn assert_healed(node: &Node, kubelet: &KubeletBox) {
     until(async || node.setup.try_tell("xid 7 79")).await;
     wait_unhealthy(kubelet, &[7]).await;
     assert_eq!(node.process.count("GPU quarantined"), 0);
-    assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
+    assert_eq!(kubelet.state().resources[GPU].registrations, 1, "linkwise registered again");
     assert_eq!(kubelet.violations(), []);
 }
 

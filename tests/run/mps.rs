@@ -270,11 +270,11 @@ async fn lost_gpu_ends_no_mps_daemon_but_a_new_gpu_does() {
     shared.replace_gpus(&node, &GPUS[..1]);
     wait_slots(&kubelet, 3, 3).await;
     seen(async || fs::read_to_string(&orders).unwrap(), |orders| !orders.contains("GPU-b")).await;
-    assert_eq!(shared.control(), control, "clients on the remaining GPU go on");
+    assert_eq!(shared.control(), control, "clients on the remaining GPU lost their daemon");
     shared.replace_gpus(&node, &GPUS);
     wait_slots(&kubelet, 9, 0).await;
     assert_ne!(shared.control(), control);
-    assert_eq!((daemons.count("limits confirmed"), kubelet.violations()), (2, vec![]), "the lost GPU ended no daemon");
+    assert_eq!((daemons.count("limits confirmed"), kubelet.violations()), (2, vec![]), "the lost GPU ended a daemon");
 }
 
 #[tokio::test]

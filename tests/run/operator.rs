@@ -69,7 +69,7 @@ async fn pods_are_admitted_while_driver_is_released() {
     assert!(driver_is_held(&node));
     let answer = ordered(&node, &["release"]).await;
     assert!(answer.contains("no process of linkwise on this node holds the driver"), "{answer}");
-    assert!(!driver_is_held(&node), "the answer comes after the agent's end");
+    assert!(!driver_is_held(&node), "the answer came before the agent's end");
     node.metric("linkwise_driver_released", 1).await;
     assert_eq!(state(&node).await["driver_released"], true);
     kubelet.admit(&Pod::single("meanwhile", GPU, 2), None).await.unwrap();
@@ -85,7 +85,7 @@ async fn pods_are_admitted_while_driver_is_released() {
     node.metric("linkwise_nvml_agent_starts_total", 2).await;
     node.setup.tell("xid 3 79");
     wait_unhealthy(&kubelet, &[3]).await;
-    assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
+    assert_eq!(kubelet.state().resources[GPU].registrations, 1, "linkwise registered again");
 }
 
 /// gpu-feature-discovery beside a node.
@@ -110,10 +110,10 @@ async fn gpu_is_reset_between_release_and_resume() {
     said_times(&labels, 1, "NVML available").await;
     node.setup.tell_all(&["recovery 3 1", "fall 3"]);
     wait_unhealthy(&kubelet, &[3]).await;
-    assert!(node.setup.try_tell("reset 3").is_err(), "our processes use the GPU");
+    assert!(node.setup.try_tell("reset 3").is_err(), "a GPU that our processes use was reset");
     let words = ordered(&node, &["release"]).await;
     assert!(words.contains("no process of linkwise on this node holds the driver"), "{words}");
-    assert!(!driver_is_held(&node), "gpu-feature-discovery has released the driver");
+    assert!(!driver_is_held(&node), "gpu-feature-discovery still holds the driver");
     // The release holds for processes that start later.
     let second = discovery(&node);
     said_times(&second, 1, "an operator releases the driver").await;
@@ -194,7 +194,7 @@ async fn hung_or_stopped_agent_releases_the_driver() {
         }
         assert!(driver_is_held(&node));
         ordered(&node, &["release"]).await;
-        assert!(!driver_is_held(&node), "the answer comes after the agent's end");
+        assert!(!driver_is_held(&node), "the answer came before the agent's end");
     }
 }
 

@@ -28,12 +28,12 @@ async fn series_come_and_go_with_pods() {
     };
     assert_eq!((gpus(&text, "pod=\"first\""), gpus(&text, &long)), (2, 4));
     assert!(text.contains(&format!("linkwise_allocation_quality{{{}}} 1.0", labels("first"))), "{text}");
-    assert!(!text.contains("linkwise_free_collective_megabytes_per_second{size=\"4\"}"), "2 are left: {text}");
+    assert!(!text.contains("linkwise_free_collective_megabytes_per_second{size=\"4\"}"), "4 of 2 free GPUs: {text}");
     assert!(kubelet.remove_pod("first"));
     // The next Allocate makes linkwise ask the kubelet.
     kubelet.admit(&Pod::single("last", GPU, 1), None).await.unwrap();
     let text = node.metrics(|text| gpus(text, "pod=\"last\"") == 1 && !text.contains("pod=\"first\"")).await;
-    assert!(!text.contains(&at_admission("last")), "one GPU has no links: {text}");
+    assert!(!text.contains(&at_admission("last")), "a quality of one GPU, which has no links: {text}");
     // The series of the other pods survive a restart, and so does the quality at admission.
     let node = node.end().await.start().await;
     node.metrics(|text| best(text, &long) && gpus(text, "pod=\"last\"") == 1).await;

@@ -77,7 +77,7 @@ async fn holders_are_known_only_with_pod_resources() {
         Settings { pod_resources_socket: Some(socket), ..Settings::new(folder.path().join("k/kubelet.sock")) };
     let node = Node::start(NodeSettings::new(settings)).await.unwrap();
     let (mut snapshots, shutdown, events) = (node.snapshot(), node.shutdown(), node.events());
-    assert!(!snapshots.borrow().ledger().is_known(), "the kubelet was not asked yet");
+    assert!(!snapshots.borrow().ledger().is_known(), "holders are known before the kubelet was asked");
     let running = tokio::spawn(node.serve());
     let observed = machines::load("dgx1-v100").unwrap().observed;
     events.send(Event::Observed(Box::new(observed))).await.unwrap();

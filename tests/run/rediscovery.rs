@@ -105,7 +105,7 @@ async fn hung_host_scan_costs_no_gpu_and_counts_at_its_end() {
     fifo(&setup.at("host.xml"));
     let (node, kubelet) = setup.serve(2).await;
     node.process.said("it has not returned").await;
-    assert!(numa(&kubelet).iter().all(Vec::is_empty), "nothing is known of the host");
+    assert!(numa(&kubelet).iter().all(Vec::is_empty), "a NUMA node is known before the host was scanned");
     let mut host = writer(&node.setup.at("host.xml")).await;
     node.setup.tell("xid 0 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains("GPU-a")).await.unwrap();
@@ -128,7 +128,7 @@ async fn events_arrive_during_a_scan_of_the_host() {
     let mut host = writer(&xml).await;
     node.setup.tell("xid 0 79");
     let state = kubelet.wait(|state| state.resources[GPU].unhealthy.contains("GPU-a")).await.unwrap();
-    assert!(state.resources[GPU].healthy.contains("GPU-b"), "the scan is not over: {state:?}");
+    assert!(state.resources[GPU].healthy.contains("GPU-b"), "removed before the scan ended: {state:?}");
     // If the scan began before the GPU was removed, another follows.
     replace(&xml, str::from_utf8(HOST).unwrap());
     host.write_all(HOST).unwrap();
@@ -162,7 +162,7 @@ async fn hung_driver_version_delays_nothing() {
     };
     until(known).await;
     let unhealthy = kubelet.state().resources[GPU].unhealthy.len();
-    assert_eq!(unhealthy, 1, "learning the driver's version late is not a change of driver");
+    assert_eq!(unhealthy, 1, "learning the driver's version late was taken as a change of driver");
 }
 
 /// As under WSL, or in a container whose /sys is not the host's.

@@ -101,7 +101,7 @@ async fn only_dead_sockets_of_ours_are_removed() {
     predecessor.signal("KILL");
     assert!(!predecessor.ended().await.0.success());
     let left = setup.sockets();
-    assert_eq!(left.len(), 1, "a killed process cannot clean up");
+    assert_eq!(left.len(), 1, "the killed process removed its socket");
     // A dead socket of ours from another MIG layout, a stranger's dead socket, and two live sockets with our names.
     let at = |name: &str| setup.at(&format!("k/{name}"));
     let dead = at("linkwise-nvidia.com_mig-3g.20gb-01234567.sock");

@@ -114,7 +114,7 @@ async fn exhausted_descriptors_recover() {
     node.ready(200, "").await;
     assert_eq!(node.setup.sockets().len(), 1);
     let times = node.process.count("cannot accept a connection");
-    assert!(times <= 2, "logged once for each session, not once for each caller: {times}");
+    assert!(times <= 2, "logged for each caller, not once for each session: {times}");
     // linkwise accepts at most ten times a second, and not as often as the processor can.
     let again = node.process.logged(|line| line["phase"] == "serving" && line["repeated"].as_u64() > Some(0)).await;
     assert!(again["repeated"].as_u64().unwrap() <= 10 * LIMIT.as_secs(), "{again}");

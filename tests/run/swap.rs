@@ -79,7 +79,7 @@ async fn swapped(setup: Setup, ids: Vec<String>) {
 
     let node = setup.start().await;
     let listed = wait_registered(&kubelet, 2, all).await;
-    assert_eq!(listed.healthy, ids.iter().cloned().collect(), "the same ids");
+    assert_eq!(listed.healthy, ids.iter().cloned().collect(), "linkwise lists other ids");
     node.ready(200, "ready").await;
     assert_untouched(&kubelet, &pods).await;
     // linkwise answers for the same devices as the NVIDIA plugin did.

@@ -38,7 +38,7 @@ async fn assert_works(node: &Node, kubelet: &KubeletBox, gpu: u32) {
     until(heard).await;
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, gpu))).await.unwrap();
     allocation(kubelet, &format!("pod-{gpu}"), GPU, 1).await;
-    assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
+    assert_eq!(kubelet.state().resources[GPU].registrations, 1, "linkwise registered again");
     assert_eq!(kubelet.violations(), []);
 }
 
