@@ -1,7 +1,8 @@
-//! The levels of the built-in machines, compared with the recorded output of nvidia-smi on such machines.
+//! The levels of the built-in machines, compared with nvidia-smi's output as recorded on such machines, or as derived
+//! from the vendor's topology file.
 //!
-//! `tests/golden/topology/<name>.txt` is written from the records, not from our output; comment lines name its source
-//! and the differences. A section `PCIe` has the levels without NVLinks.
+//! `tests/golden/topology/<name>.txt` is not written from our output; comment lines name its sources and the
+//! differences. A section `PCIe` has the levels without NVLinks.
 
 use std::fs;
 use std::path::Path;

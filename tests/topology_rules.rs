@@ -208,21 +208,21 @@ fn links_to(gpu: &GpuObservation, fits: impl Fn(NvLinkRemote) -> bool) -> Option
     Some(groups.map(|group| group.links.len() as u32).sum())
 }
 
-fn port(gpu: &GpuObservation) -> u32 {
+fn switch_links(gpu: &GpuObservation) -> u32 {
     links_to(gpu, |remote| matches!(remote, NvLinkRemote::Switch(_))).unwrap_or(0)
 }
 
-/// Returns true if two GPUs have ports on one plane, that is in one clique. A GPU that reports no clique is in the
+/// Returns true if two GPUs have NVLinks to one plane, that is in one clique. A GPU that reports no clique is in the
 /// machine's clique if the machine has only one.
 fn share_plane(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -> bool {
-    let switched = node.gpus.iter().filter(|gpu| port(gpu) > 0);
+    let switched = node.gpus.iter().filter(|gpu| switch_links(gpu) > 0);
     let cliques: BTreeSet<&FabricObservation> = switched.filter_map(|gpu| gpu.fabric.as_ref()).collect();
     let same = match (&a.fabric, &b.fabric) {
         (Some(a), Some(b)) => a == b,
         (None, None) => true,
         _ => cliques.len() == 1,
     };
-    port(a) > 0 && port(b) > 0 && same
+    switch_links(a) > 0 && switch_links(b) > 0 && same
 }
 
 /// The number of NVLinks between two GPUs, and their MB/s.
@@ -235,8 +235,8 @@ fn nvlink(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -> (u3
     };
     let (mut count, mut carried) = (direct, direct * per_link(a).min(per_link(b)));
     if share_plane(node, a, b) {
-        count += port(a).min(port(b));
-        carried += (port(a) * per_link(a)).min(port(b) * per_link(b));
+        count += switch_links(a).min(switch_links(b));
+        carried += (switch_links(a) * per_link(a)).min(switch_links(b) * per_link(b));
     }
     (count, carried)
 }
@@ -284,8 +284,8 @@ proptest! {
             let (numa, package) = near(&node, gpu);
             prop_assert_eq!((ours.numa, ours.package), (numa, package), "{}", gpu.pci);
             prop_assert_eq!(ours.cpu_node, numa.and_then(|numa| beside(&node.host, numa, package)));
-            let plane = port(gpu) > 0;
-            prop_assert_eq!((ours.nvswitch_plane.is_some(), ours.nvswitch_port), (plane, port(gpu) * per_link(gpu)));
+            let links = switch_links(gpu);
+            prop_assert_eq!((ours.nvswitch_plane.is_some(), ours.nvswitch_port), (links > 0, links * per_link(gpu)));
             prop_assert_eq!(topology.symbol(place, place), "X");
         }
         for (a, first) in gpus.iter().enumerate() {

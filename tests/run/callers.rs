@@ -18,7 +18,7 @@ use tonic::Code;
 use tonic::transport::{Channel, Endpoint};
 use wire::device_plugin_client::DevicePluginClient;
 
-use crate::run::kubelet::Alone;
+use crate::run::kubelet::InProcessPlugin;
 use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, sockets_in, uuid, wait_registered};
 
 pub async fn client(path: PathBuf) -> Result<DevicePluginClient<Channel>, tonic::transport::Error> {
@@ -39,13 +39,13 @@ async fn caller_with_other_uid_is_refused() {
     let kubelet = kubelet_in(folder.path(), |_| {});
     // No process has this uid, so that even the test's own calls are refused.
     let callers = Callers::only(4_000_000_000);
-    let alone = Alone::start(Settings { callers, ..Settings::new(folder.path().join("kubelet.sock")) });
+    let plugin = InProcessPlugin::start(Settings { callers, ..Settings::new(folder.path().join("kubelet.sock")) });
     // The kubelet that dials back runs in the test's own process.
     let own_uid = std::fs::metadata(folder.path()).unwrap().uid();
-    alone.log.wait(&["refused a caller", &format!("uid={own_uid} pid={}", std::process::id())]).await;
-    assert!(*alone.phase.borrow() != Phase::Serving);
+    plugin.log.wait(&["refused a caller", &format!("uid={own_uid} pid={}", std::process::id())]).await;
+    assert!(*plugin.phase.borrow() != Phase::Serving);
     assert_eq!(kubelet.state().resources[GPU].calls.list_and_watch, 0);
-    alone.end().await;
+    plugin.end().await;
 }
 
 /// Plays the other process of [`stream_of_another_process_does_not_count`], which starts it in a folder with one of

@@ -19,7 +19,7 @@ use tonic::{Request, Response, Status};
 use wire::device_plugin_client::DevicePluginClient;
 use wire::registration_server::{Registration, RegistrationServer};
 
-use crate::run::kubelet::{Alone, quick};
+use crate::run::kubelet::{InProcessPlugin, quick};
 use crate::run::node::LIMIT;
 
 /// A kubelet that reads `step` bytes more from each plugin than from the previous one, and then loses the connection.
@@ -70,11 +70,11 @@ async fn plugin_registers_until_its_stream_is_not_cut() {
     let server =
         tokio::spawn(Server::builder().add_service(RegistrationServer::new(kubelet)).serve_with_incoming(incoming));
     let stream_timeout = Duration::from_millis(200);
-    let mut alone = Alone::start(Settings { stream_timeout, ..quick(socket) });
+    let mut plugin = InProcessPlugin::start(Settings { stream_timeout, ..quick(socket) });
     let (number, devices) = timeout(LIMIT, lists.recv()).await.unwrap().unwrap();
     assert!(number > 10 && devices == 8, "a whole list after {number} registrations");
-    alone.wait_phase(Phase::Serving).await;
-    alone.end().await;
+    plugin.wait_phase(Phase::Serving).await;
+    plugin.end().await;
     server.abort();
     let left: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(left, ["kubelet.sock"]);

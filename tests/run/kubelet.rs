@@ -121,9 +121,9 @@ async fn failed_bind_names_folder_and_is_retried() {
 
     // A bind that fails again is retried again.
     let socket = node.setup.kubelet_socket.clone();
-    let alone = Alone::start(quick(socket));
-    alone.log.wait_times(3, &[&format!("\"{cause}")]).await;
-    alone.end().await;
+    let plugin = InProcessPlugin::start(quick(socket));
+    plugin.log.wait_times(3, &[&format!("\"{cause}")]).await;
+    plugin.end().await;
 }
 
 #[tokio::test]
@@ -148,11 +148,11 @@ async fn unanswered_register_is_retried_and_counted() {
     let kubelet = kubelet_in(folder.path(), |_| {});
     kubelet.set_fault(Fault::Hang);
     let register_timeout = Duration::from_millis(50);
-    let alone = Alone::start(Settings { register_timeout, ..quick(folder.path().join("kubelet.sock")) });
+    let plugin = InProcessPlugin::start(Settings { register_timeout, ..quick(folder.path().join("kubelet.sock")) });
     let cause = "\"the kubelet did not answer Register within 50ms\"";
-    alone.log.wait(&["cannot register with the kubelet", &format!("error={cause}")]).await;
-    alone.log.wait_times(2, &["repeated", &format!("Registered(Err({cause}))")]).await;
-    alone.end().await;
+    plugin.log.wait(&["cannot register with the kubelet", &format!("error={cause}")]).await;
+    plugin.log.wait_times(2, &["repeated", &format!("Registered(Err({cause}))")]).await;
+    plugin.end().await;
 }
 
 #[tokio::test]
@@ -163,16 +163,16 @@ async fn replaced_kubelet_folder_is_followed() {
     std::os::unix::fs::symlink("first", at("k")).unwrap();
     // A plugin that polls every hour depends on inotify in the second folder.
     let poll = Duration::from_secs(3600);
-    let mut alone = Alone::start(Settings { poll, ..Settings::new(at("k/kubelet.sock")) });
+    let mut plugin = InProcessPlugin::start(Settings { poll, ..Settings::new(at("k/kubelet.sock")) });
     wait_registered(&first, 1, 8).await;
     std::fs::create_dir(at("second")).unwrap();
     std::os::unix::fs::symlink("second", at("new")).unwrap();
     std::fs::rename(at("new"), at("k")).unwrap();
     first.stop().await.unwrap();
-    alone.wait_phase(Phase::WaitingForKubelet).await;
+    plugin.wait_phase(Phase::WaitingForKubelet).await;
     let second = kubelet_in(at("second"), |_| {});
     wait_registered(&second, 1, 8).await;
-    alone.end().await;
+    plugin.end().await;
 }
 
 #[tokio::test]
@@ -184,7 +184,7 @@ async fn dropped_stream_leads_to_registration() {
 }
 
 /// A plugin that runs in this process on a machine of eight GPUs, and its log.
-pub struct Alone {
+pub struct InProcessPlugin {
     pub phase: watch::Receiver<Phase>,
     pub log: Log,
     shutdown: CancellationToken,
@@ -196,7 +196,7 @@ pub fn quick(socket: PathBuf) -> Settings {
     Settings { longest_pause: Duration::from_millis(64), ..Settings::new(socket) }
 }
 
-impl Alone {
+impl InProcessPlugin {
     pub fn start(settings: Settings) -> Self {
         let (plugin, log) = (plugin(settings), Log::start());
         let (phase, shutdown) = (plugin.phase(), CancellationToken::new());
@@ -238,11 +238,11 @@ async fn returning_kubelet_ends_the_pause() {
     // A kubelet that ended leaves its socket behind.
     drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
     let longest_pause = Duration::from_secs(64 * 3600);
-    let mut alone = Alone::start(Settings { longest_pause, ..Settings::new(socket) });
+    let mut plugin = InProcessPlugin::start(Settings { longest_pause, ..Settings::new(socket) });
     // The immediate retry (logged as `Ended`, not `ended`) has failed too: the next pause is half an hour at least.
-    alone.log.wait_times(2, &["nded", "the registration failed: cannot connect"]).await;
-    alone.wait_phase(Phase::Pausing).await;
+    plugin.log.wait_times(2, &["nded", "the registration failed: cannot connect"]).await;
+    plugin.wait_phase(Phase::Pausing).await;
     let kubelet = kubelet_in(folder.path(), |_| {});
     wait_registered(&kubelet, 1, 8).await;
-    alone.end().await;
+    plugin.end().await;
 }

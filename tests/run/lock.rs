@@ -6,7 +6,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use super::node::{GPU, KUBELETS, Setup, fifo, machine, ready, wait_registered};
-use crate::upgrade::fleet::{GPUS, World, stage};
+use crate::upgrade::fleet::{GPUS, World, wait_stage};
 
 /// The most bytes of the lock's file that linkwise reads: a pipe that gives this many has answered.
 const MAX_CONTENT: usize = 1 << 16;
@@ -37,7 +37,7 @@ async fn hung_disk_is_waited_for_and_makes_no_second_owner() {
     ready(first.up().await, 503, "").await;
     assert!(!kubelet.state().resources.contains_key(GPU), "linkwise serves before it has the lock");
     answer(&pipe);
-    stage(&first, "Owning").await;
+    wait_stage(&first, "Owning").await;
     wait_registered(kubelet, 1, GPUS.len()).await;
     // The second one waits for the disk too, learns that the lock is held, and takes over.
     let second = world.spawn("second");

@@ -14,7 +14,7 @@ use tokio::sync::watch;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-use crate::run::kubelet::Alone;
+use crate::run::kubelet::InProcessPlugin;
 use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, place, uuid, wait_registered};
 
 #[tokio::test]
@@ -44,10 +44,10 @@ async fn stream_confirms_without_pod_resources() {
         let dir = at(&format!("k-{socket}"));
         let kubelet = kubelet_in(&dir, |_| {});
         let settings = Settings { pod_resources_socket: Some(at(socket)), ..Settings::new(dir.join("kubelet.sock")) };
-        let mut alone = Alone::start(settings);
-        alone.wait_phase(Phase::Serving).await;
+        let mut plugin = InProcessPlugin::start(settings);
+        plugin.wait_phase(Phase::Serving).await;
         assert_eq!(kubelet.state().resources[GPU].registrations, 1, "{socket}");
-        alone.end().await;
+        plugin.end().await;
     }
 }
 

@@ -11,7 +11,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-use crate::run::kubelet::Alone;
+use crate::run::kubelet::InProcessPlugin;
 use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, limit, sockets_in, until, wait_registered};
 
 #[tokio::test]
@@ -65,18 +65,18 @@ async fn polling_suffices_without_inotify() {
     let folder = tempfile::tempdir().unwrap();
     let poll = Duration::from_millis(20);
     let settings = Settings { inotify: false, poll, ..Settings::new(folder.path().join("k/kubelet.sock")) };
-    let mut alone = Alone::start(settings);
+    let mut plugin = InProcessPlugin::start(settings);
     let kubelet = kubelet_in(folder.path().join("k"), |_| {});
-    alone.wait_phase(Phase::Serving).await;
+    plugin.wait_phase(Phase::Serving).await;
     // Only a look at the file shows this change.
     std::fs::remove_file(&sockets_in(&folder.path().join("k"))[0]).unwrap();
-    alone.log.wait(&["the session with the kubelet ended", "why=\"our socket is gone or was replaced\""]).await;
+    plugin.log.wait(&["the session with the kubelet ended", "why=\"our socket is gone or was replaced\""]).await;
     wait_registered(&kubelet, 2, 8).await;
-    alone.wait_phase(Phase::Serving).await;
+    plugin.wait_phase(Phase::Serving).await;
     kubelet.restart(Restart::Kubelet).await.unwrap();
     wait_registered(&kubelet, 3, 8).await;
-    alone.wait_phase(Phase::Serving).await;
-    alone.end().await;
+    plugin.wait_phase(Phase::Serving).await;
+    plugin.end().await;
 }
 
 #[tokio::test]

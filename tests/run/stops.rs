@@ -33,7 +33,7 @@ async fn stopped_process_catches_up() {
 }
 
 /// Stops linkwise and its agent for a time, as a freezer does, and asserts that agent and registration stay.
-async fn frozen(seconds: f64) {
+async fn freeze_and_resume(seconds: f64) {
     let limits = if seconds < 10.0 { ["--nvml-call-ms=500", "--nvml-poll-ms=50"].as_slice() } else { &[] };
     let (node, kubelet) = Setup::on("dgx1-v100").args(limits).serve(8).await;
     let agent = node.agent(&[]).await;
@@ -62,13 +62,13 @@ async fn frozen(seconds: f64) {
 
 #[tokio::test]
 async fn frozen_node_resumes_unchanged() {
-    frozen(3.0).await;
+    freeze_and_resume(3.0).await;
 }
 
 #[tokio::test]
 #[ignore = "takes a minute: make test-long"]
 async fn node_frozen_for_a_minute_resumes_unchanged() {
-    frozen(61.0).await;
+    freeze_and_resume(61.0).await;
 }
 
 /// Runs an admission until its first call is made, which a stopped process cannot answer.

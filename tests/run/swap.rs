@@ -65,7 +65,7 @@ async fn assert_untouched(kubelet: &KubeletBox, pods: &Pods) {
 }
 
 /// Replaces the NVIDIA plugin by linkwise and back, with devices of these ids.
-async fn swapped(setup: Setup, ids: Vec<String>) {
+async fn swap_and_back(setup: Setup, ids: Vec<String>) {
     let kubelet = setup.kubelet();
     let (folder, all) = (setup.at("k"), ids.len());
     let before = OtherPlugin::start(&folder, NVIDIA_SOCKET, &ids).await;
@@ -114,10 +114,10 @@ async fn swapped(setup: Setup, ids: Vec<String>) {
 
 #[tokio::test]
 async fn swap_with_nvidia_plugin_keeps_gpus() {
-    swapped(Setup::on("dgx1-v100"), ids(None)).await;
+    swap_and_back(Setup::on("dgx1-v100"), ids(None)).await;
 }
 
 #[tokio::test]
 async fn swap_with_nvidia_plugin_keeps_slots() {
-    swapped(Setup::on("dgx1-v100").config(SHARED), ids(Some(2))).await;
+    swap_and_back(Setup::on("dgx1-v100").config(SHARED), ids(Some(2))).await;
 }

@@ -21,7 +21,7 @@ fn command(setup: &Setup, seconds: u32) -> Command {
 }
 
 /// Runs a command, and returns its exit code, standard output and standard error.
-async fn ended(mut command: Command) -> (Option<i32>, String, String) {
+async fn run(mut command: Command) -> (Option<i32>, String, String) {
     let output = timeout(LIMIT, command.output()).await.expect("the command ends in time").unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     (output.status.code(), text(output.stdout), text(output.stderr))
@@ -29,7 +29,7 @@ async fn ended(mut command: Command) -> (Option<i32>, String, String) {
 
 /// Asserts that the command ends with code 1 after one second, with these words.
 async fn assert_fails(setup: &Setup, words: &[&str]) {
-    let (code, _, text) = ended(command(setup, 1)).await;
+    let (code, _, text) = run(command(setup, 1)).await;
     assert_eq!(code, Some(1), "{text}");
     for word in [&["gpu-1 is not served after 1 s"], words].concat() {
         assert!(text.contains(word), "{word:?} is not in {text}");
@@ -37,7 +37,7 @@ async fn assert_fails(setup: &Setup, words: &[&str]) {
 }
 
 async fn assert_succeeds(setup: &Setup, answer: &str) {
-    assert_eq!(ended(command(setup, 60)).await, (Some(0), answer.to_owned(), String::new()));
+    assert_eq!(run(command(setup, 60)).await, (Some(0), answer.to_owned(), String::new()));
 }
 
 #[tokio::test]
@@ -53,7 +53,7 @@ async fn served_node_answers_with_its_devices() {
 async fn wait_outlasts_a_late_start() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
-    let waiting = tokio::spawn(ended(command(&setup, 60)));
+    let waiting = tokio::spawn(run(command(&setup, 60)));
     let _node = setup.start().await;
     wait_registered(&kubelet, 1, 8).await;
     let (code, text, _) = waiting.await.unwrap();

@@ -133,7 +133,7 @@ fn schedule(world: &World, kind: Kind, name: String, random: &mut Random) -> Opt
 }
 
 /// Runs pods with claims one after another until the load is over.
-pub async fn with_claims(world: &World, number: u32, mut random: Random) {
+pub async fn run_pods_with_claims(world: &World, number: u32, mut random: Random) {
     let mut made = 0;
     while !world.journal.over.is_cancelled() {
         made += 1;
@@ -257,7 +257,7 @@ fn enter(world: &World, scheduled: &Scheduled, hardware: &[String]) {
 }
 
 /// Runs pods of the device plugin one after another until the load is over; some have two containers.
-pub async fn of_the_plugin(world: &World, number: u32, mut random: Random) {
+pub async fn run_pods_of_the_plugin(world: &World, number: u32, mut random: Random) {
     let mut made = 0;
     while !world.journal.over.is_cancelled() {
         made += 1;

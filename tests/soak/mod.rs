@@ -51,8 +51,8 @@ async fn soak(connections: Connections, seed: u64, seconds: u64, all: &[Fault]) 
         let (world, random) = (Arc::clone(&world), Random::new(seed ^ (u64::from(worker + 1) << 32)));
         load.spawn(async move {
             match worker {
-                0..CLAIM_WORKERS => load::with_claims(&world, worker, random).await,
-                _ => load::of_the_plugin(&world, worker, random).await,
+                0..CLAIM_WORKERS => load::run_pods_with_claims(&world, worker, random).await,
+                _ => load::run_pods_of_the_plugin(&world, worker, random).await,
             }
         });
     }
@@ -76,7 +76,7 @@ async fn soak(connections: Connections, seed: u64, seconds: u64, all: &[Fault]) 
         if begin.elapsed().as_secs() >= seconds || world.has_failed() {
             break;
         }
-        soak.calm().await;
+        soak.roll_out_in_calm().await;
     }
     world.journal.over.cancel();
     while let Some(ended) = load.join_next().await {

@@ -372,7 +372,7 @@ impl Soak {
     }
 
     /// Rolls out three times while nothing else happens, so that no call may fail.
-    pub async fn calm(&mut self) {
+    pub async fn roll_out_in_calm(&mut self) {
         tokio::time::sleep(CLAIM_SETTLE_TIMEOUT).await;
         for _ in 0..3 {
             self.world.journal.count("rollouts while nothing else happens");

@@ -64,6 +64,7 @@ fn resources() -> impl Strategy<Value = Value> {
     (counts, 0..8u8, claims).prop_map(|(count, form, claims)| {
         let mut resources = json!({});
         if let Some(count) = count {
+            // Form 0 has requests only, form 1 both, and the other forms have limits only.
             if form != 0 {
                 resources["limits"] = json!({GPUS: count, "memory": "1Gi"});
             }

@@ -3,7 +3,7 @@
 
 use linkwise_kubelet_box::{Connections, Fault};
 
-use crate::upgrade::fleet::{GPUS, Running, World, stage};
+use crate::upgrade::fleet::{GPUS, Running, World, wait_stage};
 use crate::upgrade::node::{GPU, KUBELETS, get, seen, until, wait_registered};
 
 /// Waits until only one process has sockets beside the kubelet's, and the kubelet has its stream.
@@ -19,7 +19,7 @@ async fn death_in_takeover(connections: Connections) {
             let world = World::new(connections);
             let owner = world.owner().await.process;
             let standby = world.spawn("second");
-            stage(if of_owner { &owner } else { &standby }, step).await;
+            wait_stage(if of_owner { &owner } else { &standby }, step).await;
             let (mut victim, survivor) = if owner_dies { (owner, standby) } else { (standby, owner) };
             victim.signal("KILL");
             // The last step takes some milliseconds: under load, the kill may come when the takeover is over.
@@ -77,7 +77,7 @@ async fn pod_that_handed_over_waits_for_the_owners_end() {
     owner.said("another linkwise has taken over this node").await;
     owner.signal("KILL");
     owner.ended().await;
-    stage(&next, "Owning").await;
+    wait_stage(&next, "Owning").await;
     next.logged(|line| line["phase"] == "serving").await;
     // The container of the pod that handed over restarts.
     let record = world.setup.kubelet_socket.with_file_name("linkwise").join("linkwise_health.json");
@@ -97,6 +97,6 @@ async fn pod_that_handed_over_waits_for_the_owners_end() {
     assert_eq!(world.setup.sockets(), sockets);
     // It serves once no other linkwise does.
     next.signal("KILL");
-    stage(&again, "Owning").await;
+    wait_stage(&again, "Owning").await;
     wait_registered(&world.kubelet, 3, GPUS.len()).await;
 }

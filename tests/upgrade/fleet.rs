@@ -106,7 +106,7 @@ fn assert_own_gpus(kubelet: &KubeletBox, pod: &Pod, admitted: &Admitted) {
 }
 
 /// Waits until a process is or was at a stage of a takeover.
-pub async fn stage(process: &Process, stage: &str) {
+pub async fn wait_stage(process: &Process, stage: &str) {
     process.logged(|line| line["message"] == "takeover" && line["stage"] == stage).await;
 }
 

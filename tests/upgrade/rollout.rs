@@ -64,7 +64,7 @@ async fn upgrade_and_rollback_reject_no_pod() {
 }
 
 /// Replaces the pod of another plugin by ours, in a rollout that starts ours first.
-async fn replaced(connections: Connections, socket: &str) {
+async fn replace_other_plugin(connections: Connections, socket: &str) {
     let world = World::new(connections);
     let folder = world.setup.kubelet_socket.parent().unwrap();
     let ids = GPUS.map(|(id, ..)| id.to_owned()).to_vec();
@@ -88,13 +88,13 @@ async fn replaced(connections: Connections, socket: &str) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nvidia_plugin_is_replaced() {
     for connections in KUBELETS {
-        replaced(connections, NVIDIA_SOCKET).await;
+        replace_other_plugin(connections, NVIDIA_SOCKET).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn older_linkwise_is_replaced() {
     for connections in KUBELETS {
-        replaced(connections, "linkwise-nvidia.com_gpu-0123abcd.sock").await;
+        replace_other_plugin(connections, "linkwise-nvidia.com_gpu-0123abcd.sock").await;
     }
 }

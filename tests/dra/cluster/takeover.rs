@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 use super::mig;
 use super::node::{DRIVER, Node};
 use crate::run::node::{DGX1_V100, KUBELETS, Process, get, put_on_bus, until};
-use crate::upgrade::fleet::stage;
+use crate::upgrade::fleet::wait_stage;
 
 /// The takeovers of a usual run, and of the long test.
 const FEW: usize = 3;
@@ -258,7 +258,7 @@ async fn kill_at_any_step_leaves_one_that_prepares_claims() {
     let cases = of_owner.into_iter().chain(of_standby).flat_map(|step| [(step, true), (step, false)]);
     for (number, ((is_owners, step), owner_dies)) in cases.enumerate() {
         let (standby, _) = world.start(&format!("pod-{}", number + 1)).await;
-        stage(if is_owners { &running } else { &standby }, step).await;
+        wait_stage(if is_owners { &running } else { &standby }, step).await;
         let (mut victim, survivor) = if owner_dies { (running, standby) } else { (standby, running) };
         victim.signal("KILL");
         victim.ended().await;
