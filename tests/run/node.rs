@@ -46,7 +46,7 @@ pub const DGX1_V100: [&str; 8] = [
     "0000:8a:00.0",
 ];
 
-/// A machine before linkwise starts on it.
+/// A machine, and the settings with which linkwise starts on it.
 pub struct Setup {
     folder: TempDir,
     pub program: PathBuf,

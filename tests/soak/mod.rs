@@ -1,8 +1,8 @@
 //! The soak: `linkwise run` as a process between the boxes of kubelet, API server and driver, while pods of the device
 //! plugin and pods with claims come and go, and faults come at random, sometimes two at once.
 //!
-//! No hardware may go to two pods, each fault must be noticed and the node recover in time, no call of the kubelet may
-//! fail without a cause, and nothing may be left behind. The ledger uses no type of linkwise. `make soak` runs it, and
+//! No hardware may go to two pods, the node must recover from each fault in time, no call of the kubelet may fail
+//! without a cause, and nothing may be left behind. The ledger uses no type of linkwise. `make soak` runs it, and
 //! `make test` has two short runs, one with each kind of kubelet.
 
 #![allow(clippy::print_stdout, reason = "the numbers are for people")]

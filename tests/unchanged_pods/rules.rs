@@ -17,7 +17,7 @@ pub fn changed(before: &Value, after: &Value, has_alternatives: bool) -> Vec<usi
     let gpus = |place: &usize| old[*place]["resources"]["limits"].get(GPUS);
     let with_gpus = (0..old.len()).filter(|place| gpus(place).is_some_and(|count| count != "0"));
     let places: Vec<usize> = with_gpus.collect();
-    // The pod keeps its claims. Then follows one for each container with GPUs.
+    // The pod keeps its claims, and a claim for each container with GPUs follows them.
     let (had, has) = (list(&before["spec"]["resourceClaims"]), list(&after["spec"]["resourceClaims"]));
     assert_eq!(has.len(), had.len() + places.len(), "{after}");
     assert_eq!(has[..had.len()], had, "{after}");
