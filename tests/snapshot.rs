@@ -101,7 +101,7 @@ fn redacted_snapshot_has_no_identifiers() {
         assert!(!text.contains(gpu.uuid.as_str()), "{}", gpu.uuid);
     }
     let clusters = open.observed.gpus.iter().filter_map(|gpu| Some(gpu.fabric.as_ref()?.cluster.clone()));
-    // A cluster id of zeros is kept, because it identifies nothing.
+    // Zeros identify no cluster.
     let mut clusters = clusters.filter(|cluster| cluster.contains("abc")).peekable();
     assert!(clusters.peek().is_some() && clusters.all(|cluster| !text.contains(&cluster)));
     let redacted = Machine::parse(&text).unwrap();

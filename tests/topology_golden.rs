@@ -1,5 +1,4 @@
-//! The levels of the built-in machines, compared with nvidia-smi's output as recorded on such machines, or as derived
-//! from the vendor's topology file.
+//! The levels of the built-in machines, compared with nvidia-smi's, recorded or derived from vendors' topology files.
 //!
 //! `tests/golden/topology/<name>.txt` is not written from our output; comment lines name its sources and the
 //! differences. A section `PCIe` has the levels without NVLinks.

@@ -119,8 +119,7 @@ fn beside(host: &HostObservation, numa: NumaNodeId, package: Option<PackageId>) 
     }
 }
 
-/// MB/s of a link of Gen1 to Gen6: lanes times the rate of a lane. Gen3 x16 has 12000. `None` if the link is unknown
-/// or virtual (Gen1 x1).
+/// MB/s of a link of Gen1 to Gen6: Gen3 x16 has 12000. `None` if the link is unknown or virtual (Gen1 x1).
 fn carries(link: Option<PcieLink>) -> Option<u32> {
     let link = link?;
     if link.mts == 0 || link.width == 0 || (link.mts == 2_500 && link.width == 1) {

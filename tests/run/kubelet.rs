@@ -33,7 +33,7 @@ fn socket(node: &Node) -> PathBuf {
     sockets[0].clone()
 }
 
-/// Waits for the second registration, and asserts one open stream and no violation.
+/// Waits for the second registration, with one open stream and no violation.
 async fn wait_registered_again(node: &Node, kubelet: &KubeletBox) {
     let state = wait_registered(kubelet, 2, 8).await;
     assert_eq!((state.registrations, state.open_streams, kubelet.violations().len()), (2, 1, 0));
@@ -49,7 +49,7 @@ async fn kubelet_restart_keeps_pods_devices() {
         let first = socket(&node);
         kubelet.restart(after).await.unwrap();
         wait_registered_again(&node, &kubelet).await;
-        assert!(socket(&node) != first, "the old name came back, to which a kubelet may still be connected");
+        assert!(socket(&node) != first, "the kubelet may still be connected to this name");
         let in_use = kubelet.state().resources[GPU].in_use();
         assert_eq!(in_use.into_iter().collect::<Vec<_>>(), held.devices);
         assert_eq!(kubelet.restart_container("pod", "main").unwrap()[GPU], held);

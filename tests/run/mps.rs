@@ -16,7 +16,6 @@ use crate::run::node::{GPU, Node, Process, Setup, allocation, machine, replace, 
 /// The example of the NVIDIA plugin's README, which promises 80 of `nvidia.com/gpu` on a node with 8 GPUs.
 const README: &str = "version: v1\nsharing:\n  mps:\n    resources:\n    - name: nvidia.com/gpu\n      replicas: 10\n";
 
-/// GPUs of 40 GiB.
 const GPUS: [(&str, &str, &str); 3] = [
     ("GPU-a", "0000:01:00.0", ", memory_mib: 40960"),
     ("GPU-b", "0000:41:00.0", ", memory_mib: 40960"),
@@ -144,7 +143,7 @@ async fn nvidia_example_is_offered_once_limits_hold() {
         "mount /run/nvidia/mps/shm at /dev/shm".to_owned(),
     ];
     assert_eq!(lines(&allocation), expected);
-    // Slots of one GPU are not isolated from each other: two are refused unless the configuration file allows them.
+    // Slots of one GPU are not isolated from each other: two are refused unless the configuration allows them.
     let refused = kubelet.admit(&Pod::single("two", GPU, 2), None).await.unwrap_err();
     let words = "cannot allocate 2 devices of nvidia.com/gpu: it is shared, and a container may have 1; request 1";
     assert!(format!("{refused:?}").contains(words), "{refused:?}");
@@ -257,7 +256,7 @@ async fn new_replicas_are_offered_with_their_limits() {
     daemons.said("it is no longer shared by MPS").await;
     let got = lines(&allocation(&kubelet, "whole", GPU, 1).await);
     assert!(got.len() == 1 && got[0].starts_with("env NVIDIA_VISIBLE_DEVICES=GPU-"), "{got:?}");
-    // The first daemon, at the new limits, and the second, at the end of sharing, reset the mode of both GPUs.
+    // Each of the two daemons resets the mode of both GPUs.
     let modes = async || fs::read_to_string(shared.bin().join("modes")).unwrap_or_default();
     seen(modes, |modes| modes.matches("-c DEFAULT").count() == 4).await;
     assert_eq!((kubelet.state().resources[GPU].registrations, kubelet.violations().len()), (1, 0));

@@ -46,7 +46,7 @@ pub const DGX1_V100: [&str; 8] = [
     "0000:8a:00.0",
 ];
 
-/// A machine, and the settings with which linkwise starts on it.
+/// A machine, and the settings of linkwise on it.
 pub struct Setup {
     folder: TempDir,
     pub program: PathBuf,
@@ -169,17 +169,16 @@ impl Setup {
         fifo(&self.at("sys/bus/pci/devices/0000:06:00.0/vendor"));
     }
 
-    /// Sends a command to the fake NVML of every process, and to later ones if the journal keeps the command.
+    /// Sends a command to the fake NVML of every process, and to the journal.
     pub fn tell(&self, command: &str) {
         Control::new(self.at("control")).send(command).unwrap();
     }
 
-    /// Sends commands one after the other.
     pub fn tell_all(&self, commands: &[&str]) {
         commands.iter().for_each(|command| self.tell(command));
     }
 
-    /// Sends a command; returns the error if [`Self::tell`] would panic.
+    /// [`Self::tell`] that returns its error.
     pub fn try_tell(&self, command: &str) -> std::io::Result<()> {
         Control::new(self.at("control")).send(command)
     }
@@ -376,7 +375,7 @@ pub fn fifo(path: &Path) {
     assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
 }
 
-/// Waits until a process reads the pipe, and opens the end to write to. The reader waits until this end is dropped.
+/// Waits until a process reads the pipe, and opens its write end. The reader waits until that end is dropped.
 pub async fn writer(path: &Path) -> File {
     // With this flag, opening the pipe fails at once while no process reads it.
     const O_NONBLOCK: i32 = 0o4000;
@@ -451,7 +450,7 @@ impl Process {
         up["metrics"].as_str().unwrap().parse().unwrap()
     }
 
-    /// Waits for a log line with this text somewhere in it.
+    /// Waits for a log line that contains this text.
     pub async fn said(&self, text: &str) -> Value {
         self.logged(|line| line.to_string().contains(text)).await
     }
@@ -559,7 +558,6 @@ impl Node {
         get(self.address, path).await
     }
 
-    /// Waits until /readyz answers with this status and with this text in it.
     pub async fn ready(&self, status: u16, text: &str) -> Answer {
         ready(self.address, status, text).await
     }
@@ -590,7 +588,6 @@ impl Node {
         self.setup
     }
 
-    /// The process ids of the agents.
     pub fn agent_ids(&self) -> Vec<u32> {
         children(self.process.id())
     }
@@ -640,7 +637,7 @@ pub fn uuid(machine: u32, index: u32) -> String {
     format!("GPU-{machine:08}-0000-4000-8000-{index:012}")
 }
 
-/// A machine file with GPUs of one model, each given by UUID, PCI address and further fields.
+/// A machine file with GPUs of one model, by UUID, PCI address and further fields.
 pub fn machine(gpus: &[(&str, &str, &str)]) -> String {
     let mut text = "version: 1\nname: test\nobserved:\n  gpus:\n".to_owned();
     for (index, (uuid, pci, more)) in gpus.iter().enumerate() {

@@ -27,7 +27,6 @@ async fn new_gpu_is_offered_and_its_events_arrive() {
     until(async || node.setup.try_tell("xid 7 79")).await;
     wait_unhealthy(&kubelet, &[7]).await;
     assert_eq!(kubelet.state().resources[GPU].registrations, 1);
-    // A GPU that is removed is unhealthy.
     node.setup.tell("remove 0");
     wait_unhealthy(&kubelet, &[0, 7]).await;
 }

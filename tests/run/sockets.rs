@@ -20,7 +20,6 @@ async fn kubelet_found_after_any_file_at_its_socket() {
     let path = node.setup.kubelet_socket.clone();
     kubelet.stop().await.unwrap();
     node.ready(503, GPU).await;
-    // Nothing, a file, a directory.
     std::fs::remove_file(&path).unwrap();
     node.ready(503, &format!("there is no {}", path.display())).await;
     std::fs::write(&path, "").unwrap();
@@ -36,7 +35,6 @@ async fn kubelet_found_after_any_file_at_its_socket() {
     std::fs::remove_file(&path).unwrap();
     let silent = UnixListener::bind(&path).unwrap();
     node.ready(503, "registering").await;
-    // A link into nowhere.
     std::fs::remove_file(&path).unwrap();
     std::os::unix::fs::symlink("nowhere", &path).unwrap();
     node.ready(503, "is not a socket").await;

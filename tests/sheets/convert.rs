@@ -46,8 +46,7 @@ fn address(text: &str) -> Option<PciAddress> {
     (!unknown).then(|| text.parse().unwrap_or_else(|error| panic!("{error}")))
 }
 
-/// The processor. NCCL prints the base family, 15, plus 16 times the extended family; an observation has
-/// 15 plus the extended family.
+/// The processor. NCCL prints 15 plus 16 times the extended family; an observation has 15 plus the extended family.
 fn cpu(sheet: &Sheet) -> Option<CpuObservation> {
     let cpu = sheet.cpu.as_ref()?;
     let display = |family: u32| if family & 0xf == 0xf { 0xf + (family >> 4) } else { family };
@@ -128,7 +127,7 @@ fn bridge(sheet: &Sheet, at: Option<i64>, devices: Vec<PciObservation>) -> HostB
     HostBridgeObservation { numa: numa(at), package, root: None, devices }
 }
 
-/// The recorded tree. NCCL prints no host bridges, so each device at the top of NCCL's tree gets a bridge of its own.
+/// The recorded tree. NCCL prints no host bridges, so each device at its top gets one of its own.
 fn tree(sheet: &Sheet) -> Vec<HostBridgeObservation> {
     let mut bridges = Vec::new();
     for root in &sheet.pcie {

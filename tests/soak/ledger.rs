@@ -191,8 +191,8 @@ impl Journal {
         self.errors.lock().unwrap().clone()
     }
 
-    /// Judges a failed attempt of a call that `began` earlier; `before` is the calm at the attempt's start. An attempt
-    /// that starts before the causes' timeout has passed may fail, until [`STUCK_TIMEOUT`] after the last cause.
+    /// Judges a failed attempt by `before`, the calm at its start. An attempt that starts within the causes' timeout
+    /// after a cause may fail, until [`STUCK_TIMEOUT`] after the cause.
     pub fn failed(&self, causes: &Causes, what: &str, began: Instant, before: Option<Calm>, error: &dyn fmt::Display) {
         let Some(now) = causes.calm() else { return };
         let is_unexplained = before.is_some_and(|before| before.causes == now.causes && before.since > causes.timeout);

@@ -286,11 +286,11 @@ pub async fn run_pods_of_the_plugin(world: &World, number: u32, mut random: Rand
     }
 }
 
-/// Admits a pod, and enters its pieces. Returns false if the pod is refused or the node reboots meanwhile.
+/// Admits a pod, and enters its pieces. Returns false if it is refused, or the node reboots.
 async fn admit(world: &World, pod: &Pod, began: Instant, again: bool) -> bool {
     let (before, reboots, asked) = (world.journal.pods.calm(), world.disruptions().reboots, Instant::now());
-    let may_offer_nothing = || world.is_dra() || world.is_sharing_off() || world.journal.pods.calm().is_none();
-    let could_offer_nothing = may_offer_nothing();
+    let may_fail = || world.is_dra() || world.is_sharing_off() || world.journal.pods.calm().is_none();
+    let could_fail = may_fail();
     match world.node.kubelet.admit(pod, None).await {
         Ok(_) if reboots != world.disruptions().reboots => false,
         Ok(admitted) => {
@@ -308,11 +308,7 @@ async fn admit(world: &World, pod: &Pod, began: Instant, again: bool) -> bool {
         // Other pods have the GPUs that it needs.
         Err(AdmissionError::Insufficient { .. }) if !again => false,
         // DRA has all GPUs, the sharing of one is off, or a fault is under way.
-        Err(AdmissionError::NoHealthyDevices(_) | AdmissionError::Unregistered(_))
-            if could_offer_nothing || may_offer_nothing() =>
-        {
-            false
-        }
+        Err(AdmissionError::NoHealthyDevices(_) | AdmissionError::Unregistered(_)) if could_fail || may_fail() => false,
         Err(error) if wait_device_lost(world, &error).await => {
             world.journal.count("pods whose GPU failed on its way");
             false

@@ -38,8 +38,7 @@ async fn each_pod_is_changed_whole_or_left_alone() {
         };
         assert_eq!(outcome(&with, true), entry["becomes"], "{name}");
         assert_eq!(outcome(&created(&server, EXACT, &pod), false), entry["becomes"], "{name}");
-        // Without templates for further claims the policy leaves a pod with several claims alone: it would have too
-        // many alternatives.
+        // Without templates for further claims, several claims have too many alternatives: the pod stays the same.
         let claims = entry["becomes"]["claims"].as_array().map_or(0, Vec::len);
         let expected = if claims > 1 { &json!("same") } else { &entry["becomes"] };
         assert_eq!(outcome(&created(&server, UNNAMED, &pod), true), *expected, "{name}");
@@ -64,7 +63,7 @@ fn resources() -> impl Strategy<Value = Value> {
     (counts, 0..8u8, claims).prop_map(|(count, form, claims)| {
         let mut resources = json!({});
         if let Some(count) = count {
-            // Form 0 has requests only, form 1 both, and the other forms have limits only.
+            // Form 0 has requests, form 1 both, the others limits.
             if form != 0 {
                 resources["limits"] = json!({GPUS: count, "memory": "1Gi"});
             }

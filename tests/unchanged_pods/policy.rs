@@ -4,9 +4,9 @@ use serde_json::json;
 
 use crate::unchanged_pods::resources;
 
-/// A policy has one mutation, because a failing second one would leave a pod half changed. A policy that fails must not
-/// refuse pods, and a binding must not refuse pods in a namespace without templates. A binding names its template,
-/// because one with a selector would be evaluated for each template, for every pod.
+/// A policy has one mutation, because a failing second one would leave a pod half changed. Neither a failed policy nor
+/// a namespace without templates may refuse pods. A binding with a selector would be evaluated for each template, for
+/// every pod.
 #[test]
 fn failed_policy_admits_pods_unchanged() {
     let counts: Vec<u32> = (1..=8).chain([16]).collect();

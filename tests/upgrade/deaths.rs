@@ -64,7 +64,6 @@ async fn standby_that_cannot_serve_hands_back() {
     world.kubelet.set_fault(Fault::None);
     world.admit("pod").await.unwrap();
     assert_eq!((world.kubelet.gaps(GPU), world.kubelet.violations()), (vec![], vec![]));
-    // The standby tries again, and succeeds.
     standby.said("took over this node").await;
     world.admit("after").await.unwrap();
 }

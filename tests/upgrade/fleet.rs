@@ -134,7 +134,6 @@ impl Running {
         Self { process, address }
     }
 
-    /// Waits until linkwise is ready.
     pub async fn wait_ready(&self) {
         until(async || if self.is_ready().await { Ok(()) } else { Err("it is not ready") }).await;
     }
