@@ -72,7 +72,6 @@ async fn owner_without_a_lock_takes_it_later() {
     first.said("another linkwise has the lock").await;
     ready(first.up().await, 503, "").await;
     kubelet.wait(|state| state.resources[GPU].open_streams == 0).await.unwrap();
-    // The other process ends.
     drop(lock);
     wait_registered(kubelet, 2, GPUS.len()).await;
     let _second = world.spawn("second");

@@ -108,7 +108,6 @@ impl Fault {
         }
     }
 
-    /// Returns true if the fault makes one GPU unhealthy.
     pub fn is_of_a_gpu(self) -> bool {
         OF_A_GPU.contains(&self)
     }

@@ -380,7 +380,6 @@ impl Soak {
         }
     }
 
-    /// The sockets of linkwise in the kubelet's folder.
     pub fn sockets(&self) -> Vec<PathBuf> {
         sockets_in(&self.world.node.at("k"))
     }
