@@ -1,5 +1,5 @@
-//! Sets a cfg for each program that tests need and this machine has. A test without its program is ignored, with the
-//! reason.
+//! Sets a cfg for each program, file or right that tests need and this machine has. A test that lacks one is ignored,
+//! with the reason.
 //!
 //! `make tools` installs the programs and touches this file, so that cargo runs it again. The image is built without
 //! this file: the Dockerfile does not copy it.
@@ -42,7 +42,7 @@ fn may_mount(options: &[&str]) -> bool {
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     let programs = PROGRAMS.iter().map(|(cfg, names)| (*cfg, names.iter().any(|name| is_installed(name))));
-    // The tests of a release need a clone, because it is made from a commit.
+    // The tests of a release need a clone, because a release is made from a commit.
     let rest = [
         ("has_clone", Path::new(".git").exists()),
         ("is_root", std::fs::metadata("/proc/self").is_ok_and(|own| own.uid() == 0)),

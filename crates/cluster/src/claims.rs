@@ -1,7 +1,7 @@
 //! [`ClaimReader`]: reads ResourceClaims for the DRA plugin, which prepares their devices.
 //!
 //! Each read is a GET, with up to two retries after transient errors. Up to 16 reads run at once. A read fails 10 s
-//! after it began, so that the kubelet, which waits for 45 s, has time to try again.
+//! after it began, so that the kubelet, which would wait for 45 s, can try again sooner.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -55,7 +55,7 @@ impl ClaimReader {
         let _permit = self.permits.acquire().await;
         let mut server = lock(&self.server).clone();
         let read = read(&mut server, &claim.namespace, &claim.name).await;
-        // After an error that a new client may not have, the copy has no client, so the next read makes one.
+        // If the client may have caused the error, the copy has dropped it, and the next read makes a new client.
         *lock(&self.server) = server;
         read.map_err(|error| match error.code() {
             Some(404) if error.is_missing(OBJECT, &claim.name) => ReadClaimError::NotFound,

@@ -38,7 +38,7 @@ pub struct ClusterQuestions {
     pub node: String,
     /// True if GPUs go through DRA.
     pub dra: bool,
-    /// Set if events about pods are to be written.
+    /// True if events about pods are to be written.
     pub events: bool,
 }
 

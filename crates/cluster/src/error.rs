@@ -115,8 +115,8 @@ impl ApiError {
         if let Self::Refused { retry_after, .. } = self { *retry_after } else { None }
     }
 
-    /// Returns true if the client may be at fault: its token, its CA or its connections. A new client reads the files
-    /// again.
+    /// Returns true if the client may be at fault: its token, its CA or its connections. A new client reads the token
+    /// and the CA again.
     pub(crate) fn is_client_fault(&self) -> bool {
         match self {
             Self::Refused { code, .. } => *code == 401,
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn servers_pause_is_kept_within_reason() {
+    fn pause_of_the_server_is_lengthened_and_bounded() {
         let mut attempts = Attempts::of("x", &PACE);
         let pause = attempts.failed(&refused(429, Some(60)));
         assert!(pause >= Duration::from_secs(60) && pause <= Duration::from_secs(90), "{pause:?}");

@@ -195,7 +195,7 @@ fn cut(text: &str, max: usize) -> &str {
     end.and_then(|end| text.get(..end)).unwrap_or_default()
 }
 
-/// The most events in a row: enough for a node whose GPUs are all held by pods with two each, and some more.
+/// The most events in a row: enough for a node whose GPUs are all held by pods with two GPUs each, and some more.
 const MAX_BURST: u32 = 10;
 
 /// The time between two events after such a burst. A thousand nodes whose jobs end and begin all the time write 17
@@ -249,7 +249,7 @@ mod tests {
         assert_eq!(bucket.check(now), Ok(()));
         bucket.take(now);
         assert_eq!(bucket.check(now), Err(EVENT_INTERVAL));
-        // Full again, and no fuller.
+        // The bucket is full again, and holds one burst.
         now += EVENT_INTERVAL * MAX_BURST * 3;
         for _ in 0..MAX_BURST {
             assert_eq!(bucket.check(now), Ok(()));

@@ -1,4 +1,4 @@
-//! [`Follower`]: keeps up with objects as they change. It lists them, watches from there, and lists them again if a
+//! [`Follower`]: keeps up with objects as they change. It lists them, watches their changes, and lists them again if a
 //! watch breaks. The objects go to a [`Followed`].
 //!
 //! [`follow_node`] lists and watches one node by a field selector, its metadata only, and publishes its labels on a
@@ -23,7 +23,7 @@ use crate::server::ApiServer;
 use linkwise_core::backoff::Backoff;
 use linkwise_system::send_if_new;
 
-/// The extra time for which a watch may be silent.
+/// The time for which a watch may be silent beyond its duration.
 const GRACE: Duration = Duration::from_secs(30);
 
 /// The events of a watch.
@@ -37,7 +37,7 @@ pub(crate) trait Followed {
     /// An object in the form that a watch sends.
     type Object: Resource;
 
-    /// The field selector of the objects. A server may send others too.
+    /// The field selector of the objects. A server may send other objects too.
     fn selector(&self) -> String;
 
     /// Lists and stores the objects. Returns the version from which to watch.
@@ -70,7 +70,7 @@ pub(crate) struct Follower<F> {
 }
 
 impl<F: Followed> Follower<F> {
-    /// Makes no request yet. `request` is its name in the log.
+    /// Makes no request yet. `request` names the follower's requests in the log.
     pub fn new(server: ApiServer, request: &'static str, followed: F) -> Self {
         let pace = *server.pace();
         let (attempts, pauses) = (Attempts::of(request, &pace), Backoff::new(pace.first, pace.longest));
@@ -95,7 +95,7 @@ impl<F: Followed> Follower<F> {
         loop {
             let opened = Instant::now();
             match self.watch(version).await {
-                // A watch that the server ended in its time is continued; a watch that ended at once costs a pause.
+                // A watch that lasted is continued. If it ended at once, the objects are listed again after a pause.
                 Ok(last) if opened.elapsed() >= self.server.pace().first => version = last,
                 Ok(_) => return shortened(self.pauses.failed_after(began.elapsed())),
                 // The version is too old to continue from. This is not a fault; the objects are listed again.
@@ -235,7 +235,7 @@ impl Followed for Labels {
 }
 
 impl Labels {
-    /// Returns true if this is the node: the server may send other nodes too.
+    /// Returns true if this is the followed node: the server may send other nodes too.
     fn is_meant(&self, metadata: &ObjectMeta) -> bool {
         metadata.name.as_ref() == Some(&self.node)
     }

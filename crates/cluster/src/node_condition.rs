@@ -87,8 +87,8 @@ impl NodeConditionWriter {
         // A node that was deleted and created again has other taints, and another UID.
         let mark = format!("{boot} {}", node.metadata.uid.as_deref().unwrap_or_default());
         let was_ready = self.settings.untainted.as_ref() == Some(&mark);
-        // The kubelet writes its resources into the node's status every 10 s. The first `True` waits for them; after
-        // that, nobody waits for a change of resources.
+        // The kubelet writes changed resources into the node's status within 10 s. Only the first `True` waits for
+        // them.
         let allocatable = |name: &str| {
             let count = node.data["status"]["allocatable"][name].as_str().and_then(quantity::parse);
             count.and_then(|count| usize::try_from(count).ok()).unwrap_or(0)

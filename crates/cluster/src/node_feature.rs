@@ -1,8 +1,8 @@
 //! [`NodeFeatureWriter`]: the NodeFeature object that carries this node's labels to Node Feature Discovery.
 //!
 //! The only writer of NodeFeatures. It follows a channel of labels and keeps the object equal to them, by server-side
-//! apply; the object stays when the writer ends. The object has the name that GPU Feature Discovery gives it. If GPU
-//! Feature Discovery manages the object, it is replaced; if any other program manages it, it is left alone and
+//! apply; the object stays when the writer ends. The object has the name that GPU Feature Discovery gives it. An
+//! object of GPU Feature Discovery is replaced once. An object that only other programs manage is left alone and
 //! reported.
 //!
 //! The DaemonSet of our pod is the object's owner: when it is deleted, Kubernetes deletes the object too.
@@ -57,7 +57,7 @@ pub struct NodeFeatureWriter {
     settings: NodeFeatureSettings,
     /// Our DaemonSet; the outer `None` means that it was not looked up yet.
     owner: Option<Option<OwnerReference>>,
-    /// The labels that this process wrote last.
+    /// The labels of the last successful [`Kept::write`].
     written: Option<Arc<Labels>>,
     /// Set if the server forbids patches or deletions: then objects are created and updated, as NVIDIA's role allows.
     uses_update: bool,
@@ -159,7 +159,7 @@ impl NodeFeatureWriter {
                 self.server.call(OBJECT, "create", create).await.map(drop)
             }
         };
-        // The update was refused as well, so the verb was not the reason: the next attempt applies again.
+        // If the update is refused as well, the verb was not the reason: the next attempt applies again.
         self.uses_update &= !result.as_ref().is_err_and(|error| error.code() == Some(403));
         result
     }
@@ -238,8 +238,8 @@ fn object(settings: &NodeFeatureSettings, owner: Option<OwnerReference>, labels:
         "metadata": {
             "name": format!("nvidia-features-for-{}", settings.node),
             "namespace": settings.namespace,
-            // The second label is a field that only linkwise has: after an update that changes nothing else, linkwise
-            // would not be among the object's managers.
+            // Only linkwise sets the second label. Without it, an update that changes nothing else would leave linkwise
+            // out of the object's managers.
             "labels": {"nfd.node.kubernetes.io/node-name": settings.node, "app.kubernetes.io/managed-by": MANAGER},
         },
         "spec": {"features": {"flags": {}, "attributes": {}, "instances": {}}, "labels": labels},

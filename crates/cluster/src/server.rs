@@ -1,7 +1,7 @@
 //! [`ApiServer`]: makes all requests to the API server.
 //!
 //! Each request has a deadline and a bound on the length of its answer, and is counted. The client is made of kube's
-//! parts, without kube's retries (`Attempts` paces them) and without its log lines for each failure.
+//! parts, without kube's retries (`Attempts` or the caller paces them) and without its log lines for each failure.
 //!
 //! [`Access`] is the server's address and the credentials for it, from a kubeconfig. Without one, the address comes
 //! from the pod's environment, and the token and the CA are the files that the kubelet mounts. The files are read
@@ -61,7 +61,7 @@ impl Pace {
     };
 }
 
-/// The client of one follower or writer.
+/// The client of one part of the program.
 #[derive(Clone)]
 pub struct ApiServer {
     access: Access,
@@ -194,7 +194,7 @@ pub enum Access {
 /// The reason why no client can be made.
 #[derive(Debug, Error)]
 pub enum AccessError {
-    /// Neither a ServiceAccount nor a kubeconfig exists.
+    /// Neither the environment nor a kubeconfig names an API server.
     #[error("no API server: KUBERNETES_SERVICE_HOST is not set (no pod?), and no --kubeconfig (KUBECONFIG) is given")]
     Nowhere,
     /// The host and the port do not form an address.

@@ -14,8 +14,8 @@
 //! of the pool is not written.
 //!
 //! [`Repairs`] paces repairs of slices that another program changed. Two DRA drivers of one name would otherwise keep
-//! the API server busy, because each writes its slices and deletes the other's. Deletions alone are repaired at once: a
-//! kubelet that starts deletes all slices of its node, and they have to be back soon.
+//! the API server busy, because each writes its slices and deletes the other's. Deletions alone are repaired at once,
+//! unless changes came before: a kubelet that starts deletes all slices of its node, and they have to be back soon.
 
 mod plan;
 pub(crate) mod stored;
@@ -296,7 +296,7 @@ impl SliceWriter {
             }
             Err(error) => {
                 // Another program changed the slices first: the stored slices are listed again. If that fails, the
-                // follower lists them.
+                // follower brings the changes.
                 if matches!(error.code(), Some(404 | 409 | 410))
                     && let Ok((slices, _)) = list(&mut self.server, &self.node).await
                 {
@@ -418,7 +418,7 @@ const MAX_QUICK_REPAIRS: u32 = 3;
 /// The time without a repair after which the next one counts as the first. It is longer than any pause between two.
 const QUIET_INTERVAL: Duration = Duration::from_secs(600);
 
-/// The number of changes by other programs.
+/// Counts what other programs did to the slices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Disturbances {
     /// The times that slices were created or changed.

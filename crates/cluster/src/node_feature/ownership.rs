@@ -26,7 +26,7 @@ pub(super) enum Ownership {
     Foreign(String),
 }
 
-/// Decides about the found object. `written` holds the labels that this process wrote last. `replaced` is true if this
+/// Decides about the found object. `written` holds the labels of the last successful write. `replaced` is true if this
 /// process has replaced GPU Feature Discovery's object before. If the object then has other labels again, GPU Feature
 /// Discovery is still running.
 pub(super) fn ownership(
@@ -61,7 +61,7 @@ fn labels(labels: &Labels) -> Value {
     labels.iter().map(|(key, value)| (key.clone(), Value::from(value.clone()))).collect()
 }
 
-/// Returns true if labels, node and owners are the wanted ones.
+/// Returns true if the node's labels, the object's own labels and its owners are the wanted ones.
 fn is_as_wanted(found: &DynamicObject, wanted: &Value) -> bool {
     let metadata = serde_json::to_value(&found.metadata).unwrap_or_default();
     let part = |path: &str| wanted.pointer(path);
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn other_owners_make_a_difference() {
+    fn missing_owner_makes_a_difference() {
         let mut wanted = json!({"metadata": {"labels": {"node": "n"}}, "spec": {"labels": {"a": "new"}}});
         wanted["metadata"]["ownerReferences"] = json!([{"uid": "1"}]);
         assert_eq!(ownership(Some(&found(&[MANAGER], "new")), &wanted, None, false), Ownership::Ours);

@@ -3,7 +3,7 @@
 //! The rules are those of Kubernetes' own helper for DRA drivers (resourceslicecontroller.go). The pool keeps its
 //! generation if at most one slice changes, none is new, and all agree on generation and number of slices; otherwise
 //! all slices get the next generation. Obsolete slices are deleted first, then slices are updated, then created. In a
-//! pool with counters, the slices that hold counters are written before the others, and new slices before changed ones.
+//! pool with counters, the slices that hold counters are written before the others. In both groups, new ones come first.
 
 use std::collections::BTreeMap;
 
@@ -11,9 +11,8 @@ use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::state::DRA_DRIVER;
 use serde_json::{Value, json};
 
-/// The highest generation that a pool can reach in normal use. A higher one was set by another program or by a wrong
-/// answer. Going on from there could exceed the API's integers, so the pool is deleted and continues from its last
-/// lower generation.
+/// The lowest generation that no pool reaches in normal use: another program or a wrong answer set it. Going on from
+/// there could exceed the API's integers, so the pool is deleted and continues from its last lower generation.
 const MAX_GENERATION: u64 = 1 << 53;
 
 /// The longest name of an object.
@@ -129,8 +128,8 @@ pub(super) fn plan(pool: &Pool, stored: &BTreeMap<String, Value>, owner: Option<
     let known = memory.generation.max(if is_absurd { 0 } else { highest });
     let next = if is_kept { highest } else { known.saturating_add(1) };
     let (mut updates, mut creates) = (Vec::new(), Vec::new());
-    for (slot, spec) in pool.slices(next).iter().enumerate() {
-        let Some(name) = names.get(slot) else { continue };
+    for (index, spec) in pool.slices(next).iter().enumerate() {
+        let Some(name) = names.get(index) else { continue };
         let mut object = json!({
             "apiVersion": "resource.k8s.io/v1",
             "kind": "ResourceSlice",
@@ -368,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn foreign_change_is_repaired_in_a_new_generation() {
+    fn foreign_edits_are_repaired_with_right_generation() {
         let (mut stored, mut memory) = (Stored::new(), Memory::default());
         writes(&pool(200), &mut stored, &mut memory);
         let first = stored.keys().next().unwrap().clone();

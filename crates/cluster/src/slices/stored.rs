@@ -41,7 +41,7 @@ fn name(object: &Value) -> &str {
 }
 
 impl Stored {
-    /// Stores an object, unless the known one is as new. Returns true if anything changed.
+    /// Stores an object, unless the known one is at least as new. Returns true if anything changed.
     fn put(&mut self, object: Value) -> bool {
         let name = name(&object).to_owned();
         if self.slices.get(&name).is_some_and(|known| version(known) >= version(&object) && version(known) != u64::MAX)
