@@ -82,7 +82,7 @@ pub struct SliceWriter {
     memory: Memory,
     /// The Node's UID; the outer `None` means that it was not read yet, the inner one that the server does not show it.
     owner: Option<Option<String>>,
-    /// Set once any slice was written, or was found to be correct.
+    /// Set once the whole pool was written, or was found to be correct.
     had_slices: bool,
     /// The part of the report that this writer finds out: the release, the trouble, and each kind of field that the
     /// server dropped since this process began.
@@ -351,8 +351,8 @@ impl SliceWriter {
         }
     }
 
-    /// Returns false if the server dropped a taint, or has a release that drops taints. Without the release, unhealthy
-    /// GPUs would be offered after each start, until the first answer without its taints.
+    /// Returns false if the server dropped a taint, or has a release that drops taints. By dropped taints
+    /// alone, unhealthy GPUs would be offered after each start, until the first answer that lacks taints.
     fn keeps_taints(&self) -> bool {
         !self.known.drops_taints && self.known.version.is_none_or(ServerVersion::has_taints_and_counters)
     }

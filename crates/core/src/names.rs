@@ -7,8 +7,7 @@ const SUFFIX_LENGTH: usize = 17;
 
 /// Returns `name` if it has at most `longest` bytes; otherwise its beginning and a hash of the whole name, so that
 /// different names stay different. Every version of linkwise gives the same result, because names outlive the process
-/// that made them. If `longest` is below 17, no beginning fits, and the result is the hash, which is then longer than
-/// `longest`.
+/// that made them. If `longest` is below 17, the result is the suffix alone, which is longer than `longest`.
 pub fn shortened(name: &str, longest: usize) -> String {
     if name.len() <= longest {
         return name.to_owned();

@@ -3,7 +3,7 @@
 //! The rules are those of Kubernetes' own helper for DRA drivers (resourceslicecontroller.go). The pool keeps its
 //! generation if at most one slice changes, none is new, and all agree on generation and number of slices; otherwise
 //! all slices get the next generation. Obsolete slices are deleted first, then slices are updated, then created. In a
-//! pool with counters, the slices that hold counters are written before the others. In both groups, new ones come first.
+//! pool with counters, the slices that hold counters are written before the others; in both groups new ones come first.
 
 use std::collections::BTreeMap;
 

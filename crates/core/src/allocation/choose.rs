@@ -46,7 +46,7 @@ pub(super) struct Question {
 #[derive(Clone, Copy, Default)]
 struct Candidate {
     chosen: GpuSet,
-    /// The values before the NICs, as one number ([`SetTables::rank`]).
+    /// The values that are compared before the NICs, as one number ([`SetTables::rank`]).
     rank: u64,
 }
 

@@ -128,7 +128,7 @@ pub struct RunnerUp {
 pub enum FallbackReason {
     /// The request names a device that this node does not have.
     UnknownDevice,
-    /// No set of that size holds all of `must_include`.
+    /// No set of the requested size holds all of `must_include`.
     Size,
 }
 

@@ -7,7 +7,8 @@
 //! best few of each size grow further. Their best may not be the best of all, so the report marks the answer as not
 //! exact.
 //!
-//! A mesh of NVLinks is not a tree of clusters. A request for few of its GPUs gets tables of these GPUs alone.
+//! A mesh of NVLinks is not a tree of clusters, so the search is not exact for it. A request for few of its GPUs gets
+//! tables of these GPUs alone.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -75,7 +76,7 @@ pub(super) fn answer(topology: &NodeTopology, tree: &Tree, question: &Question) 
         found.sort_by(|a, b| b.compare(a));
     }
     let mut found = found.into_iter();
-    // `Question::new` checks that there is a set, and both ways find one. An empty set would mean a bug there.
+    // `Question::new` checks that there is a set, and the search finds one. An empty set would mean a bug.
     let first = found.next().unwrap_or_else(|| search.value(GpuSet::default()));
     question.report(topology, first, found.next(), compared, is_complete == Some(true) && tree.exact)
 }
@@ -144,8 +145,8 @@ impl Search<'_> {
     }
 
     /// The clusters with room for the request, the widest first, and all GPUs last. Clusters of one width are one
-    /// entry. A set that is in no cluster of an entry has a worse collective than the sets that are. If there are few
-    /// sets, or the tree has no exact widths, all GPUs are the only entry.
+    /// entry. A set that is in no cluster of an entry has a worse collective than the sets that are. All GPUs are
+    /// the only entry if there are few sets, if one GPU is requested, or if the tree has no exact widths.
     fn regions(&self, need: usize) -> Vec<Vec<GpuSet>> {
         let Question { must, free, size, .. } = *self.question;
         let everything = vec![must.union(free)];

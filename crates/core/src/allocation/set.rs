@@ -56,7 +56,7 @@ impl GpuSet {
 
     /// The places of the members, ascending.
     pub fn places(self) -> impl Iterator<Item = usize> {
-        // Ends at the empty set; trailing_zeros of the others is at most 63.
+        // Ends before the empty set, so trailing_zeros is at most 63.
         core::iter::successors(Some(self), |set| Some(set.without(set.lowest())))
             .take_while(|set| !set.is_empty())
             .map(|set| set.0.trailing_zeros() as usize)

@@ -67,8 +67,8 @@ impl Units {
     }
 }
 
-/// The device of each unit, as a number, if some GPU has several devices of which at least one has several slots. Slots
-/// of one device are adjacent.
+/// The device of each unit, as a number, if some GPU has several devices and some device has several slots; otherwise
+/// empty. Slots of one device are adjacent.
 fn devices(units: &[(DeviceId, usize)]) -> Vec<usize> {
     let devices = units.chunk_by(|(a, on), (b, other)| on == other && slot_key(a).0 == slot_key(b).0);
     let devices: Vec<_> = devices.collect();
@@ -103,10 +103,10 @@ fn slot_key(id: &DeviceId) -> (&str, u64) {
 ///   address may stay partly free.
 ///
 /// Within a GPU that has several devices (shared MIG devices), `distributed` and `best-effort` go from device to device
-/// in the same way: first those with the fewest units of this request, then the less used ones. `packed` fills the most
-/// used device first. Within one device the slots with the lowest numbers are taken. With one unit on each GPU and no
-/// other resource, all three policies are the choice of whole GPUs. The report is about the GPUs behind the units, and
-/// its `size` and `candidates` count GPUs; after a fallback they count units.
+/// in the same way: first those with the fewest units of this request, then for `distributed` the less used ones.
+/// `packed` fills the most used device first. Within one device the slots with the lowest numbers are taken. With one
+/// unit on each GPU and no other resource, all three policies are the choice of whole GPUs. The report is about the GPUs
+/// behind the units, and its `size` and `candidates` count GPUs; after a fallback they count units.
 pub fn preferred_units(
     tables: &AllocationTables,
     units: &Units,
@@ -129,9 +129,9 @@ pub fn preferred_units(
 struct Share {
     /// Units in use, as the policy counts them.
     used: usize,
-    /// Units of `must_include`, as places in [`Units`].
+    /// Units of `must_include`, as positions in [`Units`].
     must: Vec<usize>,
-    /// Units that may be taken, as places in [`Units`], in the order of taking.
+    /// Units that may be taken, as positions in [`Units`], in the order of taking.
     free: Vec<usize>,
     /// The number of units of `free` that are taken.
     taken: usize,
@@ -290,7 +290,7 @@ impl<'a> Spread<'a> {
         gpus.iter().enumerate().filter(|(_, share)| share.left() > 0)
     }
 
-    /// The GPUs that have at least so many units of this request.
+    /// The GPUs that have at least `least` units of this request.
     fn carriers(&self, least: usize) -> GpuSet {
         self.gpus.iter().enumerate().filter(|(_, share)| share.assigned() >= least).map(|(place, _)| place).collect()
     }

@@ -40,9 +40,9 @@ pub(super) enum SetValues {
 /// bits make one number that compares as the four values do, one after another.
 #[derive(Clone, Debug)]
 pub(super) struct SetTables {
-    /// The ranks of collective and pairs of a chosen set, each with room for another rank below it.
+    /// The ranks of collective and pairs of a chosen set, each with 16 free bits below it.
     chosen: Vec<u64>,
-    /// The ranks of the remaining value and the room of a free set, in the places that `chosen` leaves.
+    /// The ranks of the remaining value and the room of a free set, in the bits that `chosen` leaves.
     remains: Vec<u64>,
     /// Mbit/s.
     nics: Vec<u64>,
@@ -188,7 +188,7 @@ impl SetTables {
     /// The values of a chosen set and of the GPUs that stay free.
     pub fn values(&self, chosen: GpuSet, remains: GpuSet) -> Values {
         let all = self.rank(chosen, remains);
-        let rank = |place: u32| all >> place & u64::from(u16::MAX);
+        let rank = |shift: u32| all >> shift & u64::from(u16::MAX);
         let (pairs, closeness) = row(&self.pairs, rank(16));
         let (room, remaining_closeness) = row(&self.room, rank(0));
         Values {

@@ -84,8 +84,7 @@ impl Peers {
 pub(super) struct Forest {
     /// The clusters, the widest first: a cluster comes before those around it.
     pub clusters: Vec<Cluster>,
-    /// The part of the measure that the clusters do not show; `None` if every pair has exactly the width of the
-    /// smallest cluster around it.
+    /// The measure of every pair; `None` if every pair has exactly the width of the smallest cluster around it.
     peers: Option<Peers>,
 }
 
@@ -188,8 +187,8 @@ impl Tree {
         first.then_with(|| self.remaining(remains).cmp(&other.remaining)).is_lt()
     }
 
-    /// The width of the cluster around a set; in a mesh at most what each GPU's own links carry, if every GPU has
-    /// links.
+    /// The width of the smallest cluster around a set; in a mesh the least that a GPU's links to the set carry, if
+    /// every GPU has such links.
     fn collective(&self, set: GpuSet) -> u64 {
         if set.len() < 2 {
             return 0;
@@ -221,8 +220,8 @@ fn closeness(topology: &NodeTopology, a: usize, b: usize) -> u32 {
     u32::from(Rank::FARTHEST.number().saturating_sub(topology.rank(a, b).number()))
 }
 
-/// Returns true if the bandwidths between pairs describe the NVLinks completely: each GPU has NVLinks to one other GPU
-/// alone, or to the others of its NVSwitch plane through its port.
+/// Returns true if the bandwidths between pairs describe the NVLinks completely: each GPU has NVLinks to at most
+/// one other GPU, or to the others of its NVSwitch plane through its port.
 fn has_plain_links(topology: &NodeTopology) -> bool {
     let gpus = topology.gpus();
     let linked = |a: usize| (0..gpus.len()).filter(move |b| a != *b && topology.nvlink(a, *b) > 0);
@@ -278,8 +277,8 @@ pub(super) fn collective_of(topology: &NodeTopology, set: GpuSet) -> u32 {
     collective::table(&topology.restricted(&places)).last().copied().unwrap_or(0)
 }
 
-/// The classes of GPUs that differ in nothing but their address: equal bandwidths and ranks to all others, one
-/// package, the same NICs.
+/// The classes of GPUs that differ in nothing but their address: equal bandwidths, NVLinks and ranks to all
+/// others, one package, the same NICs.
 fn classes(topology: &NodeTopology, nics: &NearNics) -> Vec<GpuSet> {
     let gpus = topology.gpus();
     let alike = |a: usize, b: usize| {

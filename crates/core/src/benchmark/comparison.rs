@@ -33,15 +33,15 @@ pub enum Verdict {
     Below,
     /// The measurement is so much more that the expectation must be that of another machine.
     Above,
-    /// The measurement is less, but the largest size was too small to show the bandwidth.
+    /// The measurement is less than nine tenths, but the largest size was too small to show the bandwidth.
     TooSmall,
-    /// No published result confirms the model for these GPUs.
+    /// No published result confirms the model for these GPUs, or the expectation is unknown.
     NotCalibrated,
     /// The run used several hosts, which the model does not cover.
     SeveralHosts,
 }
 
-/// A cause of a difference between measurement and expectation. Its text says what to look at.
+/// A cause of a difference between measurement and expectation. Most texts say what to look at.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Cause {
     /// NVLinks that are down.
@@ -81,19 +81,19 @@ pub enum Cause {
     NvlsUnused {
         /// The bandwidth of rings, MB/s.
         ring: u64,
-        /// The variable that turns it off.
+        /// The variable that turns NVLink SHARP off.
         setting: Option<String>,
     },
     /// Less than rings carry, and more than PCIe.
     #[error(
-        "rings over all links carry {}: fewer channels{}, a throttled GPU (nvidia-smi -q -d PERFORMANCE), or another \
-         job on these GPUs",
+        "rings over all links carry {}; look for fewer channels{}, a throttled GPU (nvidia-smi -q -d PERFORMANCE), or \
+         another job on these GPUs",
         gb_per_s(*ring), note(setting)
     )]
     SlowRings {
         /// The bandwidth of rings, MB/s.
         ring: u64,
-        /// The variable that limits them.
+        /// The variable that limits the rings.
         setting: Option<String>,
     },
     /// No cause that linkwise can see.
@@ -217,7 +217,7 @@ impl Comparison {
         let best = report.best().filter(|_| report.is_of(ranks)).ok_or(MatchError::OtherFactor(ranks))?.clone();
         let expectation = Expectation::of(&topology, &places);
         let up = with_links_up(machine);
-        // The places of the GPUs are the same.
+        // The GPUs have the same places in `up`.
         let healthy = Expectation::of(&NodeTopology::assemble(&up).0, &places);
         // The model does not cover several hosts, so such a run has no share either.
         let whole = healthy.bandwidth().max(expectation.bandwidth()).filter(|_| hosts == 1);

@@ -56,8 +56,8 @@ pub struct Run {
     pub algorithm: u64,
     /// The bus bandwidth, MB/s: of an all-reduce of n ranks, 2(n - 1)/n × `algorithm`.
     pub bus: u64,
-    /// The number of wrong values that the check found; 0 also if the check was off, and for versions that print the
-    /// largest difference instead.
+    /// The number of wrong values that the check found; 0 if the check was off. Versions that print the largest
+    /// difference instead give 0, or 1 for `inf` and `nan`.
     pub wrong: u64,
 }
 

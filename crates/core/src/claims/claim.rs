@@ -67,7 +67,7 @@ impl From<Object> for Claim {
 
 impl Claim {
     /// Returns true if our driver's devices in the allocation include a MIG device, by its name.
-    pub fn asks_for_mig(&self) -> bool {
+    pub fn has_mig_device(&self) -> bool {
         self.allocated().filter(|result| result.driver == DRA_DRIVER).any(|result| is_mig(&result.device))
     }
 
@@ -188,7 +188,7 @@ pub enum ReadClaimError {
     /// There is no such claim.
     #[error("there is no such claim")]
     NotFound,
-    /// The API server could not be reached, or refused.
+    /// The API server could not be reached or refused, or its answer could not be read.
     #[error("{0}")]
     Failed(String),
 }

@@ -82,7 +82,7 @@ pub enum ConfigError {
     OtherDevice {
         /// The configuration's kind.
         kind: &'static str,
-        /// The request that it names.
+        /// The device's request.
         request: String,
         /// The device.
         device: String,

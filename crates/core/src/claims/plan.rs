@@ -52,8 +52,8 @@ pub struct PlanInputs<'a> {
 /// - A GPU that is unhealthy for another reason is not refused. Its taint is in our slices, so the scheduler allocated
 ///   the GPU either because the claim tolerates the taint, for example for a pod that tests the GPU, or before the
 ///   taint was published.
-/// - A GPU is refused if, by the kubelet's list, a pod holds it through a device plugin (ours or an earlier one), or a
-///   claim through the DRA driver that linkwise replaced.
+/// - A GPU is refused without adminAccess if, by the kubelet's list, a pod holds it through a device plugin (ours or an
+///   earlier one), or a claim through the DRA driver that linkwise replaced.
 ///
 /// # Errors
 ///

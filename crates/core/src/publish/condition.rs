@@ -27,9 +27,9 @@ impl Condition {
     pub const PENDING: &'static str = "ResourcesPending";
 
     /// Makes the condition of a node from its view. `expected` healthy GPUs are enough; without `expected`, all GPUs of
-    /// the node have to be healthy. A GPU that is only cordoned, held or withdrawn counts as healthy.
+    /// the node have to be healthy. A GPU counts as healthy if it is only cordoned, held or withdrawn, or its holders
+    /// are unknown.
     pub fn of(view: &NodeView, expected: Option<usize>) -> Self {
-        // A GPU that is cordoned, or in use under another name or through the other door, is not sick.
         let not_sick = ["held_elsewhere", "claimed", "holders_unknown", "withdrawn", "cordoned"];
         let is_sick = |gpu: &&GpuView| {
             !gpu.healthy
@@ -62,7 +62,7 @@ impl Condition {
         Self { status, reason, message, resources: resources.collect() }
     }
 
-    /// Returns true if the reason is that the process does not serve.
+    /// Returns true if the condition only reports that the process does not serve.
     pub fn is_starting(&self) -> bool {
         matches!(self.reason, "GPUsUnknown" | "NotServing")
     }

@@ -126,7 +126,7 @@ fn devices_have_the_cdi_name_of_their_base_request() {
 }
 
 #[test]
-fn extras_come_once_with_each_request() {
+fn extras_come_once_with_a_request() {
     let rdma = RdmaNodes::default();
     let host = HostDevices { cdi_devices: vec!["v/gds=all".to_owned()], rdma: Some(rdma), ..HostDevices::default() };
     let claim = claim("u", &[("a", "gpu-0"), ("a", "gpu-1")]);
@@ -273,10 +273,10 @@ fn whole_gpu_and_its_part_overlap() {
     };
     let (whole, one, other) = (device(None), device(Some("MIG-1")), device(Some("MIG-2")));
     assert!(whole.overlaps(&one) && one.overlaps(&whole) && one.overlaps(&one) && !one.overlaps(&other));
-    // The MIG devices of two claims may not be ready when the previous process is killed. They do not overlap.
-    let half = |device: &str| PreparedDevice { device: device.to_owned(), mig: None, ..one.clone() };
-    let (half_one, half_other) = (half("gpu-0-mig-2g20gb-14-2"), half("gpu-0-mig-2g20gb-14-4"));
-    assert!(!half_one.overlaps(&half_other) && !one.overlaps(&half_other) && !half_one.overlaps(&whole));
+    // A MIG device that was destroyed before it was ready, because the process was killed, takes no place.
+    let gone = |device: &str| PreparedDevice { device: device.to_owned(), mig: None, ..one.clone() };
+    let (gone_one, gone_other) = (gone("gpu-0-mig-2g20gb-14-2"), gone("gpu-0-mig-2g20gb-14-4"));
+    assert!(!gone_one.overlaps(&gone_other) && !one.overlaps(&gone_other) && !gone_one.overlaps(&whole));
 }
 
 #[test]

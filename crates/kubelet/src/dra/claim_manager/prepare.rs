@@ -165,7 +165,7 @@ impl ClaimManager {
     async fn reserve(&self, name: &ClaimName) -> Result<Checkpoint, PrepareError> {
         let claim = self.read_claim(name).await;
         let claim = claim.map_err(|source| PrepareError::Query { claim: name.to_string(), source })?;
-        if claim.asks_for_mig() {
+        if claim.has_mig_device() {
             self.await_mig().await;
         }
         let (claim, before) = (Arc::new(claim), self.checkpoint(&name.uid));
