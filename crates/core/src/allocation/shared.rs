@@ -105,8 +105,8 @@ fn slot_key(id: &DeviceId) -> (&str, u64) {
 /// Within a GPU that has several devices (shared MIG devices), `distributed` and `best-effort` go from device to device
 /// in the same way: first those with the fewest units of this request, then for `distributed` the less used ones.
 /// `packed` fills the most used device first. Within one device the slots with the lowest numbers are taken. With one
-/// unit on each GPU and no other resource, all three policies are the choice of whole GPUs. The report is about the GPUs
-/// behind the units, and its `size` and `candidates` count GPUs; after a fallback they count units.
+/// unit on each GPU and no other resource, all three policies are the choice of whole GPUs. The report is about the
+/// GPUs behind the units, and its `size` and `candidates` count GPUs; after a fallback they count units.
 pub fn preferred_units(
     tables: &AllocationTables,
     units: &Units,
