@@ -2,7 +2,7 @@
 //! with the reason.
 //!
 //! `make tools` installs the programs and touches this file, so that cargo runs it again. The image is built without
-//! this file: the Dockerfile does not copy it.
+//! this file.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;

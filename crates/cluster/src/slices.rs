@@ -15,7 +15,7 @@
 //!
 //! [`Repairs`] paces repairs of slices that another program changed. Two DRA drivers of one name would otherwise keep
 //! the API server busy, because each writes its slices and deletes the other's. Deletions alone are repaired at once,
-//! unless changes came before: a kubelet that starts deletes all slices of its node, and they have to be back soon.
+//! unless changes came before: after a start of the kubelet, the slices have to be back soon.
 
 mod plan;
 pub(crate) mod stored;

@@ -219,7 +219,6 @@ impl Comparison {
         let up = with_links_up(machine);
         // The GPUs have the same places in `up`.
         let healthy = Expectation::of(&NodeTopology::assemble(&up).0, &places);
-        // The model does not cover several hosts, so such a run has no share either.
         let whole = healthy.bandwidth().max(expectation.bandwidth()).filter(|_| hosts == 1);
         let measured = best.best().bus;
         let percent = whole.filter(|whole| *whole > 0).map(|whole| measured.saturating_mul(100) / whole);

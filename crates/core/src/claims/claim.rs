@@ -188,7 +188,7 @@ pub enum ReadClaimError {
     /// There is no such claim.
     #[error("there is no such claim")]
     NotFound,
-    /// The API server could not be reached or refused, or its answer could not be read.
+    /// The API server gave no readable claim.
     #[error("{0}")]
     Failed(String),
 }

@@ -332,7 +332,6 @@ fn lost_gpu_is_refused_and_a_sick_one_is_not() {
     assert_eq!(plan(Event::Polled(polls)).unwrap_err(), complaint);
 }
 
-/// NVIDIA's objects are read strictly: a setting that is not enforced is refused by name.
 #[test]
 fn opaque_settings_are_enforced_or_refused_by_name() {
     let gpu = |fields: &str| format!(r#"{{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig"{fields}}}"#);
