@@ -338,24 +338,16 @@ async fn gpus_stay_with_plugin_if_dra_lacks_requirements() {
 #[tokio::test]
 async fn broken_files_keep_no_setting_from_serving() {
     let newer = r#"{"version": 9, "dra": ["GPU-00000001-0000-4000-8000-000000000003"]}"#;
-    let damages: [(&str, Option<&str>); 6] = [
-        ("linkwise_health.json", Some(newer)),
-        ("linkwise_health.json", Some("{")),
-        ("linkwise_health.json", None),
-        ("claims/a.json", Some(r#"{"version": 9}"#)),
-        ("claims/b.json", Some("{")),
-        ("claims/c.json", None),
-    ];
-    for setting in SETTINGS {
+    // Without a text, a folder takes the file's place.
+    let records = [Some(newer), Some("{"), None];
+    let checkpoints =
+        [("claims/a.json", Some(r#"{"version": 9}"#)), ("claims/b.json", Some("{")), ("claims/c.json", None)];
+    for (setting, record) in SETTINGS.into_iter().zip(records.into_iter().cycle()) {
         let mut node = SwitchedNode::new(setting).await;
         let at = |name: &str| node.node.at("k/linkwise").join(name);
         fs::create_dir_all(at("claims")).unwrap();
-        for (name, text) in damages.iter().skip(setting.name.len() % 3) {
-            match text {
-                Some(text) => fs::write(at(name), text).unwrap(),
-                // A folder takes the file's place.
-                None => drop(fs::remove_file(at(name)).and_then(|()| fs::create_dir(at(name)))),
-            }
+        for (name, text) in checkpoints.into_iter().chain([("linkwise_health.json", record)]) {
+            text.map_or_else(|| fs::create_dir(at(name)), |text| fs::write(at(name), text)).unwrap();
         }
         node.running = Some(node.spawn(setting));
         node.wait_serving().await;

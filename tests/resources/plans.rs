@@ -263,6 +263,20 @@ fn impossible_new_plan_waits_while_old_one_stays() {
 }
 
 #[test]
+fn name_that_a_mig_profile_takes_keeps_no_slots_of_a_gpu() {
+    let taken = resource("nvidia.com/mig-2g.20gb");
+    let shared = SharedResource { rename: Some(taken.clone()), ..replicated("nvidia.com/gpu", 2) };
+    let plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..sharing(SharingKind::TimeSlicing, vec![shared]) };
+    let mut whole = mixed();
+    whole.gpus.iter_mut().for_each(|gpu| gpu.mig = None);
+    let snapshot = with(&plan, whole);
+    assert_eq!(offered(&snapshot), [(taken.to_string(), 8)]);
+    let snapshot = after(snapshot, [seen(mixed())]);
+    assert!(snapshot.offers().problems().iter().any(|problem| matches!(problem, PlanProblem::NameTaken(..))));
+    assert!(offered(&snapshot).contains(&(taken.to_string(), 1)), "{:?}", offered(&snapshot));
+}
+
+#[test]
 fn names_come_from_the_first_pattern_that_matches() {
     let name = |pattern: &str, name: &str| NamePattern { pattern: Pattern::new(pattern), name: resource(name) };
     let gpu_names =

@@ -408,9 +408,7 @@ async fn unregistered_plugin_writes_no_slices() {
     writing.wait_report(|stored| !stored.is_current && stored.slices == 1).await;
     // The kubelet deletes slices when the plugin was away for 30 s.
     cluster.server.wipe_slices("n", Some(DRIVER));
-    writing.wait_report(|stored| stored.slices == 0).await;
-    writing.registered.send_replace(false);
-    writing.wait_report(|stored| stored.awaits_kubelet).await;
+    writing.wait_report(|stored| stored.slices == 0 && stored.awaits_kubelet).await;
     assert_eq!(writes(&cluster), before);
     writing.registered.send_replace(true);
     writing.wait_report(|stored| stored.is_current && stored.slices == 1).await;

@@ -168,8 +168,11 @@ impl Resources {
             match made {
                 Ok(made) => shared.push(made),
                 Err(problem) => {
+                    // A taken name is offered, with the devices of its owner.
+                    let is_taken = matches!(problem, PlanProblem::NameTaken(..));
                     self.problems.push(problem);
-                    self.withheld.insert(name.unwrap_or_else(|_| resource.name.clone()));
+                    let name = name.ok().filter(|_| !is_taken);
+                    self.withheld.insert(name.unwrap_or_else(|| resource.name.clone()));
                 }
             }
         }
