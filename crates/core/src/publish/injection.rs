@@ -53,8 +53,8 @@ pub struct InjectionOptions {
     pub ids: DeviceIds,
     /// More variables, for NVIDIA's container runtime and for the container: `NVIDIA_GDS=enabled` ...
     pub env: BTreeMap<String, String>,
-    /// True to pass device nodes too (`--pass-device-specs`), for runtimes that give a container only the nodes that
-    /// are listed.
+    /// True to pass device nodes with `envvar` and `volume_mounts` (`--pass-device-specs`), for runtimes that give a
+    /// container only the nodes that are listed.
     pub device_nodes: bool,
     /// The MPS root on the host.
     pub mps_root: String,
@@ -115,7 +115,7 @@ pub struct Granted<'a> {
     pub topology: &'a NodeTopology,
     /// The hardware. Slots of one device are adjacent and count once.
     pub devices: Vec<ChosenDevice<'a>>,
-    /// The folders that the container shares with the MPS daemon, if one shares the hardware.
+    /// The folders that the container shares with the MPS daemon, if the hardware is shared by MPS.
     pub mps: Option<MpsClient>,
 }
 

@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn allocation_without_comparison_has_no_event() {
+    fn unknown_or_best_quality_has_no_event() {
         let of = |collective, best| events(vec![allocation("a/p/c", collective, best, &[])], 100);
         for (collective, best) in
             [(None, None), (None, Some(1)), (Some(1), None), (Some(7), Some(7)), (Some(0), Some(0))]

@@ -19,7 +19,7 @@ use crate::state::{
 use crate::topology::{GpuUuid, NumaNodeId, TopologyWarning};
 use crate::words::{gigabytes, ranges};
 
-/// A word of a closed list. A view that another version wrote may have other words.
+/// A text that is constant in one version. A view that another version wrote may have other texts.
 type Word = Cow<'static, str>;
 
 /// The view of a node. docs/operations.md documents its JSON.
@@ -115,7 +115,7 @@ pub struct PartState {
     pub phase: Word,
     /// True if the part is ready.
     pub ready: bool,
-    /// The last fault, until the part is ready.
+    /// The last fault while the part is not ready; of a ready part, a note.
     pub trouble: Option<String>,
 }
 
@@ -421,7 +421,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_are_rounded_down() {
+    fn percentages_are_rounded_down() {
         let of = |value, best| percent(Some(value), Some(best));
         assert_eq!((of(999, 1000), of(2, 1), of(1, 0)), (Some(99), Some(100), None));
         assert_eq!(of(u64::MAX - 1, u64::MAX), Some(99));

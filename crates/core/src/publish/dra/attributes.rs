@@ -172,8 +172,8 @@ impl Draft<'_> {
         self.text("addressingMode", Some(&gpu.facts.addressing_mode.map_or(String::new(), |mode| mode.to_string())));
         self.text(&format!("{STANDARD}/pcieRoot"), gpu.pcie_root.as_ref());
         self.text(&format!("{STANDARD}/pciBusID"), Some(gpu.pci).filter(|pci| pci.domain() <= MAX_DOMAIN));
-        // Claims want NICs and CPUs on this NUMA node too. If the GPU's memory is a NUMA node without CPUs, the nearest
-        // node with CPUs is used.
+        // Claims want NICs and CPUs on this NUMA node too. If the GPU's own node has no CPUs, `cpu_node` is the only
+        // node with CPUs of its package.
         let numa = gpu.cpu_node.or(gpu.numa).map(|numa| numa.0);
         self.number(&format!("{STANDARD}/numaNode"), numa);
         self.number("dra.net/numaNode", numa);
@@ -187,8 +187,7 @@ impl Draft<'_> {
     }
 
     /// Adds the groups of a GPU, and its NVLink domain, named by the least PCI address of the members. An unhealthy GPU
-    /// gets its NVLink domain only. A group with too few healthy GPUs is left out; the values of the others do not
-    /// change.
+    /// gets its NVLink domain only. A group with too few healthy GPUs is left out; the other groups keep their values.
     pub fn groups(&mut self, place: Option<usize>, sick: GpuSet) {
         let (Some(place), topology, layout) = (place, self.facts.topology, self.facts.layout) else { return };
         let domain = layout.nvlink_domains.iter().find(|domain| domain.contains(place));
@@ -211,7 +210,7 @@ fn ours(name: &str) -> String {
     format!("{OURS}/{name}")
 }
 
-/// The nearest switch above a GPU that is above another GPU too.
+/// The nearest PCIe switch that is above this GPU and at least one other.
 fn shared_switch(topology: &NodeTopology, place: usize) -> Option<PciAddress> {
     let others = || topology.gpus().iter().enumerate().filter(|(other, _)| *other != place).map(|(_, gpu)| gpu);
     let mut own = topology.gpus().get(place)?.switches.iter().copied();
@@ -297,7 +296,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_have_three_numbers_without_zeros() {
+    fn version_has_three_numbers_without_leading_zeros() {
         for (text, expected) in [
             ("580.95.05", Some("580.95.5")),
             ("13.0", Some("13.0.0")),

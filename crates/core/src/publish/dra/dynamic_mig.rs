@@ -3,8 +3,9 @@
 //!
 //! A GPU has a counter set, as with NVIDIA's driver: a counter for each memory slice, the memory and each kind of
 //! engine. A MIG device that an administrator made is published without counters. Its parts are subtracted from the
-//! counters, and no device with one of its memory slices is published. For allocated devices, the allocator subtracts
-//! the amounts in the *current* slices. They must not change, so they depend on a device's profile and place only.
+//! counters, and no possible device with one of its memory slices is published. For allocated devices, the scheduler
+//! subtracts the amounts in the *current* slices. These amounts must not change, so they depend on a device's profile
+//! and place only.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -48,7 +49,7 @@ pub(super) fn add(facts: &DraFacts<'_>, devices: &mut Vec<SliceDevice>, problems
     }
 }
 
-/// The counters that these devices consume: for each GPU its amounts, less those of an administrator's MIG devices.
+/// The counters that possible devices consume: the amounts of each GPU, less those of an administrator's MIG devices.
 pub fn counters(facts: &DraFacts<'_>) -> Vec<CounterSet> {
     if !facts.settings.dynamic_mig {
         return Vec::new();
@@ -68,8 +69,7 @@ pub fn counters(facts: &DraFacts<'_>) -> Vec<CounterSet> {
         }
         let mut instances = BTreeSet::new();
         for mig in static_devices(facts, gpu) {
-            // Compute instances of one GPU instance share its memory and engines, so these count once, for the first
-            // one.
+            // Compute instances of one GPU instance share all parts but the multiprocessors: shared parts count once.
             let is_first = instances.insert(mig.gpu_instance);
             let engines = mig.facts.engines.unwrap_or_default();
             let own = MigEngines { multiprocessors: engines.multiprocessors, ..MigEngines::default() };

@@ -2,8 +2,8 @@
 //!
 //! They are for schedulers that do not read alternatives. The scheduler gives such a claim GPUs of one group of one
 //! attribute, or lets it wait. [`of`] computes for each attribute of a node what the claim gets, and how often it
-//! waits, over the states of the node. The scheduler's rule for one constraint is: the first GPU in published order
-//! whose group has enough free GPUs, and the next ones of that group.
+//! waits, over the states of the node. The scheduler's rule for one constraint is: the first free GPU in published
+//! order whose group has enough free GPUs, and the next free ones of that group.
 
 use crate::prelude::*;
 
@@ -108,9 +108,9 @@ struct State {
     alternatives: Option<u64>,
 }
 
-/// Computes the claims for `gpus` of a node's `all` GPUs: one for each attribute that can meet it, in the order of the
-/// attributes, compared with a claim that has `alternatives`. Without `valued` (a node that is known by its slices
-/// alone) the collectives are unknown.
+/// Computes the claims for `gpus` of a node's `all` GPUs: one for each attribute with a group that is large enough,
+/// in the order of the attributes, compared with a claim that has `alternatives`. Without `valued` (a node that is known
+/// by its slices alone) the collectives are unknown.
 pub fn of(
     attributes: &[GroupAttribute],
     alternatives: &[GroupAttribute],

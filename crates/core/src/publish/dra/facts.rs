@@ -47,7 +47,7 @@ pub struct DraDevice<'a> {
     pub reasons: Vec<UnhealthyReason>,
 }
 
-/// The settings of devices that are not in the plan.
+/// The settings of published devices, beside those of the plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DraSettings {
     /// True if the API server keeps taints.
@@ -74,8 +74,8 @@ pub fn offered_now(state: &NodeState) -> GpuSet {
 }
 
 impl<'a> DraFacts<'a> {
-    /// The facts of a snapshot. `layout` is that of [`offered_now`]. The devices that our DRA plugin has prepared are
-    /// held before the kubelet lists them.
+    /// The facts of a snapshot. `layout` is that of [`offered_now`]. The devices that our DRA plugin has prepared count
+    /// as held before the kubelet lists them.
     pub fn of_state(state: &'a NodeState, layout: &'a GpuLayout, settings: DraSettings) -> Self {
         let topology = state.topology();
         let names = device_names(topology);
@@ -137,7 +137,8 @@ fn gone_name(device: &Device) -> Option<String> {
     names.filter(|(_, (_, mig))| mig.is_some() == device.mig.is_some()).map(|(name, _)| name).next()
 }
 
-/// The reasons of a GPU that `concerns` selects: the standing ones, then that of `health`, then a cordon, each once.
+/// The reasons of a GPU, each once: the standing ones that count and that of `health`, if `concerns` selects them, then
+/// a cordon.
 fn reasons(
     state: &NodeState,
     gpu: &Gpu,

@@ -5,7 +5,7 @@
 //! `size` are a set of this tier or of a better one: two GPUs of a bridge, or all GPUs of a package whose GPUs are
 //! alike. Groups overlap, but a GPU has one value for an attribute. So a tier is split into *families*, each of
 //! disjoint groups. A family is an attribute (`quad1a`: of 4 GPUs, the first tier, its first family), and its value on
-//! a GPU names the group that the GPU is in. Free GPUs do not influence any of this.
+//! a GPU names the group that the GPU is in. None of this depends on the GPUs that are free now.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -21,14 +21,14 @@ const MAX_FAMILIES: usize = 10;
 /// The most sets that are valued for one size. A size with more (eights of 17 GPUs) has no family.
 const MAX_SETS: usize = 1 << 14;
 
-/// The most steps of the search for one family, times the number of sets that it looks for: far more than 16 GPUs need.
-/// After them the search takes the best family found so far.
+/// The limit of `steps * sets` in the search for one family, where `sets` is the number of sets that it looks for: far
+/// more than 16 GPUs need. At the limit the search takes the best family found so far.
 const MAX_STEPS: usize = 1 << 20;
 
 /// The most states of a node by which families are compared: all states of up to 12 GPUs.
 const MAX_STATES: usize = 1 << 12;
 
-/// The limit for rare families: a family that claims take in at most one of so many states gets no attribute.
+/// A family gets no attribute if claims take it in at most one of `RARE` states, unless it is the first of its size.
 const RARE: usize = 32;
 
 /// Disjoint groups of one tier.
@@ -81,7 +81,7 @@ fn of_size(tables: &AllocationTables, size: GroupSize) -> Vec<Candidate> {
     let max_rare = unserved.len() / RARE;
     let (mut candidates, mut good) = (Vec::new(), BTreeSet::new());
     for ((tier, sets), max_families) in (0..).zip(tiers).zip(size.tiers()) {
-        // Any GPUs are as good as the sets of the last tier.
+        // Any GPUs are at least as good as the sets of the last tier.
         if tier == worst && tier > 0 {
             break;
         }

@@ -1,9 +1,9 @@
 //! [`GpuLayout`]: the order and the groups of the published GPUs, computed once for a topology.
 //!
 //! The scheduler takes the first GPUs that fit, so the best sets are adjacent, the best first. A claim without
-//! constraints for k GPUs gets the first k that are free. On average over all states of a node of up to 16 GPUs it gets
-//! at least as much bandwidth as with the order of PCI addresses. The order does not depend on the GPUs that are free
-//! now: an order that follows allocations is stale when the scheduler reads it, which is worse than a fixed order.
+//! constraints for k GPUs gets the first k that are free. If k is 2, 4 or 8, it gets at least as much bandwidth as with
+//! the order of PCI addresses, on average over all states of a node of up to 16 GPUs. The order does not depend on the
+//! GPUs that are free now: an order that follows allocations is stale when the scheduler reads it, which is worse.
 
 use crate::prelude::*;
 use alloc::sync::Arc;

@@ -38,7 +38,7 @@ pub use slice::{
 /// GPU; GPUs that are gone and that a claim may still have; with the setting `dynamic_mig`, MIG devices that are made
 /// when a claim gets them. A GPU in MIG mode is published by its MIG devices only, as NVIDIA's DRA driver does,
 /// whatever the plan's MIG strategy is. If the API server drops taints, an unhealthy device is left out unless a claim
-/// holds it.
+/// holds it alone.
 pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
     let (mut devices, mut problems) = (Vec::new(), Vec::new());
     let settings = facts.settings;

@@ -24,7 +24,7 @@ pub const MAX_COUNTER_SETS: usize = 8;
 pub struct Pool {
     /// The node's name.
     pub node: String,
-    /// The pool's name, the driver's own, unique in the cluster.
+    /// The pool's name, unique in the cluster.
     pub name: String,
     /// The counters that devices consume.
     pub counters: Vec<CounterSet>,
@@ -125,7 +125,7 @@ pub struct SliceDevice {
 pub enum Attribute {
     /// A whole number.
     Int(i64),
-    /// At most 64 characters.
+    /// At most 64 bytes.
     String(String),
     /// A semantic version of three numbers without leading zeros.
     Version(String),
@@ -222,7 +222,7 @@ pub enum TaintEffect {
 pub enum DraProblem {
     /// The API server would refuse a value.
     #[error(
-        "attribute {attribute} of {device} left out: {} is not a version, or is longer than 64 characters",
+        "attribute {attribute} of {device} left out: {} is not a version, or is longer than 64 bytes",
         quoted(value)
     )]
     Dropped {

@@ -42,7 +42,7 @@ fn published(observed: &NodeObservation, plan: &ResourcePlan) -> (Vec<SliceDevic
     devices(&DraFacts::of_state(&state, &layout, DraSettings::default()))
 }
 
-fn all() -> ResourcePlan {
+fn all_through_dra() -> ResourcePlan {
     ResourcePlan { door: Door::Dra, ..ResourcePlan::default() }
 }
 
@@ -57,7 +57,7 @@ fn text(device: &SliceDevice, key: &str) -> Option<String> {
 #[test]
 fn unknown_facts_have_no_attribute() {
     let observed = node("{\"index\": 0, \"uuid\": \"GPU-0\", \"pci\": \"10000:01:00.0\"}");
-    let (devices, problems) = published(&observed, &all());
+    let (devices, problems) = published(&observed, &all_through_dra());
     assert_eq!((devices.len(), problems.len(), devices[0].name.as_str()), (1, 0, "gpu-pci-10000-01-00-0"));
     let keys: Vec<&str> = devices[0].attributes.keys().map(String::as_str).collect();
     assert_eq!(keys, ["addressingMode", "driverVersion", "linkwise.dev/order", "type", "uuid"]);
@@ -70,7 +70,7 @@ fn value_that_does_not_fit_is_left_out_and_named() {
     let observed = node(&format!(
         "{{\"index\": 0, \"uuid\": \"GPU-0\", \"pci\": \"0000:01:00.0\", \"minor\": 3, \"model\": \"{model}\"}}"
     ));
-    let (devices, problems) = published(&observed, &all());
+    let (devices, problems) = published(&observed, &all_through_dra());
     assert_eq!(text(&devices[0], "productName"), None);
     let [problem] = problems.as_slice() else { panic!("{problems:?}") };
     assert!(problem.to_string().starts_with("attribute productName of gpu-3 left out: "), "{problem}");
@@ -79,7 +79,7 @@ fn value_that_does_not_fit_is_left_out_and_named() {
 #[test]
 fn device_without_a_name_of_its_own_is_reported() {
     let gpu = |uuid: &str| format!("{{\"index\": 0, \"uuid\": \"{uuid}\", \"pci\": \"0000:01:00.0\"}}");
-    let (devices, problems) = published(&node(&[gpu("GPU-0"), gpu("GPU-1")].join(", ")), &all());
+    let (devices, problems) = published(&node(&[gpu("GPU-0"), gpu("GPU-1")].join(", ")), &all_through_dra());
     assert_eq!(devices.len(), 1);
     assert_eq!(problems, [DraProblem::NoName("GPU-1".to_owned())]);
 }
@@ -89,7 +89,7 @@ fn cordon_is_a_taint_beside_those_of_health() {
     let uuid = || "GPU-1".parse().unwrap();
     let cordon = |evict| Cordon { by: "ada".to_owned(), why: "a hot cable".to_owned(), evict };
     let taints = |events: Vec<Event>| -> Vec<String> {
-        let state = events.into_iter().fold(NodeState::of_machine(chain(), all()), |state, event| {
+        let state = events.into_iter().fold(NodeState::of_machine(chain(), all_through_dra()), |state, event| {
             state.apply(event, core::time::Duration::from_secs(1)).0
         });
         let layout = GpuLayout::of(state.tables(), offered_now(&state));
@@ -111,7 +111,7 @@ fn nvlink_domains_are_of_published_gpus_alone() {
     let observed = chain();
     let domains = |gpus: &[u32]| -> Vec<Option<String>> {
         let exclude = (0..4).filter(|index| !gpus.contains(index)).map(GpuSelector::Index).collect();
-        let plan = ResourcePlan { filter: Filter { exclude, ..Filter::default() }, ..all() };
+        let plan = ResourcePlan { filter: Filter { exclude, ..Filter::default() }, ..all_through_dra() };
         let mut devices = published(&observed, &plan).0;
         devices.sort_by(|a, b| a.name.cmp(&b.name));
         devices.iter().map(|device| text(device, "linkwise.dev/nvlinkDomain")).collect()
@@ -148,7 +148,7 @@ fn gpus_that_are_alike_are_one_group() {
 
 #[test]
 fn sick_gpu_takes_its_sets_out_of_the_groups() {
-    let state = NodeState::of_machine(chain(), all());
+    let state = NodeState::of_machine(chain(), all_through_dra());
     let layout = GpuLayout::of(state.tables(), offered_now(&state));
     let mut facts = DraFacts::of_state(&state, &layout, DraSettings::default());
     let groups = |facts: &DraFacts<'_>, attribute: &str| -> Vec<Option<String>> {
@@ -166,7 +166,7 @@ fn sick_gpu_takes_its_sets_out_of_the_groups() {
 
 #[test]
 fn sick_shared_gpu_is_left_out_without_taints() {
-    let state = NodeState::of_machine(chain(), all());
+    let state = NodeState::of_machine(chain(), all_through_dra());
     let layout = GpuLayout::of(state.tables(), offered_now(&state));
     let mut facts = DraFacts::of_state(&state, &layout, DraSettings::default());
     facts.settings.taints_survive = false;

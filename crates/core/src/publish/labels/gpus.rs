@@ -1,7 +1,7 @@
 //! `nvidia.com/gpu.*`: the labels of a node's whole GPUs.
 //!
 //! A label has room for one model. If GPUs differ, GPU Feature Discovery writes the model that it read last, and its
-//! labels flap. Here the choice is always the same; see [`Model::chosen`].
+//! labels may change with each run. Here the choice is always the same; see [`Model::chosen`].
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};

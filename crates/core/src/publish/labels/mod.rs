@@ -53,7 +53,7 @@ pub struct HostFacts {
 /// NVIDIA vGPU, as the PCI devices of a guest show it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Vgpu {
-    /// The whole PCI configuration space of a device cannot be read; only root may read it.
+    /// The PCI configuration space of a device cannot be read as a whole, which only root may do.
     #[default]
     Unknown,
     /// No device is a virtual GPU.
@@ -67,7 +67,7 @@ pub enum Vgpu {
     },
 }
 
-/// The settings of labels that are not in the plan.
+/// The settings of labels, beside those of the plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LabelSettings {
     /// `nvidia.com/gfd.timestamp`, seconds since the Unix epoch; `None` leaves it out.
@@ -100,7 +100,7 @@ pub enum LabelProblem {
     /// MPS is configured, and MIG is on.
     #[error("nvidia.com/mps.capable is false: MPS cannot share MIG devices, and MIG is enabled on this node")]
     MpsWithMig,
-    /// The GPUs' NVLink fabrics differ.
+    /// The GPUs' NVLink cliques differ.
     #[error("nvidia.com/gpu.clique left out: the GPUs are in different NVLink cliques ({})", .0.join(", "))]
     CliquesDiffer(Vec<String>),
     /// The GPUs' models differ, and a label has room for one.
@@ -165,7 +165,7 @@ impl Labels {
         }
     }
 
-    /// Sets the labels of the versions, each under its older names too.
+    /// Sets the labels of the versions. Each part of a version has an older name too.
     fn versions(&mut self, versions: &DriverVersions) {
         if let Some(full) = &versions.driver {
             self.put("nvidia.com/cuda.driver-version.full", full);
@@ -250,8 +250,8 @@ impl Shared {
 const MAX_VALUE: usize = 63;
 
 /// Makes a text fit to be part of a value, as GPU Feature Discovery does: characters other than letters, digits, '-',
-/// '_' and '.' are removed, and the words that are left are joined by '-'. The length and the first and last characters
-/// are not changed.
+/// '_' and '.' are removed, and the words that are left are joined by '-'. The result may be too long for a value, or
+/// begin or end with '-', '_' or '.'.
 pub fn sanitised(text: &str) -> String {
     let is_kept = |c: &char| c.is_ascii_alphanumeric() || c.is_ascii_whitespace() || matches!(c, '-' | '_' | '.');
     let kept: String = text.chars().filter(is_kept).collect();
