@@ -26,7 +26,7 @@ pub fn one_line(text: &str) -> String {
     shown(&text.split_whitespace().collect::<Vec<_>>().join(" "), MAX_MESSAGE)
 }
 
-/// Replaces the characters that a terminal obeys or does not show by JSON escapes, in text or JSON. Line ends stay.
+/// Puts JSON escapes in place of characters that a terminal obeys or does not show, in text or JSON. Line ends stay.
 pub fn escaped(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
     for char in text.chars() {

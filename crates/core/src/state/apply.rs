@@ -92,8 +92,8 @@ impl NodeState {
         (self, effects)
     }
 
-    /// Notes what pods could have had when the kubelet chose these devices. An admission that no list contains yet does
-    /// not change the health of a device.
+    /// Notes an admission, with the best bandwidth that was free. As long as no list contains an admission, it changes
+    /// no device's health, so [`Self::settle`] is not needed.
     fn allocated(&mut self, resource: ResourceName, devices: BTreeSet<DeviceId>, offered: &[DeviceId]) -> Vec<Effect> {
         let node = (&*self.hardware, &*self.ledger, &*self.offers);
         let free_then = free_at_admission::at_allocate(node, &resource, &devices, offered);
@@ -103,7 +103,7 @@ impl NodeState {
     }
 
     /// Carries out what follows from any event: makes the resources again (`remake`), hands GPUs to the other door, and
-    /// publishes the state if `publish` is true or the health of a device changed.
+    /// publishes the state if `publish` is true or if readers may see a change.
     fn settle(&mut self, mut remake: bool, mut publish: bool, is_new_list: bool, now: Timestamp) -> Vec<Effect> {
         let mut effects = Vec::new();
         let hardware = Arc::make_mut(&mut self.hardware);

@@ -25,7 +25,7 @@ pub struct MigInstance {
     pub compute_instance: Option<u32>,
 }
 
-/// One device on the kubelet's list: a whole GPU, a MIG device of one, or a slot on either.
+/// One device on the kubelet's list or of DRA: a whole GPU, a MIG device of one, or a slot on either.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
     /// The GPU.

@@ -45,8 +45,8 @@ pub(super) fn at_allocate(
         ledger.holdings().has(&key) || ledger.admissions.unlisted().any(|unlisted| unlisted == (resource, id))
     };
     // A pod may have ended since the last list. The kubelet knows that and offers its devices.
-    let is_offered: BTreeSet<&DeviceId> = offered.iter().collect();
-    let free = offers.of(resource).filter(|(id, _)| is_offered.contains(id) || !is_held(id));
+    let offered: BTreeSet<&DeviceId> = offered.iter().collect();
+    let free = offers.of(resource).filter(|(id, _)| offered.contains(id) || !is_held(id));
     best_bandwidths(hardware, given, healthy_whole_gpus(hardware, free.map(|(_, device)| device)))
 }
 

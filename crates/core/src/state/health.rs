@@ -28,8 +28,8 @@ const DECAY_INTERVAL: Duration = Duration::from_secs(3600);
 const MAX_COVERED: Duration = Duration::from_secs(20);
 /// The XID of a GPU that has fallen off the bus (NVIDIA's XID catalog).
 const FALLEN_OFF_THE_BUS: u64 = 79;
-/// The most reasons that stand at once. Only XIDs can be this many; further ones merge into the last reason, for the
-/// whole GPU.
+/// The most reasons that stand at once. Only XIDs can be this many; further ones merge into the last reason, which then
+/// concerns the whole GPU.
 const MAX_REASONS: usize = 32;
 
 /// One reason, and the evidence that it has ended.
@@ -126,7 +126,7 @@ impl GpuHealth {
         })
     }
 
-    /// Returns true while the quarantine is a standing reason: until the hold time after the GPU's release.
+    /// Returns true while the quarantine is a standing reason: until a hold time has passed after the GPU's release.
     pub fn is_quarantined(&self) -> bool {
         self.reasons.iter().any(|standing| matches!(standing.reason, UnhealthyReason::Quarantined { .. }))
     }

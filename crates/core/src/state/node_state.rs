@@ -305,7 +305,8 @@ impl NodeState {
             }
         }
         let mut taken: Vec<&Device> = taken.into_values().collect();
-        if self.offers.plan().allows_one_slot() && taken.len() > 1 && taken.iter().any(|device| device.slot.is_some()) {
+        let has_slots = taken.iter().any(|device| device.slot.is_some());
+        if self.offers.plan().allows_only_one_slot() && taken.len() > 1 && has_slots {
             return Err(AllocateError::OneSlot(resource.clone(), taken.len()));
         }
         taken.sort_by_key(|device| (device.gpu.pci, device.mig.as_ref().map(|mig| mig.index), device.slot));

@@ -241,8 +241,8 @@ impl Offers {
     }
 
     /// Makes the resources of the plan on the present machine. If the wanted plan cannot be carried out, the last plan
-    /// that could be stays in effect. If a resource of the latter cannot be made any more, its devices stay as long as
-    /// their hardware is there.
+    /// that could be stays in effect. If a resource of the plan in effect cannot be made any more, its devices stay as
+    /// long as their hardware is there.
     pub(super) fn make(&mut self, hardware: &Hardware, ledger: &Ledger, now: Timestamp) -> Vec<Effect> {
         let topology = hardware.topology();
         let doors = &self.doors;

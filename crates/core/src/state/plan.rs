@@ -67,7 +67,7 @@ impl ResourcePlan {
     }
 
     /// Returns true if a container may have one slot only.
-    pub(super) fn allows_one_slot(&self) -> bool {
+    pub(super) fn allows_only_one_slot(&self) -> bool {
         self.sharing.as_ref().is_some_and(|sharing| sharing.fail_requests_greater_than_one)
     }
 
