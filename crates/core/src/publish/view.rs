@@ -146,7 +146,7 @@ pub struct GpuView {
     /// through the other API is unhealthy, and its reason names the holder.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub door: Option<Word>,
-    /// True if it may be allocated; a cordon does not count.
+    /// True if it or a device on it may be allocated; a cordon does not count.
     pub healthy: bool,
     /// The availability of the GPU now: `held`, `free`, `mig`, `unhealthy`, `cordoned`, `withheld`, `unknown`.
     pub availability: Availability,

@@ -119,7 +119,7 @@ pub enum Effect {
     DoorChanged(GpuUuid, bool),
     /// Report a warning about the node's hardware, once while it lasts.
     Warn(TopologyWarning),
-    /// Report that the node lacks this hardware (true), or no longer (false).
+    /// Report that a shortfall began (true) or ended (false).
     Shortfall(Shortfall, bool),
     /// Report a part of the plan that this node cannot offer, once while it lasts.
     PlanProblem(PlanProblem),

@@ -63,7 +63,7 @@ pub struct Hardware {
     kept: HealthRecord,
 }
 
-/// The versions that NVML reported last; `None` if it did not.
+/// The versions that NVML reported at the last scan; `None` if it did not.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DriverVersions {
     /// The driver's version, such as `580.82.07` (`nvmlSystemGetDriverVersion`).

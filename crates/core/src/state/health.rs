@@ -105,9 +105,9 @@ impl GpuHealth {
     /// first reason whose remedy is a reset; if there is none, the first reason.
     pub fn verdict(&self, xids: &XidPolicy, concerned: impl Fn(&UnhealthyReason) -> bool) -> Health {
         let counts = |reason: &UnhealthyReason| xids.counts(reason) && concerned(reason);
-        let concerns = || self.reasons.iter().filter(|standing| counts(&standing.reason));
-        let needs_reset = concerns().find(|standing| standing.reason.needs_reset());
-        match needs_reset.or_else(|| concerns().next()) {
+        let counting = || self.reasons.iter().filter(|standing| counts(&standing.reason));
+        let needs_reset = counting().find(|standing| standing.reason.needs_reset());
+        match needs_reset.or_else(|| counting().next()) {
             None => Health::Healthy,
             Some(StandingReason { reason, since, .. }) => Health::Unhealthy { reason: reason.clone(), since: *since },
         }
@@ -297,9 +297,9 @@ impl GpuHealth {
         let blames = |reason: &UnhealthyReason| {
             !matches!(reason, UnhealthyReason::FabricJoining | UnhealthyReason::DriverAway { .. })
         };
-        let broken = self.reasons.iter().any(|standing| standing.reason.is(reason) && standing.steady.is_some());
+        let breaks_hold = self.reasons.iter().any(|standing| standing.reason.is(reason) && standing.steady.is_some());
         let current = || self.reasons.iter().filter(|standing| !standing.is_over);
-        blames(reason) && (broken || !current().any(|standing| blames(&standing.reason)))
+        blames(reason) && (breaks_hold || !current().any(|standing| blames(&standing.reason)))
     }
 
     /// The hold time of this GPU now: `first` × 2^flaps, at most `first` × [`MAX_HOLD_FACTOR`].
@@ -388,13 +388,13 @@ impl GpuHealth {
     /// failure. The latter wait in `doubted` for the next poll, and during a hold they neither extend nor restart it.
     fn proven_reasons(&mut self, poll: &HealthPoll) -> Vec<UnhealthyReason> {
         let before = core::mem::take(&mut self.doubted);
-        let counts = |reason: &UnhealthyReason| {
+        let is_proven = |reason: &UnhealthyReason| {
             let stands = |other: &StandingReason| other.reason.is(reason) && other.steady.is_none() && !other.is_over;
             !reason.needs_second_look()
                 || before.iter().any(|doubt| doubt.is(reason))
                 || self.reasons.iter().any(stands)
         };
-        let (shown, doubted) = self.shown_reasons(poll).into_iter().partition(counts);
+        let (shown, doubted) = self.shown_reasons(poll).into_iter().partition(is_proven);
         self.doubted = doubted;
         shown
     }
@@ -421,9 +421,9 @@ impl GpuHealth {
             shown.push(UnhealthyReason::RowRemapFailed);
         }
         // A driver with recovery actions or row remapping says more by these than by the count.
-        let counts = seen.action.is_none() && !seen.remaps;
+        let count_matters = seen.action.is_none() && !seen.remaps;
         if let Some(count) = poll.uncorrectable_ecc.filter(|count| *count > accepted.uncorrectable_ecc.unwrap_or(0))
-            && counts
+            && count_matters
         {
             shown.push(UnhealthyReason::UncorrectableEcc { count });
         }

@@ -34,7 +34,7 @@ pub struct Expectation {
 pub struct Inventory {
     /// The GPUs that the node had.
     pub gpus: BTreeMap<GpuUuid, KnownGpu>,
-    /// The missing hardware, GPU by GPU.
+    /// The shortfalls that stand, without the accepted ones.
     pub shortfalls: Vec<Shortfall>,
     /// The shortfalls that an operator accepted, while they last.
     pub accepted: Vec<Shortfall>,

@@ -41,7 +41,7 @@ impl Mps {
         self.waiting.get(resource).copied().filter(|_| device.slot.is_some())
     }
 
-    /// Removes the new slots of resources whose daemon is not ready from `made`. Slots that are on the list already
+    /// Removes from `made` the new slots of resources whose daemon is not ready. Slots that are on the list already
     /// stay there, unhealthy, because pods may hold them.
     pub(super) fn hold_back(
         &mut self,

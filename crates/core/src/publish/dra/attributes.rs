@@ -265,7 +265,7 @@ const XID: &str = "gpu.nvidia.com/xid";
 const LOST: &str = "gpu.nvidia.com/gpu-lost";
 
 /// The taints for these reasons: at most one for each key, from the first reason with that key.
-pub(super) fn taints(reasons: &[UnhealthyReason], evict: bool) -> Vec<Taint> {
+pub(super) fn taints(reasons: &[UnhealthyReason], evict_from_lost: bool) -> Vec<Taint> {
     let plain = |key: &str, value: String| Taint { key: key.to_owned(), value, effect: TaintEffect::NoSchedule };
     let xid = reasons.iter().find_map(|reason| match reason {
         UnhealthyReason::Xid { code, .. } => Some(code.to_string()),
@@ -282,7 +282,7 @@ pub(super) fn taints(reasons: &[UnhealthyReason], evict: bool) -> Vec<Taint> {
     let mut taints = Vec::new();
     let effect = |evict| if evict { TaintEffect::NoExecute } else { TaintEffect::NoSchedule };
     if reasons.iter().any(UnhealthyReason::is_loss) {
-        taints.push(Taint { effect: effect(evict), ..plain(LOST, String::new()) });
+        taints.push(Taint { effect: effect(evict_from_lost), ..plain(LOST, String::new()) });
     }
     taints.extend(xid.map(|code| plain(XID, code)));
     taints.extend(other.map(|reason| plain(&ours("unhealthy"), reason.label().to_owned())));

@@ -25,7 +25,7 @@ pub(super) fn add(facts: &DraFacts<'_>, devices: &mut Vec<SliceDevice>, problems
         let gpu_taints = taints(&gpu.reasons, facts.settings.evict_from_lost);
         for possible in possible.iter().filter(|possible| gpu.place == Some(possible.gpu)) {
             let is_made = facts.made.contains(&possible.name);
-            // The health of the instance itself, if it exists.
+            // The taints of the MIG device itself, if it exists.
             let own = facts.devices.iter().find(|device| is_made && device.mig.is_some_and(|mig| possible.is(mig)));
             let own = own.map(|own| taints(&own.reasons, facts.settings.evict_from_lost));
             let mut taints = own.unwrap_or_else(|| gpu_taints.clone());

@@ -156,10 +156,10 @@ pub fn order(tables: &AllocationTables) -> Vec<usize> {
     let mut best = Rated::new(&rating, nested);
     // Exchanging the two halves of a part keeps groups together, so this is tried first.
     best.improve(&rating, |order| parts.iter().map(|part| with_halves_exchanged(order, part)).collect());
-    if best.lacks > 0 {
+    if best.loss > 0 {
         best.improve(&rating, exchanges);
     }
-    if best.lacks > 0 { by_address } else { best.order }
+    if best.loss > 0 { by_address } else { best.order }
 }
 
 /// A part of an order, in two halves.
@@ -261,7 +261,7 @@ fn gpus_behind(places: &[usize], set: GpuSet) -> usize {
 struct Rated {
     order: Vec<usize>,
     /// The loss against the order by address: over the sizes, the sum of `max(floor - rate, 0)`.
-    lacks: u64,
+    loss: u64,
     /// The sum of its rates.
     total: u64,
 }
@@ -269,13 +269,13 @@ struct Rated {
 impl Rated {
     fn new(rating: &Rating, order: Vec<usize>) -> Self {
         let rates = rating.rates(&order);
-        let lacks = rating.floor.iter().zip(&rates).map(|(floor, rate)| floor.saturating_sub(*rate)).sum();
-        Self { order, lacks, total: rates.iter().sum() }
+        let loss = rating.floor.iter().zip(&rates).map(|(floor, rate)| floor.saturating_sub(*rate)).sum();
+        Self { order, loss, total: rates.iter().sum() }
     }
 
     /// The sort key: the better of two orders has the lower key.
     fn key(&self) -> (u64, u64) {
-        (self.lacks, u64::MAX - self.total)
+        (self.loss, u64::MAX - self.total)
     }
 
     /// Takes the best of the orders that `near` makes of this one, again and again while it is better.
