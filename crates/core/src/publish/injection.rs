@@ -154,8 +154,7 @@ impl InjectionOptions {
     ///
     /// # Errors
     ///
-    /// The container needs a device node whose minor number is unknown. To refuse the container is
-    /// better than to start it without its GPU.
+    /// The minor number of a needed device node is unknown. The container would start without its GPU.
     pub fn inject(&self, granted: &Granted<'_>, host: &HostDevices) -> Result<Injection, InjectionError> {
         let mut devices = granted.devices.clone();
         devices.dedup_by_key(|device| device.uuid());

@@ -19,7 +19,7 @@ use crate::state::{
 use crate::topology::{GpuUuid, NumaNodeId, TopologyWarning};
 use crate::words::{gigabytes, ranges};
 
-/// A text that is constant in one version. A view that another version wrote may have other texts.
+/// A text that is constant in one version. A view of another version may have others.
 type Word = Cow<'static, str>;
 
 /// The view of a node. docs/operations.md documents its JSON.

@@ -1,4 +1,4 @@
-//! [`NodeState::apply`]: makes the next state from an event, and the effects that the node's loop has to carry out.
+//! [`NodeState::apply`]: makes the next state from an event.
 
 use crate::prelude::*;
 use alloc::collections::BTreeSet;
@@ -92,8 +92,8 @@ impl NodeState {
         (self, effects)
     }
 
-    /// Notes an admission, with the best bandwidth that was free. As long as no list contains an admission, it changes
-    /// no device's health, so [`Self::settle`] is not needed.
+    /// Notes an admission, with the best bandwidth that was free. Until a list contains the admission, it changes no
+    /// device's health, so [`Self::settle`] is not needed.
     fn allocated(&mut self, resource: ResourceName, devices: BTreeSet<DeviceId>, offered: &[DeviceId]) -> Vec<Effect> {
         let node = (&*self.hardware, &*self.ledger, &*self.offers);
         let free_then = free_at_admission::at_allocate(node, &resource, &devices, offered);

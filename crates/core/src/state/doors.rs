@@ -8,8 +8,8 @@
 //!   list is not enough, because it may be older than the last pod, and a kubelet that has just started knows fewer
 //!   pods. If linkwise cannot ask the kubelet ([`super::NodeState::without_lists`]), DRA gets the GPU at once.
 //! - With the door of the device plugin, DRA keeps its GPUs until their claims end, and has those of claims that our
-//!   DRA plugin has prepared. On a GPU that DRA does not have, a claim that the kubelet lists makes the device plugin's
-//!   devices unhealthy ([`super::ledger`]).
+//!   DRA plugin has prepared. A claim that the kubelet lists on any other GPU makes that GPU's devices unhealthy
+//!   ([`super::ledger`]).
 //!
 //! A GPU changes its door together with all its MIG devices.
 

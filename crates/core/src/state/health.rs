@@ -126,7 +126,7 @@ impl GpuHealth {
         })
     }
 
-    /// Returns true while the quarantine is a standing reason: until a hold time has passed after the GPU's release.
+    /// Returns true while the quarantine is a standing reason: until a hold time after the GPU's release.
     pub fn is_quarantined(&self) -> bool {
         self.reasons.iter().any(|standing| matches!(standing.reason, UnhealthyReason::Quarantined { .. }))
     }

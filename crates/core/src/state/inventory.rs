@@ -14,7 +14,7 @@ use thiserror::Error;
 use super::Timestamp;
 use crate::topology::{GpuObservation, GpuUuid, NodeObservation, NvLinkRemote, PciAddress};
 
-/// Memory / 64 is the tolerance: two driver releases may reserve amounts of memory that differ by this much.
+/// The tolerance is memory / 64, because driver releases reserve different amounts.
 const MEMORY_TOLERANCE: u64 = 64;
 
 /// The hardware that a configuration expects of a node.

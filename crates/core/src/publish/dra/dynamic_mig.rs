@@ -3,9 +3,8 @@
 //!
 //! A GPU has a counter set, as with NVIDIA's driver: a counter for each memory slice, the memory and each kind of
 //! engine. A MIG device that an administrator made is published without counters. Its parts are subtracted from the
-//! counters, and no possible device with one of its memory slices is published. For allocated devices, the scheduler
-//! subtracts the amounts in the *current* slices. These amounts must not change, so they depend on a device's profile
-//! and place only.
+//! counters, and no possible device with one of its memory slices is published. The scheduler reads the amounts of
+//! allocated devices in the *current* slices, so these depend on a device's profile and place only.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};

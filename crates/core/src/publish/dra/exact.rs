@@ -108,9 +108,9 @@ struct State {
     alternatives: Option<u64>,
 }
 
-/// Computes the claims for `gpus` of a node's `all` GPUs: one for each attribute with a group that is large enough,
-/// in the order of the attributes, compared with a claim that has `alternatives`. Without `valued` (a node that is known
-/// by its slices alone) the collectives are unknown.
+/// Computes the claims for `gpus` of a node's `all` GPUs: one for each attribute with a large enough group, in the
+/// order of the attributes, compared with a claim that has `alternatives`. Without `valued` (a node that is known by
+/// its slices alone) the collectives are unknown.
 pub fn of(
     attributes: &[GroupAttribute],
     alternatives: &[GroupAttribute],

@@ -137,8 +137,7 @@ fn gone_name(device: &Device) -> Option<String> {
     names.filter(|(_, (_, mig))| mig.is_some() == device.mig.is_some()).map(|(name, _)| name).next()
 }
 
-/// The reasons of a GPU, each once: the standing ones that count and that of `health`, if `concerns` selects them, then
-/// a cordon.
+/// The reasons of a GPU, each once: those that count and that of `health`, if `concerns` selects them, then a cordon.
 fn reasons(
     state: &NodeState,
     gpu: &Gpu,

@@ -21,8 +21,8 @@ const MAX_FAMILIES: usize = 10;
 /// The most sets that are valued for one size. A size with more (eights of 17 GPUs) has no family.
 const MAX_SETS: usize = 1 << 14;
 
-/// The limit of `steps * sets` in the search for one family, where `sets` is the number of sets that it looks for: far
-/// more than 16 GPUs need. At the limit the search takes the best family found so far.
+/// The limit of `steps * left.len()` in [`disjoint_groups`]: far more than 16 GPUs need. At the limit it returns the
+/// best family found so far.
 const MAX_STEPS: usize = 1 << 20;
 
 /// The most states of a node by which families are compared: all states of up to 12 GPUs.

@@ -1,7 +1,7 @@
 //! `linkwise.dev/*` and `nvidia.com/gpu.clique`: the links between a node's GPUs, for schedulers that choose nodes.
 //!
 //! Our own labels are static facts. Each is on every GPU node or on none, because Kueue, KAI and kube-scheduler skip
-//! nodes without the label of a topology level. Only a node whose NVLinks are unknown lacks the labels made from them.
+//! nodes without the label of a topology level. A node with unknown NVLinks lacks only the labels about them.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};

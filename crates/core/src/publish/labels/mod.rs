@@ -75,8 +75,7 @@ pub struct LabelSettings {
     /// True to write `nvidia.com/gpu.clique`; false if another program writes it.
     pub clique: bool,
     /// The value of `linkwise.dev/nvlink-fabric` for a node that is a fabric of its own; unique in the cluster. Without
-    /// it none of our own labels is written, because a label that schedulers use as a topology level has to be on every
-    /// GPU node or on none.
+    /// it none of our own labels is written, because schedulers need each on every GPU node or on none.
     pub own_fabric: Option<String>,
 }
 
