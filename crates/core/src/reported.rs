@@ -16,13 +16,12 @@ impl<K: Ord> Reported<K> {
     /// The bound of [`Self::new`].
     const MAX_FACTS: usize = 1024;
 
-    /// Creates the memory of up to 1024 facts, with none reported yet.
+    /// Creates an empty memory of up to 1024 facts.
     pub const fn new() -> Self {
         Self::with_bound(Self::MAX_FACTS)
     }
 
-    /// Creates the memory of up to `max_facts` facts, with none reported yet. A fact that begins while
-    /// these last is not reported.
+    /// Creates an empty memory of up to `max_facts` facts. A fact that begins while these last is not reported.
     pub const fn with_bound(max_facts: usize) -> Self {
         Self { facts: BTreeMap::new(), max_facts }
     }

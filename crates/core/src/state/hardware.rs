@@ -303,8 +303,8 @@ impl Hardware {
         });
         let stands = self.health.get(gpu).is_some_and(GpuHealth::is_unreachable);
         let topology = self.topology();
-        let place = topology.position(gpu).and_then(|place| topology.gpus().get(place));
-        shown || stands || place.is_none_or(|gpu| gpu.mig_enabled)
+        let listed = topology.position(gpu).and_then(|place| topology.gpus().get(place));
+        shown || stands || listed.is_none_or(|gpu| gpu.mig_enabled)
     }
 
     /// Returns true if all GPUs, at least two, have the same trouble, which is then blamed on the node.

@@ -163,17 +163,17 @@ fn disjoint_groups(left: &[GpuSet], good: &BTreeSet<GpuSet>, size: usize, gpus: 
             groups.push(grown(*set, good, size, gpus));
         }
     }
-    let (mut best, mut best_has): (Vec<GpuSet>, usize) = (Vec::new(), 0);
+    let (mut best, mut best_sets): (Vec<GpuSet>, usize) = (Vec::new(), 0);
     let steps = MAX_STEPS / left.len().max(1);
     // A family, its members, the number of its sets, and the first group that may still join it.
     let mut open = vec![(Vec::new(), GpuSet::default(), 0, 0)];
     for _ in 0..steps {
-        let Some((family, members, has, from)) = open.pop() else { break };
-        if has > best_has {
+        let Some((family, members, sets, from)) = open.pop() else { break };
+        if sets > best_sets {
             best.clone_from(&family);
-            best_has = has;
+            best_sets = sets;
         }
-        if best_has == left.len() {
+        if best_sets == left.len() {
             break;
         }
         // The part of a group without the family's members is a group too.
@@ -185,10 +185,10 @@ fn disjoint_groups(left: &[GpuSet], good: &BTreeSet<GpuSet>, size: usize, gpus: 
         });
         if let Some((at, group, new)) = joining {
             // The last pushed is tried first: the family with the group comes before the family without it.
-            open.push((family.clone(), members, has, at + 1));
+            open.push((family.clone(), members, sets, at + 1));
             let mut joined: Vec<GpuSet> = family;
             joined.push(group);
-            open.push((joined, members.union(group), has + new, at + 1));
+            open.push((joined, members.union(group), sets + new, at + 1));
         }
     }
     best.sort_by_key(|group| group.lowest());

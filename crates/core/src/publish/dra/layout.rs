@@ -34,11 +34,11 @@ impl GpuLayout {
         let some = (!is_all).then(|| AllocationTables::new(Arc::new(topology.restricted(&places))));
         let some = some.as_ref().unwrap_or(tables);
         let (order, families) = (order(some), families::families(some));
-        let outside = |place: usize| places.get(place).copied();
-        let group = |group: Group| Group { gpus: group.gpus.places().filter_map(outside).collect(), ..group };
+        let in_topology = |place: usize| places.get(place).copied();
+        let group = |group: Group| Group { gpus: group.gpus.places().filter_map(in_topology).collect(), ..group };
         let family = |family: Family| Family { groups: family.groups.into_iter().map(group).collect(), ..family };
         Self {
-            order: order.into_iter().filter_map(outside).collect(),
+            order: order.into_iter().filter_map(in_topology).collect(),
             families: families.into_iter().map(family).collect(),
             nvlink_domains: nvlink_domains(topology, whole),
         }
@@ -77,14 +77,14 @@ impl LayoutCache {
         {
             return Arc::clone(&known.layout);
         }
-        let known = |layout| CachedLayout { tables: Arc::clone(tables), gpus, layout };
+        let cached = |layout| CachedLayout { tables: Arc::clone(tables), gpus, layout };
         let kept = self.computed.as_ref().and_then(|known| known.kept(tables, gpus));
         let layout = kept.map(Arc::new).unwrap_or_else(|| {
             let layout = Arc::new(GpuLayout::of(tables, gpus));
-            self.computed = Some(known(Arc::clone(&layout)));
+            self.computed = Some(cached(Arc::clone(&layout)));
             layout
         });
-        self.shown = Some(known(Arc::clone(&layout)));
+        self.shown = Some(cached(Arc::clone(&layout)));
         layout
     }
 }
