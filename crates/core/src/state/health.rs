@@ -28,8 +28,8 @@ const DECAY_INTERVAL: Duration = Duration::from_secs(3600);
 const MAX_COVERED: Duration = Duration::from_secs(20);
 /// The XID of a GPU that has fallen off the bus (NVIDIA's XID catalog).
 const FALLEN_OFF_THE_BUS: u64 = 79;
-/// The most reasons that stand at once. Only XIDs can be this many; further ones merge into the last, which then concerns
-/// the whole GPU.
+/// The most reasons that stand at once. Only XIDs can be this many; further ones merge into the last, which then
+/// concerns the whole GPU.
 const MAX_REASONS: usize = 32;
 
 /// One reason, and the evidence that it has ended.

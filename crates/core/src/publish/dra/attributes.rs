@@ -261,7 +261,7 @@ fn version(text: &str) -> Option<String> {
 /// NVIDIA's key for an XID, with its number as the value.
 const XID: &str = "gpu.nvidia.com/xid";
 
-/// NVIDIA's key for a GPU that cannot be reached.
+/// NVIDIA's key for a GPU that is lost or gone.
 const LOST: &str = "gpu.nvidia.com/gpu-lost";
 
 /// The taints for these reasons: at most one for each key, from the first reason with that key.

@@ -21,7 +21,7 @@ const MAX_FAMILIES: usize = 10;
 /// The most sets that are valued for one size. A size with more (eights of 17 GPUs) has no family.
 const MAX_SETS: usize = 1 << 14;
 
-/// The limit of `steps * left.len()` in [`disjoint_groups`]: far more than 16 GPUs need. At the limit it returns the
+/// The limit of `steps * left.len()` in [`disjoint_groups`]: more than 16 GPUs need. At the limit it returns the
 /// best family found so far.
 const MAX_STEPS: usize = 1 << 20;
 
