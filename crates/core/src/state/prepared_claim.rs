@@ -29,7 +29,7 @@ pub struct ClaimName {
     pub namespace: String,
     /// Its name.
     pub name: String,
-    /// Its UID: another claim of the same name has another.
+    /// Its UID; a later claim of the same name has a different one.
     pub uid: String,
 }
 
@@ -55,8 +55,8 @@ pub struct PreparedClaim {
     pub claim: ClaimName,
     /// Its hardware.
     pub prepared: Prepared,
-    /// True if it was prepared in another boot of the node. None of its containers runs any more, and its GPUs may have
-    /// other names by now. Other claims may get them.
+    /// True if it was prepared in another boot of the node. None of its containers runs any more, so other claims may
+    /// get its GPUs. These may have other names by now.
     pub is_of_another_boot: bool,
 }
 
@@ -94,10 +94,10 @@ impl PreparedClaim {
 pub struct Prepared {
     /// Its devices, in the order of the allocation.
     pub devices: Vec<PreparedDevice>,
-    /// Its MPS control daemon, if it asks for one.
+    /// Its MPS settings, if it asks for MPS.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mps: Option<ClaimMps>,
-    /// The name that its pod has for it, if it was made from a template.
+    /// The name that the pod has for the claim, if the claim was made from a template.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod_claim_name: Option<String>,
 }
@@ -129,7 +129,7 @@ pub struct PreparedDevice {
     /// The MIG device; `None` for the whole GPU, or before it is made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mig: Option<MigUuid>,
-    /// The GPU instance that linkwise makes for the claim, set before it is made; destroyed after the claim.
+    /// The GPU instance that linkwise makes for the claim, and destroys when the claim ends. Set before it exists.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub made: Option<MigSlot>,
     /// The full names of its CDI devices, `vendor/class=name`: its own ([`claim_member`]), and that of its request
@@ -183,7 +183,7 @@ impl PreparedDevice {
         self.made.is_some() && self.mig.is_none()
     }
 
-    /// Returns true if both have the same hardware: the same device, or a GPU and a part of it.
+    /// Returns true if the two have hardware in common: one device, a GPU and a part of it, or overlapping MIG slots.
     pub fn overlaps(&self, other: &Self) -> bool {
         let apart = match (self.made, other.made) {
             (Some(own), Some(theirs)) => !own.placement.overlaps(theirs.placement),
@@ -257,7 +257,7 @@ impl MpsOrder {
         format!("{CLAIMS_DOMAIN}/{}", self.gpus.first()?.gpu).parse().ok()
     }
 
-    /// Returns true if both need the same GPU.
+    /// Returns true if the two have a GPU in common.
     pub fn overlaps(&self, other: &Self) -> bool {
         self.gpus.iter().any(|own| other.gpus.iter().any(|theirs| own.gpu == theirs.gpu))
     }

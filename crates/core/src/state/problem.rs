@@ -9,7 +9,7 @@ use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, PciAddress};
 use crate::words::list;
 
-/// The reason why a part of a plan is not offered. The rest of the plan is carried out.
+/// A reason why a part of a plan is not offered while the rest is, or why the previous plan stays.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Error)]
 pub enum PlanProblem {
     /// The GPU drives a display and computes nothing; no plan offers it.
@@ -67,7 +67,7 @@ pub enum PlanProblem {
     /// Two resources would have one name.
     #[error("{0} is to be shared as {1}, which is another resource's name; it is not offered")]
     NameTaken(ResourceName, ResourceName),
-    /// Sharing or a MIG profile makes a name that no kubelet accepts.
+    /// Sharing would make a name that no kubelet accepts.
     #[error("'{0}' is not a resource name that kubelets accept; it is not offered")]
     NoName(String),
     /// A slot's id is longer than the kubelet's API allows.

@@ -135,8 +135,7 @@ pub struct Cordon {
 }
 
 impl Cordon {
-    /// The maximum length of `by` and of `why`, in bytes. Each is short enough for a log line, even with 64 cordons on
-    /// a node.
+    /// The maximum length of `by` and of `why`, in bytes: short enough for a log line.
     pub const MAX_TEXT: usize = 512;
 }
 
@@ -233,7 +232,7 @@ impl UnhealthyReason {
         matches!(self, Self::CallFailed { .. } | Self::LinksDown { .. } | Self::FabricFailed { .. })
     }
 
-    /// Returns true if it is the same reason, whatever its details. A GPU has each reason at most once.
+    /// Returns true if it is the same reason; details count only in XIDs. A GPU has each reason at most once.
     pub(crate) fn is(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Xid { .. }, Self::Xid { .. }) => self == other,

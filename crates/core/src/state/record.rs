@@ -1,5 +1,5 @@
-//! [`HealthRecord`]: the part of the state that is kept across our restarts, as plain values. The node reads and
-//! writes it.
+//! [`HealthRecord`]: the part of the state that is kept across our restarts, as plain values. The `node` crate reads
+//! and writes its file.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -29,7 +29,7 @@ impl NodeIdentity {
         differs(&self.boot, &before.boot) || differs(&self.driver, &before.driver)
     }
 
-    /// Returns true if this is known to be another machine than `before`: its disk was moved here.
+    /// Returns true if this is known to be another machine than `before`, whose disk was moved here.
     pub fn is_another_machine(&self, before: &Self) -> bool {
         differs(&self.machine, &before.machine)
     }

@@ -109,7 +109,7 @@ fn xid_of_mig_instance_fails_that_instance_alone() {
     assert_eq!(health.reasons().count(), 1, "the same reason is kept once");
     let devices = [Some(instance(1, Some(0))), Some(instance(1, Some(1))), Some(instance(2, Some(0))), None];
     assert_eq!(devices.map(|device| hit(&health, device)), [true, false, false, true]);
-    // An event without a compute instance concerns all of them. An event without any instance concerns the GPU.
+    // An event without a compute instance concerns the GPU instance, and an event without any instance the GPU.
     health.fail(UnhealthyReason::Xid { code: 79, instance: Some(instance(1, None)) }, NOON);
     assert_eq!(devices.map(|device| hit(&health, device)), [true, true, false, true]);
     health.fail(UnhealthyReason::DoubleBitEcc, NOON);

@@ -19,8 +19,8 @@ pub enum XidClass {
     ResetGpu,
     /// The GPU is at fault and the node has to be rebooted.
     RebootNode,
-    /// The driver's recovery action decides, in the poll that each XID triggers. If the driver reports no recovery
-    /// actions, the GPU is at fault and has to be reset.
+    /// The driver's recovery action, polled after each XID, decides whether the GPU is at fault. If the driver reports
+    /// none, the GPU is at fault and has to be reset.
     RecoveryAction,
     /// Nothing is at fault; the XID informs.
     Ignore,
@@ -93,9 +93,9 @@ impl Default for XidSet {
 }
 
 impl XidSet {
-    /// Reads a list as k8s-device-plugin 0.17 does (internal/rm/health.go): numbers with commas; the item `all`
-    /// or `xids`, in any case, means all XIDs, and so does 0. Returns the set and the items that it did not understand
-    /// and skipped.
+    /// Reads a list as k8s-device-plugin 0.17 does (internal/rm/health.go): numbers between commas; the item
+    /// `all` or `xids`, in any case, means all XIDs, and so does 0. Returns the set, and the items that were skipped
+    /// because they are none of these.
     pub fn parse(text: &str) -> (Self, Vec<String>) {
         let (mut codes, mut skipped) = (BTreeSet::new(), Vec::new());
         for item in text.to_lowercase().split(',').map(str::trim).filter(|item| !item.is_empty()) {
@@ -134,7 +134,7 @@ impl XidPolicy {
     }
 
     /// Returns true if a reason makes a GPU unhealthy. If every health check is disabled, only these do: XIDs that are
-    /// enabled or have a class by number (48 also for double-bit ECC errors), a GPU that is gone or not on the bus,
+    /// enabled or fail by an override (48 also for double-bit ECC errors), a GPU that is gone or not on the bus,
     /// NVML unavailable where the operator wants that to count, and reasons that are not about health.
     pub(super) fn counts(&self, reason: &UnhealthyReason) -> bool {
         match reason {
