@@ -591,7 +591,7 @@ fn one_sided_nvlinks_warn_with_both_counts() {
     links(&mut node.gpus[0])[2].links.pop();
     let expected = [
         "GPUs 0000:06:00.0 and 0000:0b:00.0: 1 NVLink(s) seen from one end, 2 from the other; 1 counted",
-        "GPU 0000:06:00.0 is the odd one of 8 GPUs of its model: 5 of its NVLinks are up, 6 on each other GPU; \
+        "GPU 0000:06:00.0 is the odd one of 8 GPUs of its model: 5 of its NVLinks are up, 6 on every other GPU; \
          sets without it have full bandwidth",
     ];
     assert_eq!(warnings(&node), expected);

@@ -217,7 +217,8 @@ fn control_characters_of_inputs_are_escaped() {
 fn odd_gpu_is_named_and_allocated_alone_first() {
     let files = Files::new();
     let odd = files.put("odd.yaml", &machine(&[switched(18), switched(0), switched(18), switched(18)]));
-    let words = "GPU 0000:02:00.0 is the odd one of 4 GPUs of its model: 0 of its NVLinks are up, 18 on each other GPU";
+    let words =
+        "GPU 0000:02:00.0 is the odd one of 4 GPUs of its model: 0 of its NVLinks are up, 18 on every other GPU";
     assert!(output(&["topology", "--node", &odd]).1.contains(&format!("warning: {words}")));
     let (_, text) = output(&["expect", "--node", &odd]);
     assert!(text.contains(&format!("note: {words}")), "{text}");
@@ -231,8 +232,8 @@ fn odd_gpu_is_named_and_allocated_alone_first() {
     // The other differences that make one GPU of three odd.
     let refused = json!({"0": "chipset", "1": "chipset"});
     for (key, value, words) in [
-        ("pcie", json!({"mts": 32000, "width": 8}), "its PCIe link has 8 lanes, 16 on each other GPU"),
-        ("pcie", json!({"mts": 16000, "width": 16}), "its PCIe link can do 16000 MT/s, 32000 on each other GPU"),
+        ("pcie", json!({"mts": 32000, "width": 8}), "its PCIe link has 8 lanes, 16 on every other GPU"),
+        ("pcie", json!({"mts": 16000, "width": 16}), "its PCIe link can do 16000 MT/s, 32000 on every other GPU"),
         ("p2p_refused", refused, "the driver refuses P2P between it and every other GPU"),
     ] {
         let mut last = switched(18);

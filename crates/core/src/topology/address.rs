@@ -1,5 +1,5 @@
-//! Names of hardware: PCI addresses, GPU UUIDs, NUMA nodes, packages, and the EUI-64 by which an RDMA fabric knows a
-//! card or a port.
+//! Names of hardware: PCI addresses, UUIDs, NUMA nodes, packages, and the GUIDs (EUI-64) by which an RDMA fabric knows
+//! cards and ports.
 //!
 //! These types parse text once. Inside the program a value of such a type is valid because it exists.
 
@@ -61,8 +61,8 @@ impl fmt::Display for PciAddress {
 impl FromStr for PciAddress {
     type Err = ParseError;
 
-    /// Reads the kernel's form (`0000:3b:00.0`), NVML's (`00000000:3B:00.0`) and the short
-    /// one without a domain (`3b:00.0`, domain 0).
+    /// Reads the kernel's form (`0000:3b:00.0`), NVML's (`00000000:3B:00.0`) and the short one without a domain
+    /// (`3b:00.0`, domain 0).
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         const WHY: &str = "is not a PCI address (expected domain:bus:device.function, such as 0000:3b:00.0)";
         let hex = |part: &str, max_digits: usize| {
@@ -164,7 +164,7 @@ pub struct NumaNodeId(pub u32);
 #[serde(transparent)]
 pub struct PackageId(pub u32);
 
-/// A GUID of a card or a port. It is never zero, which stands for an unknown one.
+/// The GUID of a card or a port. It is never 0, which means unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Guid(u64);
 
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn uuids_invalid_for_kubelet_are_refused() {
+    fn invalid_gpu_uuids_are_refused() {
         assert!("GPU-0b1c".parse::<GpuUuid>().is_ok());
         for text in ["", "GPU 1", "a/b", &"x".repeat(64)] {
             assert!(text.parse::<GpuUuid>().is_err(), "{text}");

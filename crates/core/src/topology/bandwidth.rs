@@ -1,4 +1,4 @@
-//! The bandwidth table: the MB/s that a link, a hop and a socket crossing carry.
+//! The bandwidth table: the MB/s of a link, a hop and a crossing between CPU packages.
 //!
 //! NCCL v2.30.7-1 builds its rings with the same constants (src/graph/topo.h, src/graph/topo.cc), so linkwise and the
 //! software that will run agree on what is close. docs/bandwidth.md explains them row by row.

@@ -36,7 +36,7 @@ impl TopologyLevel {
     }
 }
 
-/// A level as the choice compares it: 0 is PIX, 1 PXB, 2 PHB, 3 NODE, 4 SYS inside one package, 5 SYS between packages
+/// A level as linkwise compares it: 0 is PIX, 1 PXB, 2 PHB, 3 NODE, 4 SYS inside one package, 5 SYS between packages
 /// (or if the package is unknown).
 ///
 /// NVML calls both 4 and 5 SYS, so on a machine with several NUMA nodes in a package its levels do not show whether a

@@ -28,7 +28,7 @@ pub struct MigObservation {
     /// The MIG devices, by index.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub devices: Vec<MigDeviceObservation>,
-    /// The GPU instances that can be made, with their places; empty while MIG mode is off.
+    /// The profiles of GPU instances that can be made, with their places; empty while MIG mode is off.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub profiles: Vec<MigProfileObservation>,
 }
@@ -184,7 +184,7 @@ impl MigExtension {
 
     const ALL: [Self; 5] = [Self::None, Self::Media, Self::AllMedia, Self::Graphics, Self::NoMedia];
 
-    /// The suffix by which nvidia-smi and go-nvlib end a profile's name.
+    /// The suffix with which nvidia-smi and go-nvlib end a profile's name.
     fn suffix(self) -> &'static str {
         match self {
             Self::None => "",
@@ -357,8 +357,8 @@ impl PossibleMig<'_> {
         device.parent == self.gpu && device.slot() == Some(self.slot)
     }
 
-    /// Returns true if a MIG device blocks this GPU instance: they have a memory slice in common, or its slices are
-    /// unknown.
+    /// Returns true if a MIG device blocks this GPU instance: they have a memory slice in common, or the device's
+    /// slices are unknown.
     pub fn is_blocked_by(&self, device: &MigDevice) -> bool {
         device.parent == self.gpu && device.facts.placement.is_none_or(|there| there.overlaps(self.slot.placement))
     }

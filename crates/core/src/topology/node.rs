@@ -51,8 +51,8 @@ pub struct Gpu {
     pub model: Option<String>,
     /// The NUMA node, which may have memory only.
     pub numa: Option<NumaNodeId>,
-    /// The NUMA node with CPUs that the GPU is on. If the GPU's own node has no CPUs, the only node with CPUs of its
-    /// package. The kubelet may align to it.
+    /// The NUMA node to which the kubelet may align the GPU: its own if that has CPUs, otherwise the only node of its
+    /// package with CPUs.
     #[serde(skip)]
     pub cpu_node: Option<NumaNodeId>,
     /// The CPU package.
@@ -96,7 +96,7 @@ pub struct Nic {
     pub pci: Option<PciAddress>,
     /// The link rate in Mbit/s, of all RDMA ports (without any: of all Ethernet ports) together.
     pub mbps: Option<u32>,
-    /// The GUID of its card, if RDMA.
+    /// The card's GUID, if it has RDMA.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub system_guid: Option<Guid>,
     /// The GUIDs of its InfiniBand ports.
@@ -224,7 +224,7 @@ impl NodeTopology {
         if gpus.iter().all(fits) { super::bandwidth::nvls(lowest, port, gpus.len()) } else { None }
     }
 
-    /// Returns true if the NVLinks of all GPUs are known. A GPU without peers needs none.
+    /// Returns true if the NVLinks of all GPUs are known, or there are fewer than two GPUs.
     pub fn knows_nvlinks(&self) -> bool {
         self.gpus.len() < 2 || self.gpus.iter().all(|gpu| gpu.nvlinks_known)
     }

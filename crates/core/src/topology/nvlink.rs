@@ -25,7 +25,7 @@ pub(super) struct Connected {
     pub ports: Vec<Option<(u32, u32)>>,
 }
 
-/// The numbers of links that one GPU reports, without those that are down.
+/// The counts of active links that one GPU reports.
 #[derive(Default)]
 struct ActiveLinks {
     /// Links to other GPUs, by their places.
@@ -118,8 +118,8 @@ fn report(gpus: &[&GpuObservation], index: usize, warnings: &mut Vec<TopologyWar
 
 /// The plane of each GPU that has links to an NVSwitch: one plane for each fabric clique that the driver reports.
 ///
-/// A machine without a reported fabric (before Hopper, or in a VM) is one plane. If all other GPUs report one clique, a
-/// GPU that reports none counts as part of it.
+/// A machine without a reported fabric (before Hopper, or in a VM) is one plane. If all GPUs that report a clique
+/// report the same one, the other GPUs count as part of it.
 fn planes(gpus: &[&GpuObservation], widths: &[u32], warnings: &mut Vec<TopologyWarning>) -> Vec<Option<u32>> {
     let switched = gpus.iter().zip(widths).filter(|(_, width)| **width > 0);
     let cliques: BTreeSet<&FabricObservation> = switched.filter_map(|(gpu, _)| gpu.fabric.as_ref()).collect();

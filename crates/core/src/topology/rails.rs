@@ -37,7 +37,7 @@ impl<'a> Card<'a> {
     }
 }
 
-/// The RDMA NICs in the order of the machine, each with the place of its card: that of the card's first NIC.
+/// The RDMA NICs in NCCL's order, each with the place of its card, which is that of the card's first NIC.
 fn cards(nics: &[Nic]) -> Vec<(usize, &Nic)> {
     let mut nics: Vec<&Nic> = nics.iter().filter(|nic| nic.kind == NicKind::Rdma).collect();
     nics.sort_by_key(|nic| (nic.pci.is_none(), nic.pci, nic.names.first().map(|name| natural_key(name))));
@@ -45,7 +45,7 @@ fn cards(nics: &[Nic]) -> Vec<(usize, &Nic)> {
     nics.into_iter().enumerate().map(|(place, nic)| (*places.entry(Card::of(nic)).or_insert(place), nic)).collect()
 }
 
-/// The rail of each of the first `gpus` GPUs; `None` for a GPU without an RDMA NIC as near as PHB.
+/// The rail of each of the `gpus` GPUs; `None` for a GPU without an RDMA NIC as near as PHB.
 pub(super) fn rails(gpus: usize, nics: &[Nic]) -> Vec<Option<u32>> {
     let cards = cards(nics);
     // The number of GPUs so far with the same nearest cards.

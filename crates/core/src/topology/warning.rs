@@ -152,19 +152,20 @@ pub enum TopologyWarning {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum Oddity {
     /// Fewer NVLinks are up.
-    #[error("{} of its NVLinks are up, {} on each other GPU; sets without it have full bandwidth", .0.own, .0.others)]
+    #[error("{} of its NVLinks are up, {} on every other GPU; sets without it have full bandwidth", .0.own, .0.others)]
     NvLinks(Compared),
     /// The PCIe link has fewer lanes.
-    #[error("its PCIe link has {} lanes, {} on each other GPU; sets without it have full bandwidth", .0.own, .0.others)]
+    #[error("its PCIe link has {} lanes, {} on every other GPU; sets without it have full bandwidth",
+        .0.own, .0.others)]
     PcieWidth(Compared),
     /// The PCIe link has a lower rate, MT/s a lane.
-    #[error("its PCIe link can do {} MT/s, {} on each other GPU; sets without it have full bandwidth",
+    #[error("its PCIe link can do {} MT/s, {} on every other GPU; sets without it have full bandwidth",
         .0.own, .0.others)]
     PcieRate(Compared),
     /// The driver refuses P2P between it and every other GPU.
     #[error("the driver refuses P2P between it and every other GPU; sets without it have P2P")]
     NoP2p,
-    /// Its host bridge has no RDMA NIC, and that of each other GPU has one.
+    /// Its host bridge has no RDMA NIC, unlike that of every other GPU.
     #[error("no RDMA NIC is at its host bridge; its traffic to other hosts goes through the processor")]
     NoNic,
 }
@@ -174,7 +175,7 @@ pub enum Oddity {
 pub struct Compared {
     /// The odd GPU's value.
     pub own: u32,
-    /// The value of each other GPU.
+    /// The value of every other GPU.
     pub others: u32,
 }
 
@@ -268,7 +269,7 @@ fn named_pairs(pairs: &[(PciAddress, PciAddress)]) -> String {
     format!("GPUs {named}{more}")
 }
 
-/// Finds the refusals that NCCL would notice, grouped by their reason. A GPU in MIG mode has no P2P, and needs none.
+/// Finds the refusals that NCCL would notice, by path (NVLink or PCIe) and reason. GPUs in MIG mode need no P2P.
 pub(super) fn p2p_refused(topology: &NodeTopology, seen: &[&GpuObservation]) -> Vec<TopologyWarning> {
     let mut found: BTreeMap<(bool, P2pRefusal), Vec<_>> = BTreeMap::new();
     for (a, (one, first)) in seen.iter().zip(topology.gpus()).enumerate() {
