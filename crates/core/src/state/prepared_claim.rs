@@ -56,7 +56,7 @@ pub struct PreparedClaim {
     /// Its hardware.
     pub prepared: Prepared,
     /// True if it was prepared in another boot of the node. None of its containers runs any more, so other claims may
-    /// get its GPUs. These may have other names by now.
+    /// get its GPUs, whose names may have changed.
     pub is_of_another_boot: bool,
 }
 

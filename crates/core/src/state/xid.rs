@@ -94,8 +94,7 @@ impl Default for XidSet {
 
 impl XidSet {
     /// Reads a list as k8s-device-plugin 0.17 does (internal/rm/health.go): numbers between commas; the item
-    /// `all` or `xids`, in any case, means all XIDs, and so does 0. Returns the set, and the items that were skipped
-    /// because they are none of these.
+    /// `all` or `xids`, in any case, means all XIDs, and so does 0. Returns the set and the skipped items.
     pub fn parse(text: &str) -> (Self, Vec<String>) {
         let (mut codes, mut skipped) = (BTreeSet::new(), Vec::new());
         for item in text.to_lowercase().split(',').map(str::trim).filter(|item| !item.is_empty()) {

@@ -2,7 +2,7 @@
 //!
 //! A GPU is `gpu-<minor>`, a MIG device `gpu-<minor>-mig-<profile>-<profile id>-<first memory slice>`. If a part of
 //! such a name is unknown, another device has the name, or a MIG device has only a part of its GPU instance, linkwise
-//! gives a name of its own, as stable and as legal (a DNS label): `gpu-pci-<address>` for a GPU,
+//! gives a stable name of its own (a DNS label too): `gpu-pci-<address>` for a GPU,
 //! `...-mig-<profile>-gi<GPU instance>-ci<compute instance>` for a MIG device.
 //!
 //! `publish::dra` publishes the names; the ledger and the DRA plugin find the hardware behind them.

@@ -1,8 +1,8 @@
 //! MIG: a GPU divided into devices of its own, as NVML describes them, the names of profiles, and the MIG devices that
 //! a GPU in MIG mode could have ([`possible_mig`]).
 //!
-//! The name of a possible MIG device is that of the device that has the whole GPU instance (`device_names`), so it
-//! stays the same when the instance is made and destroyed.
+//! A possible MIG device has the name of a device with the whole GPU instance (`device_names`), so the name stays when
+//! the instance is made or destroyed.
 
 use crate::prelude::*;
 use alloc::collections::BTreeSet;

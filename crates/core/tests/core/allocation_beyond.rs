@@ -100,7 +100,7 @@ proptest! {
         }
     }
 
-    /// The generated machine is a tree, whose answers are exact even if more GPUs stay free.
+    /// The machine is a tree, for which the answers are exact even if more GPUs are free.
     #[test]
     fn twenty_gpus_match_brute_force(
         requests in proptest::collection::vec((1..u64::MAX, 2..10_usize, 1..6_usize, 0..2_usize), 8),
@@ -136,7 +136,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 8, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn mesh_has_an_answer_for_every_size(observed in random_node::node_between(17, 20), number in 1..u64::MAX) {
+    fn requests_of_many_sizes_have_an_answer(observed in random_node::node_between(17, 20), number in 1..u64::MAX) {
         let tables = tables(&observed);
         let gpus = tables.topology().gpus().len();
         for size in [1, 2, 5, 8, 13, gpus] {

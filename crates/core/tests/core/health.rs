@@ -104,7 +104,7 @@ impl World {
         self
     }
 
-    /// The number of these polls until the GPU is healthy, at most `limit`.
+    /// Polls until GPU 0 is healthy; returns the number of polls, `None` above `limit`.
     fn heals_after(&mut self, poll: &HealthPoll, limit: usize) -> Option<usize> {
         (0..=limit).find(|times| {
             if *times > 0 {
@@ -114,8 +114,9 @@ impl World {
         })
     }
 
+    /// Returns true if GPU 0 is healthy; GPU 1 must be.
     fn healthy(&self) -> bool {
-        assert!(self.snapshot.offers().is_healthy(&ResourceName::gpu(), &id(1)), "nothing happened to GPU 1");
+        assert!(self.snapshot.offers().is_healthy(&ResourceName::gpu(), &id(1)), "GPU 1 is unhealthy");
         self.snapshot.offers().is_healthy(&ResourceName::gpu(), &id(0))
     }
 
@@ -185,7 +186,7 @@ fn xid_without_recovery_action_stands_until_reset() {
     let mut world = World::new();
     world.poll(&old()).apply(xid(79)).polls(1000, &old());
     assert_eq!(world.reason(), "XID 79");
-    // A counter that goes back, a remapping that is done, and a GPU that may be used again each show a reset.
+    // A lower counter, a finished remapping, and a GPU that is usable or on the bus again each show a reset.
     let counted = HealthPoll { uncorrectable_ecc: Some(2), ..old() };
     let pending = HealthPoll { row_remapping: Some(RowRemapping { pending: true, failed: false }), ..old() };
     let done = HealthPoll { row_remapping: Some(RowRemapping::default()), ..old() };
@@ -209,17 +210,17 @@ fn cordoned_gpu_is_healthy_and_gets_no_new_work() {
     world.apply(Event::Cordoned(uuid(0), Some(cordon.clone()))).poll(&well());
     assert_eq!(world.snapshot.gpus()[0].availability, Availability::Unknown, "a pod may have it");
     world.apply(Event::Holders(Some([].into_iter().collect())));
-    let is_cordoned = |world: &World| {
+    let assert_cordoned = |world: &World| {
         let [gpu, other] = world.snapshot.gpus().try_into().unwrap();
         assert_eq!((other.availability, other.reasons.len()), (Availability::Free, 0));
         let reasons: Vec<String> = gpu.reasons.iter().map(|(reason, _)| reason.to_string()).collect();
         assert_eq!(world.snapshot.hardware().health(&uuid(0), None), Some(Health::Healthy), "its claims stay healthy");
-        (gpu.is_healthy, gpu.availability) == (true, Availability::Cordoned)
-            && reasons == ["cordoned by ada: a hot cable"]
-            && world.reason() == reasons[0]
-            && !world.healthy()
+        assert_eq!((gpu.is_healthy, gpu.availability), (true, Availability::Cordoned));
+        assert_eq!(reasons, ["cordoned by ada: a hot cable"]);
+        assert_eq!(world.reason(), reasons[0]);
+        assert!(!world.healthy());
     };
-    assert!(is_cordoned(&world));
+    assert_cordoned(&world);
     assert_eq!(world.effects.iter().filter(|effect| matches!(effect, Effect::HealthChanged { .. })).count(), 0);
     assert!(world.effects.contains(&Effect::Keep));
 
@@ -229,14 +230,14 @@ fn cordoned_gpu_is_healthy_and_gets_no_new_work() {
     let gpu = &world.snapshot.gpus()[0];
     assert_eq!((gpu.is_healthy, gpu.availability, gpu.reasons.len()), (false, Availability::Unhealthy, 2));
     world.apply(Event::Cleared(uuid(0)));
-    assert!(is_cordoned(&world));
+    assert_cordoned(&world);
 
     // Another boot or another process does not end it either.
     world.apply(Event::Identified(identity("a", "1"))).apply(Event::Identified(identity("b", "1"))).poll(&well());
-    assert!(is_cordoned(&world));
+    assert_cordoned(&world);
     let mut world = world.restart(identity("c", "2"));
     world.apply(Event::Holders(Some([].into_iter().collect()))).poll(&well());
-    assert!(is_cordoned(&world));
+    assert_cordoned(&world);
 
     world.apply(Event::Cordoned(uuid(0), None));
     assert!(world.healthy() && world.snapshot.hardware().record().gpus[&uuid(0)].cordon.is_none());
@@ -315,7 +316,7 @@ fn single_bad_poll_is_not_a_failure() {
         }
         assert!(!world.polls(2, &bad).healthy());
         assert_eq!(world.heals_after(&well, 20), Some(7), "no single bad poll doubled the hold time");
-        // A bad poll during the hold time only does not count towards it.
+        // A bad poll during the hold time neither counts towards it nor restarts it.
         world.polls(2, &bad).polls(3, &well).poll(&bad);
         assert_eq!(world.heals_after(&well, 20), Some(10), "120 s, of which 20 s had passed");
     }
@@ -390,7 +391,7 @@ fn ecc_errors_count_without_containment() {
 }
 
 #[test]
-fn only_once_active_links_count_as_down() {
+fn only_links_that_were_active_count_as_down() {
     let mut world = World::new();
     assert!(world.poll(&well()).healthy(), "link 3 was never active");
     let down = HealthPoll { nvlinks_down: Some(vec![0, 2, 3]), ..well() };
@@ -584,7 +585,7 @@ fn disabled_health_checks_leave_every_gpu_healthy() {
         let reported = Effect::NotCounted(uuid(0), reason.clone());
         assert_eq!(world.effects.iter().filter(|effect| **effect == reported).count(), 1, "{:?}", world.effects);
     }
-    // A reason from before the checks were disabled.
+    // A reason from before the checks were disabled does not count either.
     let mut before = World::new();
     before.apply(xid(79));
     let mut world = silenced(XidSet::default());
@@ -620,14 +621,14 @@ fn gone_gpu_leaves_the_list_once_unheld() {
 
 #[test]
 fn gpu_back_on_the_bus_counts_as_reset() {
-    let on_bus = |gpus: &[usize], listed: &[usize]| {
-        let Event::Observed(mut observed) = scan(listed.iter().copied()) else { unreachable!() };
+    let on_bus = |bus: &[usize], by_nvml: &[usize]| {
+        let Event::Observed(mut observed) = scan(by_nvml.iter().copied()) else { unreachable!() };
         let device = |gpu: &usize| json!({"pci": format!("0000:0{gpu}:00.0"), "kind": "gpu"});
-        let devices: Vec<Value> = gpus.iter().map(device).collect();
+        let devices: Vec<Value> = bus.iter().map(device).collect();
         observed.host.host_bridges = serde_json::from_value(json!([{"numa": 0, "devices": devices}])).unwrap();
         Event::Observed(observed)
     };
-    // A GPU that NVML still counts while the bus does not list it is not back.
+    // A GPU that NVML still lists, but the bus does not, is not back.
     let mut world = World::new();
     let gone = HealthPoll { on_bus: Some(false), ..old() };
     world

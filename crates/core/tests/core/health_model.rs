@@ -157,7 +157,7 @@ impl Debt {
 #[derive(Clone, Debug, Default)]
 struct Owed {
     trouble: Debt,
-    /// The polls owed because of a quarantine or a GPU off the bus, which neither an order nor a new driver ends.
+    /// The polls owed because of a quarantine or a GPU off the bus, which neither a `clear` nor a new driver ends.
     unseen: Debt,
     last_poll: Option<Timestamp>,
     absent: bool,
@@ -311,7 +311,7 @@ impl World {
         }
         self.apply(Event::Polled(sent));
         for (gpu, joining) in joining.into_iter().enumerate() {
-            assert!(!(joining && healthy(&self.snapshot, gpu)), "GPU {gpu} is unhealthy while it joins its fabric");
+            assert!(!(joining && healthy(&self.snapshot, gpu)), "GPU {gpu} is healthy while it joins its fabric");
         }
     }
 
@@ -383,7 +383,7 @@ impl World {
     fn restart(&mut self) {
         let text = serde_json::to_string(&self.snapshot.hardware().record()).unwrap();
         let record: HealthRecord = serde_json::from_str(&text).unwrap();
-        assert_eq!(record, self.snapshot.hardware().record(), "the record is the same after the disk");
+        assert_eq!(record, self.snapshot.hardware().record(), "the record changed on the disk");
         let needs_reset = |snapshot: &NodeState, gpu: usize| {
             let kept = snapshot.hardware().record();
             kept.gpus.get(&uuid(gpu)).is_some_and(|gpu| !gpu.reasons.is_empty())
@@ -394,7 +394,7 @@ impl World {
         for event in [Event::Restored(Box::new(record.clone())), Event::Identified(identity(9, 0)), scan(0..GPUS)] {
             (other, _) = other.apply(event, self.now);
         }
-        assert!((0..GPUS).all(|gpu| healthy(&other, gpu)), "healthy after another boot");
+        assert!((0..GPUS).all(|gpu| healthy(&other, gpu)), "unhealthy after another boot");
 
         self.snapshot = NodeState::default();
         self.apply(Event::Restored(Box::new(record.clone())));
@@ -416,8 +416,8 @@ impl World {
     fn check(&mut self) {
         for (gpu, owed) in self.owed.iter().enumerate() {
             if healthy(&self.snapshot, gpu) {
-                assert!(owed.is_paid(), "GPU {gpu} is healthy and owes nothing: {owed:?}");
-                assert_eq!(self.snapshot.hardware().reasons(&uuid(gpu)).count(), 0, "GPU {gpu} has no reason");
+                assert!(owed.is_paid(), "GPU {gpu} is healthy too early: {owed:?}");
+                assert_eq!(self.snapshot.hardware().reasons(&uuid(gpu)).count(), 0, "GPU {gpu} has a reason");
             }
         }
         self.verdicts.push([0, 1, 2].map(|gpu| healthy(&self.snapshot, gpu)));
@@ -444,7 +444,7 @@ impl World {
         for gpu in 0..2 {
             for (reason, _) in self.snapshot.hardware().reasons(&uuid(gpu)) {
                 // If the driver reports no recovery action, a reason may wait until a source shows a reset.
-                assert!(source.ends(reason, self.has_action), "GPU {gpu}: {reason} may wait for {source:?}");
+                assert!(source.ends(reason, self.has_action), "GPU {gpu}: {reason} does not wait for {source:?}");
             }
             self.step(&Step::Cleared(gpu));
         }

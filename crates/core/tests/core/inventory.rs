@@ -144,8 +144,7 @@ fn lanes_memory_and_links_compare_with_the_most_seen() {
     // A driver that reserves more memory causes no shortfall.
     assert_eq!(world.scan(vec![memory(81_000), gpu(1, 1, &[]), gpu(2, 2, &[]), gpu(3, 3, &[])]), Vec::<String>::new());
     world.lanes = 8;
-    let narrow = memory(40_000);
-    let lines = world.scan(vec![narrow, gpu(1, 1, &[]), gpu(2, 2, &[]), gpu(3, 3, &[])]);
+    let lines = world.scan(vec![memory(40_000), gpu(1, 1, &[]), gpu(2, 2, &[]), gpu(3, 3, &[])]);
     let gpu_0 = "+ GPU 0000:00:00.0 (GPU-0):";
     assert_eq!(
         lines,
@@ -235,7 +234,7 @@ fn inventory_of_another_machine_is_forgotten() {
     world.start(record, "2");
     world.apply(Event::Identified(machine("two")));
     assert_eq!(world.scan(other(&[1])), Vec::<String>::new());
-    assert_eq!(world.scan(other(&[2])).len(), 0, "the new machine's inventory begins anew");
+    assert_eq!(world.scan(other(&[2])).len(), 0, "the new machine's inventory begins empty");
 }
 
 #[test]

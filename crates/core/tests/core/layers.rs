@@ -1,5 +1,5 @@
-//! Checks the layers of the core: a file imports only its own layer, those before it, and modules of no layer. So no
-//! circle of imports crosses a layer. Cargo ensures the same between crates.
+//! Checks the layers of the core: a file imports only its own layer, inner layers, and modules of no layer, so no
+//! circle of imports joins two layers. Cargo ensures the same between crates.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -13,12 +13,12 @@ fn named(text: &str) -> BTreeSet<&'static str> {
     let code = text.lines().take_while(|line| line.trim() != "#[cfg(test)]");
     let code: String = code.map(|line| line.split("//").next().unwrap_or(line)).collect::<Vec<_>>().join("\n");
     // `crate::state::X`, `crate::{state::X, ..}`, and `super::super::state` from a layer's folder.
-    let starts = LAYERS.into_iter().filter(|layer| {
+    let layers = LAYERS.into_iter().filter(|layer| {
         [format!("crate::{layer}::"), format!("crate::{{{layer}::"), format!("super::super::{layer}::")]
             .iter()
             .any(|path| code.contains(path.as_str()))
     });
-    starts.collect()
+    layers.collect()
 }
 
 fn check(layer: &str, path: &Path, wrong: &mut Vec<String>) -> usize {

@@ -151,7 +151,7 @@ proptest! {
         for (resource, devices) in snapshot.offers().resources().iter().map(|(name, of)| (name, of.devices())) {
             let without_daemon = devices.iter().filter(|(_, device)| mps && device.slot.is_some());
             for (id, _) in without_daemon {
-                prop_assert!(!snapshot.offers().is_healthy(resource, id) && !fresh, "{id} is left over and unhealthy");
+                prop_assert!(!snapshot.offers().is_healthy(resource, id) && !fresh, "{id} is new or healthy");
             }
         }
         let ready = snapshot.mps_shares().clone();
@@ -161,7 +161,7 @@ proptest! {
 
         let mut offered: BTreeMap<String, BTreeMap<ResourceName, BTreeSet<Option<u32>>>> = BTreeMap::new();
         for (resource, devices) in snapshot.offers().resources().iter().map(|(name, of)| (name, of.devices())) {
-            prop_assert!(!devices.is_empty(), "{resource} has devices");
+            prop_assert!(!devices.is_empty(), "{resource} has no device");
             for (id, device) in devices {
                 prop_assert!(id.as_str().len() <= 63 && *id == device.id());
                 let name = device.slot.map_or(device.uuid().to_owned(), |slot| format!("{}::{slot}", device.uuid()));
@@ -169,19 +169,19 @@ proptest! {
                 if snapshot.offers().is_healthy(resource, id) {
                     let resources = offered.entry(device.uuid().to_owned()).or_default();
                     let slots = resources.entry(resource.clone()).or_default();
-                    prop_assert!(slots.insert(device.slot), "each slot once");
+                    prop_assert!(slots.insert(device.slot), "{id}: its slot is offered twice");
                 }
             }
         }
         for (uuid, resources) in &offered {
-            // Unless a problem keeps it, a device that only the plan before offered is unhealthy now.
+            // A device that only the previous plan offered is unhealthy now, unless a problem keeps it on offer.
             let is_planned = pieces.contains(uuid) || !snapshot.offers().problems().is_empty();
-            prop_assert!(is_planned, "{uuid} may be offered");
+            prop_assert!(is_planned, "{uuid} is not planned");
             if !fresh {
                 continue;
             }
-            prop_assert!(pieces.contains(uuid), "{uuid} may be offered");
-            prop_assert_eq!(resources.len(), 1, "{} is in one resource", uuid);
+            prop_assert!(pieces.contains(uuid), "{uuid} is not planned");
+            prop_assert_eq!(resources.len(), 1, "{} is in several resources", uuid);
             let slots = resources.values().next().unwrap();
             if !slots.contains(&None) {
                 let shared = plan.sharing.as_ref().unwrap().resources.iter();
@@ -189,10 +189,10 @@ proptest! {
                 prop_assert_eq!(slots, &(0..u32::try_from(count).unwrap()).map(Some).collect::<BTreeSet<_>>());
                 prop_assert!(shared.into_iter().any(|shared| shared.replicas as usize == count), "{count} slots");
             } else {
-                prop_assert_eq!(slots.len(), 1, "whole, and not in slots");
+                prop_assert_eq!(slots.len(), 1, "offered whole and in slots");
             }
         }
-        // Without a problem no device is lost.
+        // Without a problem no device is missing.
         if fresh && snapshot.offers().problems().is_empty() {
             prop_assert_eq!(offered.keys().cloned().collect::<BTreeSet<_>>(), pieces);
         }
@@ -202,7 +202,7 @@ proptest! {
                 prop_assert!(device.mig.is_none() && !device.gpu.mig_enabled);
             }
         }
-        // The preferred devices have the requested size and as many GPUs as possible.
+        // The preferred devices are as many as requested, on as many GPUs as possible.
         for (resource, devices) in snapshot.offers().resources().iter().map(|(name, of)| (name, of.devices())) {
             let available: Vec<DeviceId> =
                 devices.keys().filter(|id| snapshot.offers().is_healthy(resource, id)).cloned().collect();
@@ -213,7 +213,7 @@ proptest! {
                 prop_assert!(report.fallback.is_none(), "{:?}", report.fallback);
                 let distinct: BTreeSet<&str> = answer.devices.iter().map(|id| devices[id].gpu.uuid.as_str()).collect();
                 let gpus: BTreeSet<&str> = available.iter().map(|id| devices[id].gpu.uuid.as_str()).collect();
-                prop_assert_eq!(distinct.len(), size.min(gpus.len()), "as many GPUs as possible");
+                prop_assert_eq!(distinct.len(), size.min(gpus.len()), "on fewer GPUs than possible");
                 let order = snapshot.allocate(resource, &answer.devices);
                 let one = plan.sharing.as_ref().is_some_and(|sharing| sharing.fail_requests_greater_than_one);
                 let slots = answer.devices.iter().any(|id| devices[id].slot.is_some());
