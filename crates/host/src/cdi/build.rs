@@ -14,7 +14,7 @@ use super::{ALL, Description, DeviceEntry, GPU_CLASS, kind};
 use linkwise_core::names::is_word;
 use linkwise_core::publish::below;
 
-/// The options of mounts from the driver root: the container cannot change them, and gains no rights by them.
+/// The options of mounts from the driver root: the container cannot change the files, and gains no rights by them.
 const MOUNT_OPTIONS: [&str; 5] = ["ro", "nosuid", "nodev", "rbind", "rprivate"];
 
 /// The options of mounts of sockets, which are writable: a container within the container could not mount a read-only
@@ -129,7 +129,7 @@ fn is_name(text: &str) -> bool {
     is_word(text, b"_-.:")
 }
 
-/// One spec: a kind and its devices. One file.
+/// One spec, in one file: a kind and its devices.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Spec {
@@ -197,7 +197,7 @@ pub struct Hook {
 }
 
 impl Spec {
-    /// A spec of a class; `None` without devices, which the format does not allow.
+    /// A spec of a class; `None` without devices, because the format requires one.
     pub(super) fn new(class: &str, devices: Vec<Device>, container_edits: ContainerEdits) -> Option<Self> {
         let cdi_version = least_version(&devices, &container_edits);
         (!devices.is_empty()).then(|| Self { cdi_version, kind: kind(class), devices, container_edits })

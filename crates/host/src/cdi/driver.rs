@@ -42,10 +42,10 @@ const CONFIGURATION: [&str; 8] = [
 /// The files that Vulkan reads, beside `icd.d/nvidia_icd.ARCHITECTURE.json`.
 const VULKAN: [&str; 3] = ["icd.d/nvidia_icd.json", "icd.d/nvidia_layers.json", "implicit_layer.d/nvidia_layers.json"];
 
-/// The folders of the X server's modules, beside the folders of libraries.
+/// The X server's folders, beside `xorg` in each folder of libraries.
 const X_FOLDERS: [&str; 4] = ["/usr/lib/xorg", "/usr/lib64/xorg", "/usr/X11R6/lib", "/usr/X11R6/lib64"];
 
-/// The folders of the X server's modules below each of `X_FOLDERS`.
+/// The folders of modules below each of the X server's folders.
 const X_MODULES: [&str; 4] =
     ["modules/drivers", "modules/extensions", "modules/updates/drivers", "modules/updates/extensions"];
 
@@ -131,7 +131,7 @@ fn x_modules(root: &Path, found: &Found, links: &mut Vec<Link>) -> Vec<String> {
     first("nvidia_drv.so").into_iter().chain(glx).collect()
 }
 
-/// The names in a folder, sorted; empty if it cannot be read. A name that is not UTF-8 is left out: JSON has none.
+/// The names in a folder, sorted; empty if it cannot be read. Names that are not UTF-8 are left out: JSON has none.
 pub(super) fn entries(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();

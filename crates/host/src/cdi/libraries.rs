@@ -39,7 +39,7 @@ pub(super) const FOLDERS: [&str; 14] = [
     "usr/local/glibc/usr/lib",
 ];
 
-/// The name of the library that CUDA cannot do without.
+/// The prefix of the library that CUDA cannot do without.
 pub(super) const LIBCUDA: &str = "libcuda.so.";
 
 /// Libraries of the driver with version numbers of their own, and the least number of parts of each version.
@@ -90,7 +90,7 @@ pub(super) struct LibraryFinder {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stamp {
     device_and_inode: (u64, u64),
-    /// The ctime, since the epoch. Unlike the mtime, no program sets it back.
+    /// The ctime, since the epoch. No program can set it back, unlike the mtime.
     changed: Duration,
 }
 
@@ -177,7 +177,7 @@ fn links(root: &Path, libraries: &BTreeSet<String>, of_driver: &str) -> BTreeMap
         let targets = entries(&here).into_iter().filter_map(|name| Some((local_target(&here.join(&name))?, name)));
         let targets: BTreeMap<String, String> = targets.map(|(target, name)| (name, target)).collect();
         for (name, target) in &targets {
-            // libcuda.so leads to libcuda.so.1, and that to libcuda.so.550.54.15; a longer chain is not a library's.
+            // libcuda.so leads to libcuda.so.1, and that to libcuda.so.550.54.15. No library's chain has five links.
             let chain = std::iter::successors(Some(target), |name| targets.get(*name)).take(4);
             let mut ends = chain.filter_map(|name| libraries.get(&format!("{folder}/{name}")));
             ends.next().into_iter().for_each(|library| add(folder, name, target, library));

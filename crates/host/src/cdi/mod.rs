@@ -10,7 +10,7 @@
 //! NVIDIA/k8s-device-plugin): the kubelet caches an answer to Allocate for a container's whole life, so names in use
 //! have to stay. `docs/cdi.md` says what is in a spec, and why.
 //!
-//! All paths of a [`Description`] are those of a container, from its root; the two roots give their places on the host.
+//! A [`Description`]'s paths are a container's, unless a doc says otherwise; its roots give their places on the host.
 //! A runtime may read the folder of specs at any time: [`write()`] writes under a name that no runtime reads (they read
 //! *.json and *.yaml) and moves the file to its place.
 
@@ -45,7 +45,7 @@ pub const GPU_CLASS: &str = "gpu";
 /// The class of IMEX channels.
 pub const IMEX_CLASS: &str = "imex-channel";
 
-/// The name of the device of a kind that stands for all of them.
+/// The name of the device that stands for all devices of a kind.
 pub const ALL: &str = "all";
 
 /// The kind of a class, in the form of a spec: `k8s.device-plugin.nvidia.com/gpu`.
@@ -112,10 +112,10 @@ pub struct Link {
     pub library: String,
 }
 
-/// A file whose paths on the host and in a container may differ.
+/// A file whose paths below the driver root and in a container may differ.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DriverFile {
-    /// The path on the host.
+    /// The path below the driver root.
     pub host: String,
     /// The path in a container.
     pub container: String,
