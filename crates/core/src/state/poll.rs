@@ -1,6 +1,6 @@
 //! [`HealthPoll`]: the driver's answers about one GPU's health in one round of cheap calls: raw facts, no judgement.
 //!
-//! The NVML adapter makes these values every few seconds; `health` decides what each means. Unknown, unsupported and
+//! The NVML adapter makes these values at each poll; `health` decides what each means. Unknown, unsupported and
 //! unanswered facts stay `None`: a missing answer is not a failure.
 
 use crate::prelude::*;

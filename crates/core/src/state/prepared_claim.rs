@@ -146,9 +146,9 @@ impl Prepared {
         names
     }
 
-    /// Takes over the CDI names of the claim's last preparation that are not of our own kinds, because the kubelet
-    /// keeps all names that it ever got for a claim, and hands them on with the new ones. `kind` is the CDI kind of
-    /// GPUs.
+    /// Takes over the CDI names of the claim's last preparation that are of neither [`CLAIM_KIND`] nor
+    /// [`DEVICE_KIND`], because the kubelet keeps all names that it ever got for a claim, and hands them on with the
+    /// new ones. `kind` is the CDI kind of GPUs.
     ///
     /// # Errors
     ///

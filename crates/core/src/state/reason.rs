@@ -104,7 +104,7 @@ pub enum UnhealthyReason {
     Claimed {
         /// `namespace/name` of the claim.
         claim: String,
-        /// The device's name in the DRA driver's pool.
+        /// The device's name in the DRA driver's pool, or its GPU's UUID.
         device: String,
     },
     /// DRA waits for two lists of holders from the kubelet before it offers the GPU.

@@ -94,7 +94,7 @@ pub struct Nic {
     pub kind: NicKind,
     /// The card's PCI address.
     pub pci: Option<PciAddress>,
-    /// The link rate in Mbit/s, of all RDMA ports (without any: of all Ethernet ports) together.
+    /// The rate of its RDMA ports together, or of its Ethernet ports if it has no RDMA port, Mbit/s.
     pub mbps: Option<u32>,
     /// The card's GUID, if it has RDMA.
     #[serde(skip_serializing_if = "Option::is_none")]

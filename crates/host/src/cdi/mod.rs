@@ -35,7 +35,7 @@ use linkwise_system::metrics::new;
 pub use build::{Spec, specs};
 pub use scan::{Options, Roots, Scan, Scanner};
 
-/// The vendor of all our kinds: the NVIDIA device plugin's, not `nvidia.com`, which belongs to `nvidia-ctk cdi
+/// The vendor of all kinds here: the NVIDIA device plugin's, not `nvidia.com`, which belongs to `nvidia-ctk cdi
 /// generate`.
 pub const VENDOR: &str = "k8s.device-plugin.nvidia.com";
 
