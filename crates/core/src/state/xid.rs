@@ -154,7 +154,7 @@ mod tests {
     use crate::words::Words;
 
     #[test]
-    fn the_document_has_the_same_classes() {
+    fn xid_classes_match_the_document() {
         let document = include_str!("../../../../docs/health.md");
         // Numbers of one class: `| ignore | IGNORE | 14, 37-38 |`.
         let cells = document.lines().filter_map(|line| match line.split('|').map(str::trim).collect::<Vec<_>>()[..] {

@@ -77,7 +77,7 @@ fn report(gpus: &[&GpuObservation], index: usize, warnings: &mut Vec<TopologyWar
     let mut seen = ActiveLinks::default();
     let mut numbers = BTreeSet::new();
     let mut unknown = 0;
-    let mut lost: BTreeMap<PciAddress, u32> = BTreeMap::new();
+    let mut nowhere: BTreeMap<PciAddress, u32> = BTreeMap::new();
     for group in gpu.nvlinks.as_ref()?.iter().filter(|group| group.active) {
         // A link number counts once, even if a file names it several times.
         let links = group.links.iter().filter(|number| numbers.insert(**number)).count();
@@ -96,7 +96,7 @@ fn report(gpus: &[&GpuObservation], index: usize, warnings: &mut Vec<TopologyWar
                     (Some(other), None) => *seen.direct.entry(other).or_default() += links,
                     // Two GPUs claim the address; that has its own warning.
                     (Some(_), Some(_)) => {}
-                    (None, _) => *lost.entry(pci).or_default() += links,
+                    (None, _) => *nowhere.entry(pci).or_default() += links,
                 }
             }
         }
@@ -104,7 +104,7 @@ fn report(gpus: &[&GpuObservation], index: usize, warnings: &mut Vec<TopologyWar
     if let Some(links) = seen.direct.remove(&index) {
         warnings.push(TopologyWarning::NvLinkToItself(gpu.pci, links));
     }
-    for (remote, links) in lost {
+    for (remote, links) in nowhere {
         warnings.push(TopologyWarning::NvLinkToNowhere { pci: gpu.pci, links, remote });
     }
     if unknown > 0 {

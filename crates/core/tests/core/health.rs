@@ -59,7 +59,7 @@ fn failed() -> Reach {
     Reach::Failed { call: "nvmlDeviceGetTemperature".into(), error: "NVML_ERROR_UNKNOWN (999)".into() }
 }
 
-fn acts(action: RecoveryAction) -> HealthPoll {
+fn wants(action: RecoveryAction) -> HealthPoll {
     HealthPoll { recovery_action: Some(action), ..well() }
 }
 
@@ -154,7 +154,7 @@ fn configured_hold_doubles_to_its_sixtyfold() {
 fn recovery_action_keeps_gpu_unhealthy_until_none() {
     let mut world = World::new();
     // The XID comes before the driver reports a recovery action.
-    world.apply(xid(95)).polls(3, &well()).polls(100, &acts(RecoveryAction::GpuReset));
+    world.apply(xid(95)).polls(3, &well()).polls(100, &wants(RecoveryAction::GpuReset));
     assert_eq!(world.reason(), "XID 95");
     let standing: Vec<String> =
         world.snapshot.hardware().reasons(&uuid(0)).map(|(reason, _)| reason.to_string()).collect();
@@ -162,10 +162,10 @@ fn recovery_action_keeps_gpu_unhealthy_until_none() {
     assert_eq!(world.heals_after(&well(), 20), Some(7));
     // A recovery action counts without an XID too.
     let mut world = World::new();
-    world.poll(&acts(RecoveryAction::NodeReboot));
+    world.poll(&wants(RecoveryAction::NodeReboot));
     assert_eq!(world.reason(), "the driver asks for: node reboot");
     // An unknown action does not prove that the known one was carried out.
-    assert_eq!(world.heals_after(&acts(RecoveryAction::Other(12)), 20), None);
+    assert_eq!(world.heals_after(&wants(RecoveryAction::Other(12)), 20), None);
     assert_eq!(world.heals_after(&well(), 20), Some(7));
 }
 
@@ -175,7 +175,7 @@ fn recovery_action_decides_about_unclear_xids() {
         let mut world = World::new();
         world.poll(&well()).apply(xid(code));
         assert!(world.healthy() && world.effects.contains(&Effect::XidIgnored { gpu: uuid(0), code }), "XID {code}");
-        assert_eq!(world.poll(&acts(RecoveryAction::GpuReset)).reason(), "the driver asks for: GPU reset");
+        assert_eq!(world.poll(&wants(RecoveryAction::GpuReset)).reason(), "the driver asks for: GPU reset");
         let mut world = World::new();
         assert_eq!(world.poll(&old()).apply(xid(code)).reason(), format!("XID {code}"), "no recovery action");
     }
@@ -259,7 +259,7 @@ fn lost_gpu_is_unhealthy_until_it_answers() {
 #[test]
 fn clear_heals_at_once_and_accepts_lasting_faults() {
     for bad in [
-        acts(RecoveryAction::NodeReboot),
+        wants(RecoveryAction::NodeReboot),
         HealthPoll { row_remapping: Some(RowRemapping { pending: false, failed: true }), ..well() },
         HealthPoll { nvlinks_down: Some(vec![1, 3]), ..well() },
         HealthPoll { uncorrectable_ecc: Some(3), ..old() },
@@ -501,7 +501,7 @@ fn first_list_waits_for_first_poll() {
     let mut world = World::of(waiting());
     assert!(!world.effects.contains(&Effect::Publish));
     let deadline = world.snapshot.next_deadline().unwrap();
-    world.poll(&acts(RecoveryAction::GpuReset));
+    world.poll(&wants(RecoveryAction::GpuReset));
     assert!(world.effects.contains(&Effect::Publish));
     assert!(!world.healthy());
     assert_eq!(world.snapshot.next_deadline(), None);
@@ -569,7 +569,7 @@ fn silenced_xids_do_not_count() {
 fn disabled_health_checks_leave_every_gpu_healthy() {
     let lost = Reach::Lost { call: "f".into() };
     for poll in [
-        acts(RecoveryAction::GpuReset),
+        wants(RecoveryAction::GpuReset),
         HealthPoll { reach: failed(), ..well() },
         HealthPoll { reach: lost, ..well() },
         HealthPoll { row_remapping: Some(RowRemapping { pending: false, failed: true }), ..well() },

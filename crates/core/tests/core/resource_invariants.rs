@@ -20,9 +20,9 @@ const MAX_GPUS: usize = 5;
 
 /// The random properties of a GPU: MIG mode and MIG devices (slices, and true for media engines), the number of a
 /// model, and true if it drives a display.
-type Look = (Option<(bool, Vec<(u32, bool)>)>, Option<usize>, Option<bool>);
+type Properties = (Option<(bool, Vec<(u32, bool)>)>, Option<usize>, Option<bool>);
 
-fn looks() -> impl Strategy<Value = Vec<Look>> {
+fn properties() -> impl Strategy<Value = Vec<Properties>> {
     let devices = vec((1..4_u32, any::<bool>()), 0..4);
     vec((option::of((any::<bool>(), devices)), option::of(0..2_usize), option::weighted(0.3, any::<bool>())), MAX_GPUS)
 }
@@ -36,8 +36,8 @@ fn mig_device(gpu: usize, index: u32, (slices, media): (u32, bool)) -> MigDevice
     serde_json::from_value(device).unwrap()
 }
 
-fn dress(mut seen: NodeObservation, looks: &[Look]) -> NodeObservation {
-    for (at, (gpu, (mig, model, display))) in seen.gpus.iter_mut().zip(looks).enumerate() {
+fn with_properties(mut seen: NodeObservation, properties: &[Properties]) -> NodeObservation {
+    for (at, (gpu, (mig, model, display))) in seen.gpus.iter_mut().zip(properties).enumerate() {
         gpu.memory_mib = Some(81_920);
         gpu.model = model.map(|model| ["NVIDIA A100", "NVIDIA H100"][model].to_owned());
         gpu.display = *display;
@@ -103,28 +103,28 @@ fn plan() -> impl Strategy<Value = ResourcePlan> {
 }
 
 /// The UUIDs of the GPUs and MIG devices that the plan offers, before sharing, by NVIDIA's rules.
-fn pieces(topology: &NodeTopology, seen: &NodeObservation, plan: &ResourcePlan) -> BTreeSet<String> {
-    let mut pieces = BTreeSet::new();
+fn planned(topology: &NodeTopology, seen: &NodeObservation, plan: &ResourcePlan) -> BTreeSet<String> {
+    let mut planned = BTreeSet::new();
     for gpu in topology.gpus() {
         let raw =
             seen.gpus.iter().find(|raw| raw.uuid == gpu.uuid && raw.pci == gpu.pci && raw.index == gpu.index).unwrap();
-        let out = plan.filter.exclude.iter().any(|selector| match selector {
+        let is_excluded = plan.filter.exclude.iter().any(|selector| match selector {
             GpuSelector::Index(index) => raw.index == *index,
             GpuSelector::Uuid(uuid) => raw.uuid == *uuid,
             GpuSelector::Pci(pci) => raw.pci == *pci,
             GpuSelector::Model(_) => raw.model.as_deref() == Some("NVIDIA H100"),
         });
-        if out || (raw.display == Some(true) && plan.filter.exclude_displays) {
+        if is_excluded || (raw.display == Some(true) && plan.filter.exclude_displays) {
             continue;
         }
         match &raw.mig {
             Some(mig) if mig.enabled && plan.mig_strategy != MigStrategy::None => {
-                pieces.extend(mig.devices.iter().map(|device| device.uuid.to_string()));
+                planned.extend(mig.devices.iter().map(|device| device.uuid.to_string()));
             }
-            _ => drop(pieces.insert(raw.uuid.to_string())),
+            _ => drop(planned.insert(raw.uuid.to_string())),
         }
     }
-    pieces
+    planned
 }
 
 proptest! {
@@ -133,11 +133,11 @@ proptest! {
     #[test]
     fn resources_follow_plan_and_machine(
         seen in random_node::node(MAX_GPUS),
-        looks in looks(),
+        properties in properties(),
         plan in plan(),
         before in option::of(plan()),
     ) {
-        let seen = dress(seen, &looks);
+        let seen = with_properties(seen, &properties);
         let mut snapshot = NodeState::default();
         let fresh = before.is_none();
         if let Some(before) = before {
@@ -157,7 +157,7 @@ proptest! {
         let ready = snapshot.mps_shares().clone();
         snapshot = snapshot.apply(Event::MpsReady(ready), NOW).0;
         let topology = NodeTopology::assemble(&seen).0;
-        let pieces = pieces(&topology, &seen, &plan);
+        let planned = planned(&topology, &seen, &plan);
 
         let mut offered: BTreeMap<String, BTreeMap<ResourceName, BTreeSet<Option<u32>>>> = BTreeMap::new();
         for (resource, devices) in snapshot.offers().resources().iter().map(|(name, of)| (name, of.devices())) {
@@ -175,12 +175,12 @@ proptest! {
         }
         for (uuid, resources) in &offered {
             // A device that only the previous plan offered is unhealthy now, unless a problem keeps it on offer.
-            let is_planned = pieces.contains(uuid) || !snapshot.offers().problems().is_empty();
+            let is_planned = planned.contains(uuid) || !snapshot.offers().problems().is_empty();
             prop_assert!(is_planned, "{uuid} is not planned");
             if !fresh {
                 continue;
             }
-            prop_assert!(pieces.contains(uuid), "{uuid} is not planned");
+            prop_assert!(planned.contains(uuid), "{uuid} is not planned");
             prop_assert_eq!(resources.len(), 1, "{} is in several resources", uuid);
             let slots = resources.values().next().unwrap();
             if !slots.contains(&None) {
@@ -194,7 +194,7 @@ proptest! {
         }
         // Without a problem no device is missing.
         if fresh && snapshot.offers().problems().is_empty() {
-            prop_assert_eq!(offered.keys().cloned().collect::<BTreeSet<_>>(), pieces);
+            prop_assert_eq!(offered.keys().cloned().collect::<BTreeSet<_>>(), planned);
         }
         // GPUs in MIG mode have no slots of MPS.
         for device in snapshot.offers().devices() {
@@ -214,10 +214,10 @@ proptest! {
                 let distinct: BTreeSet<&str> = answer.devices.iter().map(|id| devices[id].gpu.uuid.as_str()).collect();
                 let gpus: BTreeSet<&str> = available.iter().map(|id| devices[id].gpu.uuid.as_str()).collect();
                 prop_assert_eq!(distinct.len(), size.min(gpus.len()), "on fewer GPUs than possible");
-                let order = snapshot.allocate(resource, &answer.devices);
-                let one = plan.sharing.as_ref().is_some_and(|sharing| sharing.fail_requests_greater_than_one);
+                let allocated = snapshot.allocate(resource, &answer.devices);
+                let one_each = plan.sharing.as_ref().is_some_and(|sharing| sharing.fail_requests_greater_than_one);
                 let slots = answer.devices.iter().any(|id| devices[id].slot.is_some());
-                prop_assert_eq!(order.is_err(), one && slots && size > 1);
+                prop_assert_eq!(allocated.is_err(), one_each && slots && size > 1);
             }
         }
     }
