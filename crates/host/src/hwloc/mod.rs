@@ -60,7 +60,7 @@ impl Sysfs {
     }
 
     /// Adds the facts of sysfs to a device and those below. Returns false if the device does not count: a virtual
-    /// function of a NIC, or a bridge without other devices below.
+    /// function of a NIC, or a bridge below which no device counts.
     fn complete(&self, device: &mut PciObservation) -> bool {
         device.devices.retain_mut(|below| self.complete(below));
         if let Some(pci) = device.pci {

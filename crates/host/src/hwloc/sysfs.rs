@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn pcie_root_is_the_first_folder_of_the_device() {
+    fn pcie_root_is_first_folder_of_device_path() {
         let folder = tempfile::tempdir().unwrap();
         let sysfs = Sysfs(folder.path().to_owned());
         fs::create_dir_all(folder.path().join("bus/pci/devices")).unwrap();

@@ -85,7 +85,7 @@ fn ports_gpus_and_nics_have_their_places() {
 }
 
 #[test]
-fn sysfs_adds_link_maxima_and_nic_rates() {
+fn sysfs_adds_facts_and_drops_virtual_functions() {
     let sys = tempfile::tempdir().unwrap();
     let write = |path: &str, text: &str| {
         let path = sys.path().join(path);
@@ -122,7 +122,7 @@ fn sysfs_adds_link_maxima_and_nic_rates() {
     assert_eq!(gpus(sys.path()), Some([(pci("0000:03:00.0"), None)].into()), "a GPU, not a switch");
     assert_eq!(gpus(&sys.path().join("nowhere")), None);
 
-    // A virtual function of the card does not count as a card.
+    // A NIC that is a virtual function does not count.
     symlink("../0000:05:00.0", sys.path().join("bus/pci/devices/0000:05:00.0-physfn")).unwrap();
     fs::create_dir_all(sys.path().join("bus/pci/devices/0000:05:00.0/physfn")).unwrap();
     let host = observed(&load(HOST), sys.path());
@@ -208,7 +208,7 @@ fn xml_reader_agrees_with_libhwloc() {
     assert!(compared >= 2);
 }
 
-/// Runs this module's tests again under each parser, so that they do not depend on the installed one.
+/// Runs this module's tests again under each parser, so that they do not depend on the default one.
 #[test]
 fn tests_pass_under_each_xml_parser() {
     for choice in ["0", "1"] {

@@ -10,7 +10,7 @@ use std::path::Path;
 use linkwise_core::publish::labels::{HostFacts, Vgpu};
 use linkwise_system::files;
 
-/// The largest machine type file that is read, in bytes; a label's value has 63 characters.
+/// The largest machine type file that is read, in bytes; a label's value has at most 63 characters.
 const MAX_MACHINE_TYPE: u64 = 4096;
 
 const NVIDIA: &str = "0x10de";
@@ -21,8 +21,8 @@ pub fn host(machine_type_file: &Path, sysfs: &Path) -> HostFacts {
     HostFacts { machine_type: text, vgpu: vgpu(&sysfs.join("bus/pci/devices")) }
 }
 
-/// The virtual GPU among NVIDIA's devices, if there is one. If a configuration space cannot be read whole, the result
-/// is unknown.
+/// The virtual GPU among NVIDIA's devices, if there is one. If less than `STANDARD_SPACE` of a
+/// configuration space can be read, the result is unknown.
 fn vgpu(devices: &Path) -> Vgpu {
     let Ok(entries) = fs::read_dir(devices) else { return Vgpu::Unknown };
     let mut found = Vgpu::Absent;
@@ -134,7 +134,7 @@ mod tests {
         space
     }
 
-    fn space() -> Vec<u8> {
+    fn vgpu_space() -> Vec<u8> {
         with(&CAPABILITY)
     }
 
@@ -144,7 +144,7 @@ mod tests {
 
     #[test]
     fn vgpu_capability_has_the_hosts_driver() {
-        assert_eq!(vgpu_in(&space()), virtual_gpu("460.16", "r460_00"));
+        assert_eq!(vgpu_in(&vgpu_space()), virtual_gpu("460.16", "r460_00"));
         let long = *b"\x09\x00\x20VF\x07\x05xyz\x00\x16550.54.161r550_40\x00\x00\x00";
         assert_eq!(vgpu_in(&with(&long)), virtual_gpu("550.54.161", "r550_40"));
     }
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn host_without_nvidia_devices_has_no_vgpu() {
+    fn host_vgpu_comes_from_nvidia_devices() {
         let sysfs = tempfile::tempdir().unwrap();
         let vgpu = || host(Path::new(""), sysfs.path()).vgpu;
         assert_eq!(vgpu(), Vgpu::Unknown, "no bus at all");
@@ -187,9 +187,9 @@ mod tests {
         assert_eq!(vgpu(), Vgpu::Absent);
         device(sysfs.path(), "0000:01:00.0", NVIDIA, &[0; 256]);
         assert_eq!(vgpu(), Vgpu::Absent);
-        device(sysfs.path(), "0000:02:00.0", NVIDIA, &space());
+        device(sysfs.path(), "0000:02:00.0", NVIDIA, &vgpu_space());
         assert_eq!(vgpu(), virtual_gpu("460.16", "r460_00"));
-        // An unprivileged process sees this part only.
+        // An unprivileged process reads only 64 bytes.
         device(sysfs.path(), "0000:01:00.0", NVIDIA, &[0; 64]);
         assert_eq!(vgpu(), Vgpu::Unknown);
     }

@@ -26,7 +26,7 @@ use linkwise_system::metrics::{new, number};
 pub use host::host;
 
 /// The value of `linkwise.dev/nvlink-fabric` for a node that is a fabric of its own: `node-` and the first 16
-/// hexadecimal digits of the SHA-256 of the node's name, which is unique in the cluster and may be longer than a label.
+/// hexadecimal digits of the SHA-256 of the node's name, unique in the cluster and perhaps too long for a label.
 pub fn own_fabric(node: &str) -> String {
     let hash = Sha256::digest(node);
     let digits: String = hash.iter().take(8).map(|byte| format!("{byte:02x}")).collect();
@@ -55,7 +55,7 @@ impl LabelsFile {
     }
 
     /// Writes these labels if the file has others; returns true if it wrote. Standard output gets them each time. The
-    /// call blocks: the folder is the host's. On an error the file is unchanged.
+    /// call blocks on the host's folder. On an error the file is unchanged.
     pub fn write(&self, labels: &BTreeMap<String, String>) -> io::Result<bool> {
         let text = text(labels);
         match &self.path {

@@ -49,7 +49,7 @@ pub(super) fn parse(name: &str, topology: Element<'_>) -> Result<Machine, XmlErr
         host.numa_nodes.push(NumaNodeObservation { id: NumaNodeId(0), package: None, cpus: cpus(root) });
     }
     if host.numa_nodes.len() == 1 {
-        // A host's only NUMA node need not be that of a bridge.
+        // hwloc gives a host's only NUMA node to each bridge, even if the kernel knows no node of the bridge.
         host.host_bridges.iter_mut().for_each(|bridge| bridge.numa = None);
     }
     if let Some(cpu) = &mut host.cpu {
@@ -117,7 +117,7 @@ fn device(object: Element<'_>, port: PciKind, depth: usize, version: u32, notes:
             (port, Vec::new(), devices.collect())
         }
         "PCIDev" if is_gpu(object) => (PciKind::Gpu, Vec::new(), Vec::new()),
-        "PCIDev" if class(object).starts_with(NETWORK) => {
+        "PCIDev" if pci_type(object).starts_with(NETWORK) => {
             let nics = objects(object).filter_map(|device| nic(device, version)).collect();
             (PciKind::Nic, NicObservation::without_ipoib(class_number(object).unwrap_or(0), nics), Vec::new())
         }
@@ -227,7 +227,7 @@ fn is_package(object: Element<'_>) -> bool {
     ["Package", "Socket"].contains(&kind(object))
 }
 
-/// Returns true for a bridge whose upstream side is the host. Files have such bridges at the top only.
+/// Returns true for a bridge whose upstream side is the host, and which is not right below another bridge.
 fn is_host_bridge(object: Element<'_>) -> bool {
     let from_host = object.attribute("bridge_type").is_some_and(|kind| kind.starts_with("0-"));
     from_host && object.parent_element().is_some_and(|above| kind(above) != "Bridge")
@@ -242,18 +242,19 @@ fn address(function: Element<'_>) -> Option<PciAddress> {
 }
 
 /// Class, vendor and device, subsystem, revision: `0302 [10de:1db8] [10de:131d] a1`.
-fn class(function: Element<'_>) -> &str {
+fn pci_type(function: Element<'_>) -> &str {
     function.attribute("pci_type").unwrap_or_default()
 }
 
 /// Base class and subclass.
 fn class_number(function: Element<'_>) -> Option<u16> {
-    u16::from_str_radix(class(function).get(..4)?, 16).ok()
+    u16::from_str_radix(pci_type(function).get(..4)?, 16).ok()
 }
 
 fn is_gpu(function: Element<'_>) -> bool {
-    let vendor = class(function).split_once('[').and_then(|(_, ids)| ids.split_once(':')).map(|(vendor, _)| vendor);
-    kind(function) == "PCIDev" && class(function).starts_with(DISPLAY) && vendor == Some(NVIDIA)
+    let ids = pci_type(function).split_once('[').and_then(|(_, ids)| ids.split_once(':'));
+    let is_nvidia = ids.is_some_and(|(vendor, _)| vendor == NVIDIA);
+    kind(function) == "PCIDev" && pci_type(function).starts_with(DISPLAY) && is_nvidia
 }
 
 /// The first non-empty value of a key among the infos of these elements.

@@ -83,7 +83,7 @@ fn bytes_of(name_or_path: &str) -> Result<Vec<u8>, MachineError> {
     })
 }
 
-/// Returns true for a text without a folder and an extension, which was probably not meant as a file.
+/// Returns true for a text without folder or extension, which was probably not meant as a file.
 fn looks_like_a_name(text: &str) -> bool {
     !text.contains('/') && Path::new(text).extension().is_none()
 }
@@ -138,7 +138,7 @@ fn yaml<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, MachineFileErro
 mod tests {
     use super::*;
 
-    /// The result of reading a file with that content.
+    /// The result of reading a file with this content.
     fn read_text(text: &[u8]) -> Result<Machine, String> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("field.xml");

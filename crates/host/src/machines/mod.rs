@@ -170,7 +170,7 @@ pub fn built_in() -> impl Iterator<Item = BuiltIn> {
     })
 }
 
-/// A GPU without a UUID of its own.
+/// A GPU with a made-up UUID.
 fn unnamed_gpu(index: u32, pci: PciAddress) -> GpuObservation {
     GpuObservation::new(index, GpuUuid::made_up(pci), pci)
 }

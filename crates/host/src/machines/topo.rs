@@ -196,7 +196,7 @@ impl Device {
         }
         let mut rest = row.iter().skip(names.len());
         self.cpus = rest.next().filter(|cpus| is_cpu_list(cpus)).cloned();
-        // Several nodes, or N/A, are unknown.
+        // Several nodes, or N/A, count as unknown.
         self.numa = rest.next().and_then(|numa| numa.parse().ok()).map(NumaNodeId);
         Ok(())
     }
@@ -354,7 +354,7 @@ fn function(device: &Device) -> PciObservation {
     if pci.is_some() {
         return PciObservation { pci, kind: PciKind::Gpu, ..switch(Vec::new()) };
     }
-    // nvidia-smi lists RDMA devices alone.
+    // All NICs that nvidia-smi lists are RDMA devices.
     let nics = vec![NicObservation::new(device.name.clone(), NicKind::Rdma)];
     PciObservation { kind: PciKind::Nic, nics, ..switch(Vec::new()) }
 }
@@ -411,7 +411,7 @@ mod tests {
         let wrapped = "GPU0 GPU1 GPU2\nCPU Affinity NUMA\nAffinity\nGPU0 X NV4\nNV4 0-3 0\nGPU1 NV4 X NV4\n0-3 0\n\
                        GPU2 NV4\nNV4 X\n0-3 0";
         assert_eq!(matrix(wrapped).0, "X NV4 NV4\nNV4 X NV4\nNV4 NV4 X");
-        // The row of GPU0 is missing, and the column has its cell.
+        // Only the row of GPU1 has the level.
         let partial = "GPU0 GPU1 CPU Affinity\nGPU1 PXB X 0-3\n";
         assert_eq!(matrix(partial).0, "X PXB\nPXB X");
         assert_eq!(matrix("GPU0 CPU Affinity\nGPU0 X N/A\n").0, "X");

@@ -1,8 +1,8 @@
 //! Commands to a control daemon. Each command goes to the standard input of an nvidia-cuda-mps-control of its own,
 //! which prints the answer.
 //!
-//! Called by `daemon`. Every command has a deadline, after which the program is killed; every error names the command,
-//! and the answer if there is one.
+//! Called by `daemon` and `supervise`. Every command has a deadline, after which the program is killed; every error
+//! names the command, and the answer if there is one.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,7 @@
 //! One control daemon: its start until its limits hold, its probes, its end.
 //!
-//! Called by `supervise`. It runs nvidia-cuda-mps-control in the foreground (`-f`, since driver 470), as a child and in
-//! a process group of its own, so that its death shows at once and its servers can be ended with it.
+//! Called by `supervise`. nvidia-cuda-mps-control runs in the foreground (`-f`, since driver 470), as a child and in a
+//! process group of its own, so that its death shows at once and its servers can be ended with it.
 //!
 //! The GPUs of a daemon have the compute mode EXCLUSIVE_PROCESS while they are shared, as NVIDIA's daemon sets it: a
 //! client that does not go through MPS would otherwise take memory that no limit covers. Nothing else in linkwise
@@ -132,7 +132,7 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// Waits until the daemon fails, and returns the reason. Each probe confirms the thread limit, and the memory limit
+    /// Waits until the daemon fails, and returns the reason. Each probe enforces the thread limit, and the memory limit
     /// of one GPU after another. Cancel safe.
     pub async fn watch(&mut self) -> MpsError {
         let probes = async {

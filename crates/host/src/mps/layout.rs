@@ -69,7 +69,7 @@ impl Layout {
         self.root.join(".lock")
     }
 
-    /// The folder that daemons and clients share as /dev/shm.
+    /// The folder that the daemons of resources and their clients share as /dev/shm.
     pub fn shm(&self) -> PathBuf {
         self.root.join(MPS_SHM)
     }

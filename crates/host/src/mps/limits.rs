@@ -19,8 +19,8 @@ pub struct Limits {
     pub memory: Vec<MemoryLimit>,
     /// True if the daemon sees only these GPUs.
     pub shown_only: bool,
-    /// True if the GPUs refuse processes that are not clients: always, except if several claims share a GPU and some of
-    /// them do not use MPS.
+    /// True if the GPUs refuse processes that are not clients. False for a GPU in shares, because claims without MPS
+    /// may have shares of it too.
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub exclusive: bool,
     /// True if the daemon and its clients have shared memory of their own, as those of claims have. Earlier releases
@@ -77,9 +77,9 @@ impl Limits {
         self.memory.iter().map(|limit| &limit.gpu)
     }
 
-    /// Returns true if a daemon with these limits also meets `wanted`. A daemon that sees all GPUs still does after
-    /// one has left, so that it is not restarted, which would end CUDA work. Device numbers have to agree too, because
-    /// NVML renumbers GPUs after one that left.
+    /// Returns true if a daemon with these limits also meets `wanted`. A daemon that sees all GPUs meets them even
+    /// after a GPU has left, so that it is not restarted, which would end CUDA work. Device numbers have to agree too,
+    /// because NVML renumbers GPUs after one that left.
     pub fn hold(&self, wanted: &Self) -> bool {
         let same_gpus = self.gpus().eq(wanted.gpus());
         // CUDA ignores all GPUs in CUDA_VISIBLE_DEVICES after one that has left, so a daemon with such a list needs all
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_hold_after_a_gpu_left() {
+    fn limits_hold_while_they_meet_the_wanted_ones() {
         let small = |index| MpsGpu { memory_mib: Some(20_480), ..gpu(index) };
         let renumbered = |old, new| MpsGpu { index: new, ..gpu(old) };
         let all = |gpus| Limits::of(&shared(2, gpus));

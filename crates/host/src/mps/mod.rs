@@ -4,7 +4,7 @@
 //!
 //! - `linkwise mps-control-daemon` has the privileges to run control daemons, and reads no configuration. It calls
 //!   [`supervise()`] for each resource, and for the GPUs of claims, that the plugin's [`Orders`] list.
-//! - The plugin, `linkwise run`, writes the orders and calls [`readiness`]. It starts no process and asks no driver.
+//! - The plugin, `linkwise run`, writes the orders and calls [`readiness`]. It starts no control daemon.
 //!
 //! `publish::injection` decides what a container gets. docs/mps.md describes the whole. This module never spawns a
 //! task, and touches only GPUs that the orders or its own records name.

@@ -65,8 +65,8 @@ impl Orders {
         files::write_if_changed(&path, &serde_json::to_vec_pretty(&file)?, 0o600).map(drop)
     }
 
-    /// Reads the orders; none if there is no file. Fails if the file has another version, or orders that contradict
-    /// each other.
+    /// Reads the orders; none if there is no file. Fails if the file has another version, or orders that are
+    /// invalid or contradict each other.
     pub fn read(layout: &Layout) -> io::Result<Self> {
         let bytes = match files::read(&layout.orders(), MAX_FILE) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Self::default()),

@@ -1,10 +1,10 @@
 //! The places of all parts of a picture: packages side by side, their PCI trees inside, NVLinks below. Integers only.
 //!
 //! Host bridges and switches are bars above their devices; GPUs and NICs stand in one row at the bottom. A wide machine
-//! has two rows of packages, the lower one upside down, so that the GPUs of both face the NVSwitches.
+//! has two rows of packages; with NVSwitches, the lower row is upside down, so that the GPUs of both rows face them.
 //!
-//! An NVLink goes down from a GPU, along a track of its own, up to the other GPU. Links inside a package stay inside of
-//! it, those between packages run below; NVSwitch planes are bars below all.
+//! An NVLink goes down from a GPU, along a track, up to the other GPU. Links inside a package stay inside of it, those
+//! between packages run below; NVSwitch planes are bars below the upper row and its links.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -28,7 +28,7 @@ const MAX_CARD_TEXT: i64 = 170;
 const MAX_FRAME_TEXT: i64 = 260;
 /// The least width of the packages: the title of a machine with one GPU needs room too.
 const MIN_WIDTH: i64 = 560;
-/// The width of a GPU in a page, so that it does not depend on the GPU's holder.
+/// The width of a GPU in a page, unless its links need more; its holder does not change it.
 const MARKED_WIDTH: i64 = 112;
 
 /// The least width for one end of a link at a GPU.
@@ -443,8 +443,8 @@ fn count_x(route: &Route<'_>, y: i64, half: i64, drops: &[(i64, i64)]) -> i64 {
     candidates.into_iter().find(|x| free(*x)).unwrap_or(middle)
 }
 
-/// Gives tracks to the links: the shortest links get the nearest tracks, and links on one track keep apart. Returns the
-/// number of tracks.
+/// Gives tracks to the links with this `crosses`: the shortest links get the nearest tracks, and links on one track
+/// keep apart. Returns the number of tracks.
 fn give_tracks(routes: &mut [Route<'_>], crosses: bool) -> i64 {
     let mut chosen: Vec<&mut Route<'_>> = routes.iter_mut().filter(|route| route.link.crosses == crosses).collect();
     chosen.sort_by_key(|route| (route.right - route.left, route.left, route.link.a, route.link.b));

@@ -84,7 +84,7 @@ impl<'a> Part<'a> {
         }
     }
 
-    /// The CPUs of a NUMA node; `None` if unknown, and for other parts.
+    /// The CPUs of a NUMA node; `None` for an unknown node, and for other parts.
     pub fn cpus(&self) -> Option<String> {
         match self.kind {
             PartKind::Node(Some(_), "") => Some("no CPUs".to_owned()),

@@ -46,7 +46,7 @@ impl Kind {
         matches!(self, Self::Package | Self::Unknown | Self::Node)
     }
 
-    /// Returns true for a box in the row of GPUs. A box that is neither leaf nor frame is a bar above its devices.
+    /// Returns true for a box in the row of GPUs. A bridge, switch or port is a bar above its devices.
     pub fn is_leaf(self) -> bool {
         self.is_gpu() || self == Self::Nic
     }

@@ -21,7 +21,7 @@ fn inside(inner: Rect, outer: Rect) -> bool {
     inner.x >= outer.x && inner.y >= outer.y && inner.right() <= outer.right() && inner.bottom() <= outer.bottom()
 }
 
-/// Checks that no text covers another, and that every GPU is drawn once.
+/// Checks that no box or text covers another, that each text stays in its box, and that every GPU is drawn once.
 fn check(machine: &Machine) {
     let name = &machine.name;
     let (topology, _) = NodeTopology::assemble(&machine.observed);
@@ -108,13 +108,13 @@ fn sixteen_gpus_are_drawn_without_overlaps() {
     machine.observed.host.host_bridges.extend(more.host.host_bridges);
     machine.name = "sixteen".to_owned();
     check(&machine);
-    machine.name = "sixteen, each below the other without NVLinks".to_owned();
+    machine.name = "sixteen without NVLinks, in two rows".to_owned();
     let mut alone = machine.clone();
     alone.observed.gpus.iter_mut().for_each(|gpu| gpu.nvlinks = None);
     check(&alone);
     let (topology, _) = NodeTopology::assemble(&machine.observed);
     let layout = Layout::new(&Picture::new(&machine.title, &machine.observed, &topology));
-    assert!(layout.width < 2000, "two rows of packages are narrower: {}", layout.width);
+    assert!(layout.width < 2000, "not in two rows of packages: {} px wide", layout.width);
     machine.name = "two planes".to_owned();
     for (number, gpu) in machine.observed.gpus.iter_mut().enumerate() {
         let clique = u32::from(number % 2 == 0);

@@ -36,8 +36,8 @@ struct Found<'d> {
     has_unnamed_nics: bool,
 }
 
-/// Reads a dump by its root element; `title` becomes the machine's name, and begins its title.
-pub(super) fn parse(title: &str, system: Element<'_>) -> Result<Machine, XmlError> {
+/// Reads a dump by its root element; `name` becomes the machine's name, and begins its title.
+pub(super) fn parse(name: &str, system: Element<'_>) -> Result<Machine, XmlError> {
     xml::check(system, &LIMITS)?;
     // RCCL's dumps have NCCL's elements, and these (rccl/src/graph/xml.cc).
     if let Some(of_amd) = system.descendants().find(|it| it.has_tag_name("xgmi") || it.attribute("gcn").is_some()) {
@@ -74,8 +74,8 @@ pub(super) fn parse(title: &str, system: Element<'_>) -> Result<Machine, XmlErro
     }
     Ok(Machine {
         version: super::VERSION,
-        name: title.to_owned(),
-        title: format!("{title}: {} GPUs by an NCCL topology dump", gpus.len()),
+        name: name.to_owned(),
+        title: format!("{name}: {} GPUs by an NCCL topology dump", gpus.len()),
         source: vec!["NCCL topology dump".to_owned()],
         reconstructed,
         observed: NodeObservation { gpus, host, failures: found.notes.into_failures(), ..NodeObservation::default() },
@@ -101,7 +101,7 @@ fn this_host<'d>(system: Element<'d>, notes: &mut Notes) -> Vec<Element<'d>> {
     cpus
 }
 
-/// Records a NUMA node; returns its number, `None` if it is unknown.
+/// Records the processor model and the NUMA node of a `cpu`; returns the node's number, `None` if it is unknown.
 fn observe_numa(cpu: Element<'_>, host: &mut HostObservation, notes: &mut Notes) -> Option<NumaNodeId> {
     let model = model(cpu, notes);
     match (&host.cpu, &model) {
@@ -150,9 +150,9 @@ fn model(cpu: Element<'_>, notes: &mut Notes) -> Option<CpuObservation> {
 struct Candidate<'d> {
     pub pci: PciAddress,
     pub link: Option<PcieLink>,
-    /// Its `pci` element.
+    /// The GPU's `pci` element.
     pub function: Element<'d>,
-    /// Its `gpu` element, which hand-made files leave out.
+    /// The GPU's `gpu` element, which hand-made files leave out.
     pub element: Option<Element<'d>>,
 }
 
@@ -185,7 +185,7 @@ fn observe_gpus(mut candidates: Vec<Candidate<'_>>, notes: &mut Notes) -> Vec<Gp
 /// An index for each GPU: its own if no GPU before it has the same, otherwise the next free one.
 fn indices(candidates: &[Candidate<'_>], notes: &mut Notes) -> Vec<u32> {
     let mut taken = BTreeSet::new();
-    let mut claimed = |gpu: &Candidate<'_>| {
+    let mut claim = |gpu: &Candidate<'_>| {
         let element = gpu.element?;
         let index = notes.number(element, "dev");
         match index {
@@ -198,7 +198,7 @@ fn indices(candidates: &[Candidate<'_>], notes: &mut Notes) -> Vec<u32> {
         }
         index
     };
-    let claimed: Vec<Option<u32>> = candidates.iter().map(&mut claimed).collect();
+    let claimed: Vec<Option<u32>> = candidates.iter().map(&mut claim).collect();
     let mut free = (0..u32::MAX).filter(|index| !taken.contains(index));
     claimed.into_iter().map(|index| index.or_else(|| free.next()).unwrap_or(u32::MAX)).collect()
 }

@@ -14,7 +14,7 @@ use linkwise_core::topology::{
 /// NVIDIA's PCI vendor id, as the kernel writes it.
 const NVIDIA: &str = "0x10de";
 
-/// Reads an element directly below a `cpu`: a host bridge of its own.
+/// Reads an element directly below a `cpu`, as a host bridge of its own.
 pub(super) fn below_cpu<'d>(
     element: Element<'d>,
     numa: Option<NumaNodeId>,
@@ -31,7 +31,7 @@ pub(super) fn below_cpu<'d>(
     }
 }
 
-/// A GPU, NIC or switch with the devices below. The depth is that of the document, which is bounded.
+/// A GPU, NIC or switch with the devices below. The recursion is as deep as the document, whose depth is bounded.
 fn observe<'d>(element: Element<'d>, found: &mut Found<'d>) -> Option<PciObservation> {
     let pci = address(element, "busid", &mut found.notes);
     let link = link(element, &mut found.notes);
