@@ -8,7 +8,7 @@
 pub mod v1beta1 {
     include!(concat!(env!("OUT_DIR"), "/deviceplugin/v1beta1.rs"));
 
-    /// The API version both sides must name in `RegisterRequest::version`.
+    /// The API version that `RegisterRequest::version` must name.
     pub const VERSION: &str = "v1beta1";
     /// The value of `Device::health` for a device that may be given to a pod.
     pub const HEALTHY: &str = "Healthy";

@@ -33,7 +33,7 @@ impl HeldCalls {
 
     /// Waits until at least one call is held.
     pub async fn await_held(&self) {
-        // The sender is ours.
+        // This cannot fail: the sender is ours.
         let _ = self.waiting.subscribe().wait_for(|waiting| *waiting > 0).await;
     }
 
@@ -66,7 +66,7 @@ mod tests {
         assert!(calls.pass().now_or_never().is_some(), "nothing is held");
         calls.hold(long);
         assert!(calls.pass().now_or_never().is_none());
-        assert!(calls.await_held().now_or_never().is_none(), "that call has gone away");
+        assert!(calls.await_held().now_or_never().is_none(), "a dropped call counts as held");
         let release = async {
             calls.await_held().await;
             calls.release(Duration::ZERO);

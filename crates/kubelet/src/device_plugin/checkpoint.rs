@@ -2,7 +2,7 @@
 //!
 //! PodResources leaves out init containers that have ended, though the kubelet keeps their devices until the pod ends.
 //! This file has those devices. The kubelet writes the file at each allocation and at each device list: until the next
-//! one, the file may still name a pod that has ended. `pod_resources` reads it, off the path of an admission.
+//! write, the file may still name a pod that has ended. `pod_resources` reads it, off the path of an admission.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,7 +17,7 @@ use linkwise_core::state::ResourceDevice;
 
 /// The file's name: `kubeletDeviceManagerCheckpoint` of k8s.io/kubernetes/pkg/kubelet/cm/devicemanager.
 const NAME: &str = "kubelet_internal_checkpoint";
-/// The longest file that is read: a node of 16 GPUs in 1024 slots, all held, has a file below 1 MiB.
+/// The longest file that is read, in bytes: a node of 16 GPUs in 1024 slots, all held, has a file below 1 MiB.
 const MAX_FILE: u64 = 16 << 20;
 /// The longest time that reading may take: a file system that hangs must not hide what PodResources lists.
 const TIMEOUT: Duration = Duration::from_secs(2);
@@ -73,7 +73,7 @@ pub(super) struct ContainerDevices {
 }
 
 /// Reads the devices that the kubelet counts as held, by container. `folder` is the kubelet's device-plugins folder. A
-/// kubelet that has not allocated anything yet has no such file.
+/// kubelet that has had neither an allocation nor a device list yet has no such file.
 pub(super) async fn read(folder: &Path) -> Result<Vec<ContainerDevices>, CheckpointError> {
     let path = folder.join(NAME);
     let text = match tokio::time::timeout(TIMEOUT, bounded(&path)).await {
@@ -135,7 +135,7 @@ mod tests {
         assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
         let error = read(folder.path()).await.unwrap_err();
         assert!(matches!(&error, CheckpointError::Read(_, source) if source.kind() == io::ErrorKind::TimedOut));
-        // Lets the thread that opens it end.
+        // Lets the thread that opens the pipe end.
         drop(std::fs::OpenOptions::new().read(true).write(true).open(&path).unwrap());
     }
 

@@ -1,4 +1,4 @@
-//! Converts wire types to core types and back. prost types go no further than this file.
+//! Converts wire types to core types and back, for `service`.
 
 use tonic::Status;
 
@@ -69,7 +69,7 @@ pub(super) fn container(injection: Injection) -> wire::ContainerAllocateResponse
 /// and as a resource's name (317) fits.
 const MAX_REFUSAL: usize = 512;
 
-/// Converts a refusal: all but an unhealthy device is the caller's mistake.
+/// Converts a refusal: every cause but an unhealthy device is the caller's mistake.
 pub(super) fn refusal(error: &AllocateError) -> Status {
     let mut text = error.to_string();
     if let Some((end, _)) = text.char_indices().nth(MAX_REFUSAL) {

@@ -2,9 +2,9 @@
 //!
 //! Owns the socket, the registration and the streams of one resource. The node makes a [`Plugin`] for each resource
 //! and owns the task that runs it; this module starts no task. Wire types stop at `convert.rs` and the files that use
-//! them: `service.rs`, `register.rs`, `pod_resources.rs`. `registration` runs the life with the kubelet, with this
-//! plugin's `handshake` (docs/life-cycle.md); `publish::injection` decides what a container gets. An admission reads
-//! one snapshot, and waits for no NVML, no disk and no lock that a probe holds.
+//! them: `service.rs`, `register.rs`, `channel.rs`, `pod_resources.rs`. `registration` runs the life with the kubelet,
+//! with this plugin's `handshake` (docs/life-cycle.md); `publish::injection` decides what a container gets. An
+//! admission reads one snapshot, and waits for no NVML, no disk and no lock that a probe holds.
 
 mod calls;
 mod channel;

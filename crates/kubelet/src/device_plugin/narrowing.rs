@@ -1,6 +1,6 @@
 //! [`Narrowing`]: detects that the kubelet offered fewer devices than are free.
 //!
-//! Called by `service`, once a request. Pure. The kubelet does not say which devices are in use, but a device that it
+//! Called by `service` for each request. Pure. The kubelet does not say which devices are in use, but a device that it
 //! once offered stays free until Allocate names the device: the only way into a container. A kubelet without a
 //! Topology Manager offers every free device each time. So the kubelet held back a healthy device that is
 //! known to be free and is missing in a request. Devices that the answer must include were chosen by the kubelet too.
@@ -19,7 +19,7 @@ pub(super) struct Narrowing {
 
 impl Narrowing {
     /// Takes a request into account; returns true if the kubelet narrowed it.
-    pub(super) fn narrowed(&mut self, request: &AllocationRequest, healthy: impl Fn(&DeviceId) -> bool) -> bool {
+    pub(super) fn requested(&mut self, request: &AllocationRequest, healthy: impl Fn(&DeviceId) -> bool) -> bool {
         // Forget unhealthy devices: the kubelet may not have seen them recover yet, so their absence proves nothing.
         self.free.retain(healthy);
         let offered: BTreeSet<DeviceId> = request.available.iter().cloned().collect();
@@ -54,7 +54,7 @@ mod tests {
 
     fn narrowed(narrowing: &mut Narrowing, available: &str, must_include: &str) -> bool {
         let request = AllocationRequest { available: ids(available), must_include: ids(must_include), size: 1 };
-        narrowing.narrowed(&request, |_| true)
+        narrowing.requested(&request, |_| true)
     }
 
     #[test]
@@ -94,7 +94,7 @@ mod tests {
         let mut narrowing = Narrowing::default();
         narrowed(&mut narrowing, "a b", "");
         let b_only = AllocationRequest { available: ids("b"), ..AllocationRequest::default() };
-        assert!(!narrowing.narrowed(&b_only, |id| id.as_str() != "a"));
+        assert!(!narrowing.requested(&b_only, |id| id.as_str() != "a"));
         assert!(!narrowed(&mut narrowing, "b", ""));
     }
 }

@@ -28,7 +28,7 @@ use wire::pod_resources_lister_client::PodResourcesListerClient;
 
 /// The longest time that one answer may take.
 const TIMEOUT: Duration = Duration::from_secs(2);
-/// The longest answer that is read, as much as the kubelet's own clients take.
+/// The longest answer that is read, in bytes, as much as the kubelet's own clients take.
 const MAX_ANSWER: usize = 16 << 20;
 /// The least time between two questions for the holders while an answer is awaited: a container whose Allocate was
 /// answered before the first of two questions is in the answer to the second (`state::doors`).
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn restarting_kubelet_is_polled_every_second() {
+    fn pauses_grow_unless_news_or_kubelet_restarts() {
         let mut pauses = Backoff::new(MIN_ASK_INTERVAL, MAX_ASK_INTERVAL);
         assert_eq!([false; 2].map(|news| pause(true, true, news, &mut pauses).as_secs()), [1, 2]);
         assert_eq!([true, false].map(|news| pause(true, true, news, &mut pauses).as_secs()), [1, 2], "a pod has ended");

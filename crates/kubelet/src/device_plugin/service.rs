@@ -117,7 +117,7 @@ impl DevicePlugin for Service {
             let (answer, report) = snapshot.preferred(&self.shared.resource, &question);
             let elapsed = start.elapsed();
             let mut narrowing = lock(&self.narrowing);
-            let narrowed = narrowing.narrowed(&question, |id| snapshot.offers().is_healthy(&self.shared.resource, id));
+            let narrowed = narrowing.requested(&question, |id| snapshot.offers().is_healthy(&self.shared.resource, id));
             narrowing.answered(question.available);
             drop(narrowing);
             self.shared.reporter.chosen(report, elapsed, narrowed);

@@ -94,7 +94,7 @@ fn streams(world: &mut World, change: impl FnOnce(usize) -> usize) {
     own_input(world, OwnInput::Streams(open));
 }
 
-/// Feeds an unexpected answer, which must not change the phase.
+/// Feeds an answer for which no call waits; a tick if such a call waits.
 fn spurious(world: &mut World, which: u8) {
     let kubelet = &world.neighbour;
     let input = match which % 5 {
@@ -157,7 +157,7 @@ impl Neighbour for Kubelet {
         let (overlaps, kubelet) = (world.phase() == Phase::Overlapping, &mut world.neighbour);
         match action {
             OwnAction::Register | OwnAction::Renew => {
-                let socket = world.socket.expect("registers a socket that is served");
+                let socket = world.socket.expect("registers without a socket");
                 kubelet.records.kubelet = world.kubelet;
                 let twice = !overlaps && kubelet.records.registered;
                 assert!(!socket.ended && !twice, "registers an ended socket, or one twice");
