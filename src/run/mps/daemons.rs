@@ -39,7 +39,7 @@ impl Supervisor {
     /// Returns true if the supervisor need not be replaced. A daemon that serves is not ended because a GPU has left; a
     /// daemon that has to be started again is started for the present GPUs.
     fn is_for(&self, wanted: &Limits) -> bool {
-        if self.is_failing.load(Ordering::Relaxed) { self.limits == *wanted } else { self.limits.hold(wanted) }
+        if self.is_failing.load(Ordering::Relaxed) { self.limits == *wanted } else { self.limits.meet(wanted) }
     }
 }
 

@@ -2,8 +2,8 @@
 //!
 //! libhwloc writes what it discovers as XML, and `machines` reads that, as it reads a file of another host. This module
 //! adds the facts that hwloc lacks and that sysfs has: the greatest speed of a PCI link (hwloc has the present one),
-//! the NUMA node of a device, which can be unknown (-1), and the rate of a NIC. Called by `crates/nvml`, `src/run` and
-//! `src/commands`, never during an admission, because it takes 10 to 30 ms. Knows nothing of NVML.
+//! a device's NUMA node, which can be unknown (-1), its root bus, and a NIC's rate. Called by `crates/nvml`, `src/run`
+//! and `src/commands`, never during an admission, because a scan takes 10 to 30 ms. Knows nothing of NVML.
 
 mod sysfs;
 

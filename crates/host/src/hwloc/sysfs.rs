@@ -1,4 +1,4 @@
-//! Facts that the kernel has and hwloc lacks: /sys, read-only; a missing file gives no fact.
+//! Facts that the kernel has and hwloc lacks, most of them from /sys; a missing file gives no fact.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;

@@ -208,7 +208,7 @@ fn xml_reader_agrees_with_libhwloc() {
     assert!(compared >= 2);
 }
 
-/// Runs this module's tests again under each parser, so that they do not depend on the default one.
+/// Runs this module's tests again under each parser.
 #[test]
 fn tests_pass_under_each_xml_parser() {
     for choice in ["0", "1"] {

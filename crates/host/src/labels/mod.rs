@@ -67,8 +67,7 @@ impl LabelsFile {
         }
     }
 
-    /// Returns true if the output is a file. Only a file can have the labels already; standard output gets them each
-    /// time.
+    /// Returns true if the output is a file.
     pub fn is_file(&self) -> bool {
         self.path.is_some()
     }

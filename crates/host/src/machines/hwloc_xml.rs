@@ -49,7 +49,7 @@ pub(super) fn parse(name: &str, topology: Element<'_>) -> Result<Machine, XmlErr
         host.numa_nodes.push(NumaNodeObservation { id: NumaNodeId(0), package: None, cpus: cpus(root) });
     }
     if host.numa_nodes.len() == 1 {
-        // hwloc gives a host's only NUMA node to each bridge, even if the kernel knows no node of the bridge.
+        // hwloc gives a host's only NUMA node to each bridge, even where the kernel knows none.
         host.host_bridges.iter_mut().for_each(|bridge| bridge.numa = None);
     }
     if let Some(cpu) = &mut host.cpu {

@@ -1,6 +1,6 @@
 //! Loads a machine by a name or a path; the content of a file decides its format.
 //!
-//! A node file is YAML: this module has its keys, its reader and its writer.
+//! A node file is YAML, which this module reads and writes.
 
 use std::io;
 use std::path::Path;

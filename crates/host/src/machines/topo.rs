@@ -4,7 +4,7 @@
 //! The text has levels, numbers of NVLinks, the NICs' levels, NUMA nodes and their CPUs. Models and rates are unknown.
 //! The PCI tree is made so that it gives the levels of the text, and addresses are made from the GPUs' indices. Reads
 //! the text of drivers from 2017 on (SOC for SYS), with colours, with tabs that became blanks, and with rows that a
-//! mail or an issue has wrapped. Called by `machines`.
+//! mail or an issue has wrapped. Called by `load`.
 
 use std::collections::{BTreeMap, BTreeSet};
 

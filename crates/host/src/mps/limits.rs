@@ -9,7 +9,7 @@ use linkwise_core::claims::MpsOrder;
 use linkwise_core::state::MpsShare;
 use linkwise_core::topology::GpuUuid;
 
-/// The limits of each client, and the GPUs. Equal limits promise the same to the pods.
+/// The limits of each client, and the GPUs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Limits {
@@ -80,7 +80,7 @@ impl Limits {
     /// Returns true if a daemon with these limits also meets `wanted`. A daemon that sees all GPUs meets them even
     /// after a GPU has left, so that it is not restarted, which would end CUDA work. Device numbers have to agree too,
     /// because NVML renumbers GPUs after one that left.
-    pub fn hold(&self, wanted: &Self) -> bool {
+    pub fn meet(&self, wanted: &Self) -> bool {
         let same_gpus = self.gpus().eq(wanted.gpus());
         // CUDA ignores all GPUs in CUDA_VISIBLE_DEVICES after one that has left, so a daemon with such a list needs all
         // of its GPUs. A daemon that sees all GPUs does not meet limits for one that may see only its own.
@@ -126,13 +126,13 @@ mod tests {
     }
 
     #[test]
-    fn limits_hold_while_they_meet_the_wanted_ones() {
+    fn daemon_meets_wanted_limits_or_not() {
         let small = |index| MpsGpu { memory_mib: Some(20_480), ..gpu(index) };
         let renumbered = |old, new| MpsGpu { index: new, ..gpu(old) };
         let all = |gpus| Limits::of(&shared(2, gpus));
         let some = |gpus| Limits::of(&MpsShare { whole_node: false, ..shared(2, gpus) });
         let three = || vec![gpu(0), gpu(1), gpu(2)];
-        for (held, wanted, holds) in [
+        for (held, wanted, meets) in [
             (all(three()), all(three()), true),
             (all(three()), all(vec![gpu(0), gpu(1)]), true),
             (all(three()), all(vec![gpu(0), renumbered(2, 1)]), true),
@@ -147,7 +147,7 @@ mod tests {
             (some(vec![gpu(0), gpu(1)]), all(vec![gpu(0), gpu(1)]), true),
             (all(vec![gpu(0), gpu(1)]), some(vec![gpu(0), gpu(1)]), false),
         ] {
-            assert_eq!(held.hold(&wanted), holds, "{held:?}\n{wanted:?}");
+            assert_eq!(held.meet(&wanted), meets, "{held:?}\n{wanted:?}");
         }
     }
 }

@@ -29,8 +29,7 @@ const MAX_FILE: u64 = 256 << 10;
 /// The content of the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Orders {
-    /// The GPUs that DRA has. Only an `mps-control-daemon` of an earlier release, which observes the GPUs itself, reads
-    /// them.
+    /// The GPUs that DRA has. The file has them for an `mps-control-daemon` of an earlier release.
     pub gpus: BTreeSet<GpuUuid>,
     /// The control daemons for claims, by their names under the MPS root.
     pub daemons: BTreeMap<ResourceName, MpsOrder>,

@@ -185,7 +185,7 @@ pub fn shm_of_ready(layout: &Layout, resource: &ResourceName, wanted: &Limits) -
     let mut text = Vec::new();
     file.take(MAX_FILE).read_to_end(&mut text).map_err(|error| unreadable(&error))?;
     let limits: Limits = serde_json::from_slice(&text).map_err(|error| unreadable(&error))?;
-    match limits.hold(wanted) {
+    match limits.meet(wanted) {
         true if limits.own_shm => Ok(MpsShm::Own),
         true => Ok(MpsShm::Common),
         false => Err(NotReady::OtherLimits),

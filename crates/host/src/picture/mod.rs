@@ -37,12 +37,12 @@ pub const COLOURS: u8 = 8;
 /// The holder of a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Holder {
-    /// No holder.
+    /// No known holder.
     #[default]
     Nobody,
     /// One holder with this colour, below [`COLOURS`].
     One(u8),
-    /// Several holders, each with a share.
+    /// Several holders, or one whose pod is unknown.
     Several,
 }
 
@@ -51,7 +51,7 @@ pub enum Holder {
 pub struct Mark {
     /// The holder.
     pub holder: Holder,
-    /// True if the GPU may not be given out.
+    /// True if the GPU is unhealthy.
     pub is_sick: bool,
     /// The lines below its address; long ones are cut.
     pub lines: Vec<String>,

@@ -3,7 +3,7 @@
 //! Owns the meaning of its elements and attributes (source: NCCL's src/graph/xml.cc and topo.cc), and the facts that a
 //! dump lacks: host bridges, packages, UUIDs. Topology files that clouds ship are such dumps made by hand: they leave
 //! out `gpu` and `net`, so that the PCI class tells a device's kind. An oddity becomes a warning (a [`ProbeFailure`])
-//! that names the line; only a text that is not a dump at all is an error. Called by `machines`.
+//! that names the line; a dump of RCCL, of another version or beyond the limits is an error. Called by `load`.
 //!
 //! [`ProbeFailure`]: linkwise_core::topology::ProbeFailure
 
