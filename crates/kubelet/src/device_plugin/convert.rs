@@ -1,4 +1,4 @@
-//! Converts wire types to core types and back, for `service`.
+//! Converts wire types to core types and back.
 
 use tonic::Status;
 

@@ -23,7 +23,7 @@ use linkwise_core::state::ResourceName;
 use linkwise_system::or_never;
 use linkwise_system::uds::FileId;
 
-/// The longest time that connections stay open when a session ends. Only a held call takes longer. Kubelets up
+/// The time from the end of a session to the cut of its connections. Only a held call needs longer. Kubelets up
 /// to 1.36 do not close the connection of a plugin that another one has replaced, and this process may have to serve
 /// again soon.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(50);

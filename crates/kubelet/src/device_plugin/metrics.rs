@@ -17,8 +17,7 @@ use linkwise_core::state::ResourceName;
 use linkwise_system::grpc::{Refusal, Rpc};
 use linkwise_system::metrics::new;
 
-/// Bounds of the choice's histogram, in seconds: from 1 µs, each about four times the previous one. The budgets of
-/// 10 µs and 300 µs lie between bounds.
+/// Bounds of the choice's histogram, in seconds: from 1 µs, each about four times the previous one.
 const CHOICE_BUCKETS: [f64; 8] = [1e-6, 4e-6, 16e-6, 64e-6, 256e-6, 1e-3, 4e-3, 16e-3];
 /// Bounds of the RPCs' histogram, in seconds.
 const RPC_BUCKETS: [f64; 8] = [64e-6, 256e-6, 1e-3, 4e-3, 16e-3, 64e-3, 256e-3, 1.0];
