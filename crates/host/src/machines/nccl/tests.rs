@@ -5,7 +5,7 @@ use linkwise_core::topology::{NicKind, NodeTopology, NvLinkRemote, PciKind, Topo
 
 /// A dump in NCCL's form: two NUMA nodes, a switch with two GPUs and a NIC, and a GPU without a switch.
 const DUMP: &str = include_str!("testdata/dump.xml");
-/// A file in the form of cloud vendors: invented switches, no gpu elements, PCI domains, one NIC of each kind.
+/// A file in the form of cloud vendors: an invented switch, no gpu elements, PCI domains, NICs of three kinds.
 const CLOUD: &str = include_str!("testdata/cloud.xml");
 
 fn machine(text: &str) -> Machine {
