@@ -138,8 +138,8 @@ fn live_host_is_read_without_failure() {
     assert_eq!(linkwise_core::topology::NodeTopology::assemble(&observed).1, []);
 }
 
-/// Each file gives the same host before and after libhwloc has read and written it, with the NUMA nodes, NICs and GPUs
-/// that libhwloc reports.
+/// Each file of version 1 or 2 gives the same host before and after libhwloc has read and written it, with the NUMA
+/// nodes, NICs and GPUs that libhwloc reports.
 #[test]
 fn xml_reader_agrees_with_libhwloc() {
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));

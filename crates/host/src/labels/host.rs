@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn space_without_capability_is_physical() {
+    fn vgpu_is_absent_or_unknown_without_capability() {
         assert_eq!(vgpu_in(&[0; 256]), Vgpu::Absent);
         assert_eq!(vgpu_in(&with(&[0x09, 0x00, 0x1b, b'N', b'V'])), Vgpu::Absent);
         assert_eq!(vgpu_in(&with(&[0x10, 0x00, 0x02])), Vgpu::Absent);

@@ -98,7 +98,7 @@ impl LabelMetrics {
         let writes = "Writes of the labels' file: ok (it changed) or failed (the last one stays)";
         let last = "When the labels' file was last correct, in seconds since 1970; 0 before the first time";
         Self {
-            labels: new(registry, "labels", "Labels of this node, 0 before the first"),
+            labels: new(registry, "labels", "Labels of this node, 0 before they are made"),
             dropped: new(registry, "labels_dropped", dropped),
             writes: new(registry, "label_writes", writes),
             last_write: new(registry, "labels_written_timestamp_seconds", last),
