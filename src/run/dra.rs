@@ -162,7 +162,8 @@ fn publish(
     node.spawn_until_done("writer of slices", writing.map(Ok));
 }
 
-/// Writes slices whenever this process has the lock on claims, because two processes would undo each other's slices.
+/// Writes slices whenever this process has the right to touch claims, because two processes would undo each other's
+/// slices.
 /// Ends at `shutdown`. Sends no request before the plugin first binds its sockets.
 fn write_slices(
     api: ApiServer,
@@ -171,14 +172,14 @@ fn write_slices(
     plugin: &dra::Plugin,
     shutdown: CancellationToken,
 ) -> impl Future<Output = ()> + use<> {
-    let (mut lock, mut phase) = (plugin.lock(), plugin.phase());
+    let (mut right, mut phase) = (plugin.claims_right(), plugin.phase());
     async move {
         if shutdown.run_until_cancelled(phase.wait_for(|phase| *phase >= Phase::Binding)).await.is_none() {
             return;
         }
         loop {
             // An error means that the node is ending.
-            let held = shutdown.run_until_cancelled(lock.wait_for(Option::is_some)).await;
+            let held = shutdown.run_until_cancelled(right.wait_for(Option::is_some)).await;
             let Some(Ok(held)) = held.map(|held| held.map(|held| held.clone())) else { return };
             let registered = watch::Sender::new(false);
             let writer = SliceWriter::new(api.another(), node.clone(), registered.subscribe(), report.clone());
@@ -191,7 +192,7 @@ fn write_slices(
             tokio::select! {
                 () = follows => {}
                 () = writer.run(api.another(), wanted.clone(), shutdown.clone()) => return,
-                _ = lock.wait_for(Option::is_none) => {}
+                _ = right.wait_for(Option::is_none) => {}
             }
             drop(held);
         }

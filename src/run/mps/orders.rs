@@ -193,7 +193,7 @@ fn check(
     let shared: BTreeMap<ResourceName, Limits> = snapshot.mps_shares().iter().filter_map(limits).collect();
     let before = || Orders::read(layout).unwrap_or_default().daemons;
     let is_known = orders.is_some();
-    let MpsOrders { revision, mut daemons, claims, keeps_others, lock: _lock } = orders.unwrap_or_default();
+    let MpsOrders { revision, mut daemons, claims, keeps_others, right: _claims_right } = orders.unwrap_or_default();
     if keeps_others || !is_known {
         let others = before().into_iter().filter(|(_, order)| !daemons.values().any(|wanted| wanted.overlaps(order)));
         daemons.extend(others.collect::<Vec<_>>());

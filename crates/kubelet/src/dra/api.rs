@@ -11,11 +11,11 @@ use futures_util::future::BoxFuture;
 use serde_json::{Map, Value};
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::turn::ClaimsLock;
 use linkwise_core::claims::{Claim, ClaimError, ClaimName, MpsOrder, Prepared, ReadClaimError};
 use linkwise_core::publish::MpsShm;
 use linkwise_core::state::{Event, NodeState, ResourceName};
 use linkwise_core::topology::GpuUuid;
+use linkwise_system::right::Right;
 
 /// The CDI devices of this node, as the last scan of the host found them. The CDI specs of claims copy their edits.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -38,7 +38,7 @@ pub struct MpsLink {
     pub served: watch::Receiver<Option<MpsServed>>,
 }
 
-/// The MPS control daemons that prepared claims need. The claim manager writes them.
+/// The MPS control daemons that prepared claims need, as the claim manager orders them.
 #[derive(Clone, Debug, Default)]
 pub struct MpsOrders {
     /// The number of changes so far, plus the number of requests to look again.
@@ -49,8 +49,8 @@ pub struct MpsOrders {
     pub claims: BTreeMap<ResourceName, BTreeSet<String>>,
     /// True if daemons of earlier orders keep running, because checkpoints that cannot be read may need them.
     pub keeps_others: bool,
-    /// The lock on claims, kept until the orders are written.
-    pub lock: Option<ClaimsLock>,
+    /// The right to touch claims, kept until the orders are written.
+    pub right: Option<Right>,
 }
 
 /// The state of the control daemons that were ordered. The task that passes the orders on writes it.

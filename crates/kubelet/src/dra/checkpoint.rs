@@ -1,6 +1,6 @@
 //! Checkpoints: one file for each claim that is prepared, or was being prepared when the process ended.
 //!
-//! Called by `claim_manager`, in blocking tasks. A file that cannot be read is reported and stays: a disk may fail for
+//! Called by `claim_manager` and `life`, in blocking tasks. A file that cannot be read is reported and stays: a disk may fail for
 //! a moment, and a later version may have written it. The GPUs that can be read in it are still held. Fields that this
 //! version does not know stay in a file that it writes again. A claim whose checkpoint cannot be written fails with
 //! that error. The core decides the content of a checkpoint.
@@ -21,7 +21,7 @@ use linkwise_system::files;
 /// The version of the files.
 const VERSION: u32 = 1;
 
-/// The longest file that is read. A claim has 32 devices at most, of some 300 bytes each; earlier versions kept some
+/// The longest file that is read, in bytes. A claim has 32 devices at most, of some 300 bytes each; earlier versions kept some
 /// KiB of edits for each request.
 const MAX_FILE: u64 = 1 << 20;
 
@@ -283,7 +283,7 @@ fn unknown(all: &Value, known: &Value) -> Value {
     }
 }
 
-/// Adds fields at their depth. A list whose length changed gets none: its elements may be others.
+/// Adds fields at their depth. A list whose length changed gets none: its elements may have moved.
 fn add(value: &mut Value, more: &Value) {
     match (value, more) {
         (Value::Object(value), Value::Object(more)) => {

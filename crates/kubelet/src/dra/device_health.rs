@@ -20,7 +20,7 @@ use linkwise_kubelet_api::dra_health::v1::dra_resource_health_server::DraResourc
 use linkwise_kubelet_api::dra_health::v1alpha1 as wire;
 use linkwise_kubelet_api::dra_health::v1alpha1::dra_resource_health_server::DraResourceHealth as HealthV1Alpha1;
 
-/// The longest message, in characters: the kubelet cuts it there.
+/// The longest message, in characters: the kubelet cuts longer ones.
 const MAX_MESSAGE: usize = 1024;
 
 /// Both versions of the service, for one session with the kubelet.
@@ -101,7 +101,7 @@ fn message(pool: &str, reports: &BTreeMap<String, Report>) -> wire::NodeWatchRes
         device: Some(wire::DeviceIdentifier { pool_name: pool.to_owned(), device_name: name.clone() }),
         health: (*health).into(),
         last_updated_time: i64::try_from(now.as_secs()).unwrap_or(i64::MAX),
-        // 0 is the kubelet's default, twice our heartbeat.
+        // 0 stands for the kubelet's default, which is twice our heartbeat.
         health_check_timeout_seconds: 0,
         message: why.chars().take(MAX_MESSAGE).collect(),
     });

@@ -89,7 +89,7 @@ impl Handshake for DraHandshake {
 
     const SOCKETS_GONE: &str = "our sockets are gone or were replaced";
     // A registration resets the pauses. Without the least time between two binds, a kubelet that registers the plugin
-    // and refuses it at once would make a storm.
+    // and refuses it at once would cause a storm of binds.
     const FIRST_RETRY_KEEPS_GAP: bool = true;
 
     fn bound(&mut self, attempts: &mut Attempts, (): (), now: Duration) {
@@ -108,7 +108,7 @@ impl Handshake for DraHandshake {
                     _ => attempts.enter(Phase::Registered, None),
                 }
             }
-            // To the kubelet other sockets are another plugin, which it may accept.
+            // The kubelet takes new sockets for another plugin, which it may accept.
             Err(why) => attempts.end_if_open(format!("the kubelet refused to register the plugin: {why}"), now),
         }
     }

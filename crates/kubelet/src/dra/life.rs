@@ -13,12 +13,12 @@ use tokio_util::sync::CancellationToken;
 
 use super::handshake::{DraHandshake, Input, OwnInput};
 use super::session::PluginSession;
-use super::turn::ClaimsLock;
 use super::{Phase, Settings, Shared, checkpoint};
 use crate::registration::{
     BindError, BoxedFuture, Executor, Life, Limits, Registrant, RegistrationMachine, Watching, random,
 };
 use linkwise_core::state::NodeState;
+use linkwise_system::right::Right;
 use linkwise_system::{files, or_never};
 
 /// The longest time that connections may take to close when a session ends; a shutdown has one second in all.
@@ -28,13 +28,14 @@ const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 const NOT_UNPREPARED: &str = ": without DRA's folders the kubelet cannot unprepare the claims that are left, and their \
     pods stay in Terminating; mount DRA's folders again (dra.gpus: none is enough), or delete the pods with --force";
 
-/// The plugin's life with the kubelet, whenever it is this process's turn.
+/// The plugin's life with the kubelet, whenever this process offers the plugin.
 pub(super) struct Registering {
     pub shared: Shared,
     pub phase: watch::Sender<Phase>,
     /// True while the plugin has its sockets.
     pub offers: watch::Receiver<bool>,
-    pub turn: watch::Receiver<Option<ClaimsLock>>,
+    /// The right to touch claims, while this process has it.
+    pub turn: watch::Receiver<Option<Right>>,
 }
 
 impl Registering {
@@ -85,7 +86,7 @@ impl Registering {
     }
 }
 
-/// The plugin, and what a session needs.
+/// The plugin, as its executor drives it.
 struct DraPlugin {
     shared: Shared,
     /// Completes when the sockets may be bound; `None` after that.
@@ -142,7 +143,7 @@ async fn await_gpus_or_claims(Shared { settings, mut snapshot, manager, .. }: Sh
 /// have checkpoints, or the kubelet lists them because it missed the answer to its Unprepare. Without a plugin such a
 /// claim would keep its pod and its GPUs for ever. Listed claims are ours if the folder of checkpoints exists: another
 /// driver may have our name. The folder is removed when the kubelet has listed no claim for some time.
-async fn await_claims(shared: Shared, mut turn: watch::Receiver<Option<ClaimsLock>>) {
+async fn await_claims(shared: Shared, mut turn: watch::Receiver<Option<Right>>) {
     let Shared { settings, mut snapshot, manager, .. } = shared;
     let (mut manager, mut known) = (manager.subscribe(), snapshot.clone());
     let on_disk = |test: fn(&Path) -> bool| {

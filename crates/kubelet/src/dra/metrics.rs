@@ -91,7 +91,7 @@ impl PluginMetrics {
         self.request("unprepare", if is_ok { "ok" } else { "failed" }, Some(elapsed));
     }
 
-    /// Counts an attempt of a sweep to undo a claim that is over.
+    /// Counts an attempt to undo a claim that is gone or half made.
     pub(super) fn swept(&self, is_ok: bool) {
         self.request("sweep", if is_ok { "ok" } else { "failed" }, None);
     }

@@ -37,6 +37,7 @@ use linkwise_core::publish::injection::{HostDevices, InjectionOptions};
 use linkwise_core::state::NodeState;
 use linkwise_kubelet_api::pluginregistration::InfoRequest;
 use linkwise_kubelet_api::pluginregistration::registration_client::RegistrationClient;
+use linkwise_system::right::Right;
 use linkwise_system::uds::Callers;
 use turn::ManagerTask;
 
@@ -45,7 +46,7 @@ pub use checkpoint::{Checkpoint, has_any as has_checkpoints, parse as parse_chec
 pub use linkwise_nvml::supervisor::{MigDone, MigRequest};
 pub use metrics::PluginMetrics;
 pub use session::is_registration_socket;
-pub use turn::{ClaimsLock, Handover};
+pub use turn::Handover;
 
 /// The time in which our own socket has to answer: below 1 s, the least timeout of the kubelet's probe.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(900);
@@ -64,9 +65,9 @@ pub struct Settings {
     pub plugins: PathBuf,
     /// The folder of checkpoints, kept across restarts: one file for each claim.
     pub checkpoints: PathBuf,
-    /// The folder of CDI specs: each claim gets a file there.
+    /// The folder of CDI specs: each claim gets files there.
     pub cdi_folder: PathBuf,
-    /// The kernel's id of this boot. If it is unknown, each Prepare reads its claim again.
+    /// The kernel's id of this boot. If it is unknown, each repeated Prepare plans its claim again.
     pub boot: Option<String>,
     /// The ways in which containers get their GPUs; always by CDI and UUID.
     pub injection: InjectionOptions,
@@ -101,14 +102,15 @@ pub struct Settings {
     /// The time after which a list of holders without a claim shows that no container has it, counted from the claim's
     /// preparation or this process's start. The lists are read every 30 s at least.
     pub listed_within: Duration,
-    /// The time between two reports of all devices' health where nothing changes: the kubelet forgets one after 30 s.
+    /// The time between two reports of all devices' health while nothing changes: the kubelet forgets a report after
+    /// 30 s.
     pub heartbeat: Duration,
     /// The time between two sweeps, which search for claims that are gone.
     pub sweep: Duration,
     /// The time after which new sockets replace those that the kubelet has not registered, or whose kubelet went away:
     /// a kubelet may miss a file.
     pub offer_timeout: Duration,
-    /// The time between two checks of the sockets where inotify reports nothing.
+    /// The time between two checks of the sockets while inotify reports nothing.
     pub poll: Duration,
     /// True if inotify is used. Without inotify, polling remains.
     pub inotify: bool,
@@ -194,7 +196,7 @@ impl Phase {
     }
 }
 
-/// The reason why no claim can be prepared: the folder of checkpoints cannot be made, read or written.
+/// The reason why no claim can be prepared: the folder of checkpoints cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot keep checkpoints of claims in {}", .0.display())]
 pub struct PluginError(PathBuf, #[source] std::io::Error);
@@ -236,7 +238,7 @@ pub struct Plugin {
     settings: Arc<Settings>,
     reporter: Reporter,
     phase: watch::Sender<Phase>,
-    lock: watch::Sender<Option<ClaimsLock>>,
+    claims_right: watch::Sender<Option<Right>>,
 }
 
 impl Plugin {
@@ -244,12 +246,14 @@ impl Plugin {
     pub fn new(settings: Arc<Settings>, metrics: PluginMetrics, readiness: Readiness) -> Self {
         let journal = Arc::new(Journal::new(Part::DraPlugin, readiness));
         let reporter = Reporter { metrics, journal, socket: watch::Sender::default() };
-        Self { settings, reporter, phase: watch::Sender::new(Phase::WaitingForGpus), lock: watch::Sender::new(None) }
+        let (phase, claims_right) = (watch::Sender::new(Phase::WaitingForGpus), watch::Sender::new(None));
+        Self { settings, reporter, phase, claims_right }
     }
 
-    /// Follows the right to touch the node's claims. A writer of anything for claims keeps a clone until it is written.
-    pub fn lock(&self) -> watch::Receiver<Option<ClaimsLock>> {
-        self.lock.subscribe()
+    /// Follows the right to touch the node's claims. A task that writes anything for claims keeps a clone of the right
+    /// until the write has ended.
+    pub fn claims_right(&self) -> watch::Receiver<Option<Right>> {
+        self.claims_right.subscribe()
     }
 
     /// Follows the phase.
@@ -281,11 +285,11 @@ impl Plugin {
         handover: Handover,
         shutdown: CancellationToken,
     ) {
-        let Self { settings, reporter, phase, lock } = self;
+        let Self { settings, reporter, phase, claims_right } = self;
         let Handover { offers, claims: turn } = handover;
         let shared = Shared { settings, snapshot, reporter, manager: watch::Sender::new(None) };
         let registering = life::Registering { shared: shared.clone(), phase, offers, turn: turn.clone() };
-        let manager_task = ManagerTask { shared, ledger, lock, turn };
+        let manager_task = ManagerTask { shared, ledger, claims_right, turn };
         tokio::select! {
             biased;
             () = registering.run(&shutdown) => {}

@@ -86,13 +86,13 @@ impl Drop for PluginSession {
 }
 
 impl PluginSession {
-    /// Removes dead predecessors' sockets, binds ours with this random number in their names and serves them.
+    /// Removes the dead sockets of earlier sessions, binds ours with this random number in their names and serves them.
     pub fn begin(shared: Shared, random: u64) -> Result<Self, BindError> {
         let Shared { settings, reporter, .. } = shared.clone();
         let number = u32::try_from(random & 0xFFFF_FFFF).unwrap_or_default();
         let folder = service_folder(&settings.plugins, &settings.driver);
         fs::create_dir_all(&folder).map_err(|source| BindError("make the folder", folder.clone(), source))?;
-        // Unique to this start: a kubelet may miss a socket that appears again at a path that it knows.
+        // Each session has a new number: a kubelet may miss a socket that appears again at a path that it knows.
         let endpoint = folder.join(format!("{PREFIX}{number:08x}.sock"));
         let bound = bind(&endpoint, &settings.callers, |name| is_ours(name, |rest| rest == ".sock"))?;
 

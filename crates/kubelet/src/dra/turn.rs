@@ -27,9 +27,6 @@ const FAULT_PAUSE: Duration = Duration::from_secs(5);
 /// just before it connected to the next one.
 const LATE_CALLS: Duration = Duration::from_millis(100);
 
-/// The right to touch the claims of this node, held as long as any clone lives.
-pub type ClaimsLock = Right;
-
 /// The duties of a process's DRA plugin among the linkwise processes of a node.
 #[derive(Clone, Debug)]
 pub struct Handover {
@@ -65,7 +62,7 @@ pub(super) struct ManagerTask {
     pub shared: Shared,
     pub ledger: LedgerLink,
     /// The right, published while the manager serves.
-    pub lock: watch::Sender<Option<ClaimsLock>>,
+    pub claims_right: watch::Sender<Option<Right>>,
     /// The right, while this process has it.
     pub turn: watch::Receiver<Option<Right>>,
 }
@@ -103,7 +100,7 @@ impl ManagerTask {
 
     /// Answers calls and sweeps the claims until the right is taken back, then waits until its last clone is dropped.
     async fn serve(&self, manager: Arc<ClaimManager>, right: Right) {
-        self.lock.send_replace(Some(right.clone()));
+        self.claims_right.send_replace(Some(right.clone()));
         self.shared.manager.send_replace(Some(Arc::clone(&manager)));
         let stop = CancellationToken::new();
         let sweeps = keep_sweeping(&manager, &stop);
@@ -111,7 +108,7 @@ impl ManagerTask {
         let turn = async {
             self.withdrawn(&right).await;
             stop.cancel();
-            self.lock.send_replace(None);
+            self.claims_right.send_replace(None);
             sleep(LATE_CALLS).await;
         };
         tokio::join!(sweeps, renewals, turn);

@@ -7,9 +7,9 @@
 //! 3. A scan finds the device.
 //! 4. The checkpoint Completed, with the device's UUID, is written.
 //!
-//! So the process that wrote a Started checkpoint of this boot has made the instance in the place that the checkpoint
-//! names, unless an administrator made the same profile in the same place between steps 1 and 2. After step 4 the UUID
-//! distinguishes the device from any other. Instances do not outlive a reboot, so those of another boot's checkpoints
+//! So linkwise made the instance that is in the place of a Started checkpoint of this boot, unless an administrator made
+//! the same profile in the same place between steps 1 and 2. After step 4 the UUID distinguishes the device from any
+//! other. Instances do not outlive a reboot, so those of another boot's checkpoints
 //! are gone. Nothing else is ever destroyed.
 
 use std::sync::Arc;
@@ -161,8 +161,8 @@ impl ClaimManager {
         answered.await.unwrap_or_else(|_| Err(failed("the NVML agent ended before it answered", true)))
     }
 
-    /// Waits until the snapshot has the MIG devices that the driver has now: the last scan may be older than the
-    /// devices that the previous process made and destroyed for its last claims. Each later device is made by this
+    /// Waits until the snapshot has the MIG devices that the driver has now: the last scan may be from
+    /// before the previous process made and destroyed devices for its last claims. Each later device is made by this
     /// process, which waits for it. If the driver cannot be asked, the next caller asks again.
     pub(super) async fn await_mig(&self) {
         if self.knows_mig() {

@@ -1,5 +1,5 @@
 //! Prepares and unprepares claims: reads the claim, has the node's loop plan it and enter it into the ledger, and
-//! carries that out. linkwise may be killed in each step without harm.
+//! carries the plan out. linkwise may be killed in each step without harm.
 //!
 //! Called by `service` for the kubelet and by `turn` for claims that are gone. The ledger in the node's state says what
 //! each claim has, from before anything is done for it until all is undone, so that no other claim gets its GPUs. The
@@ -28,17 +28,17 @@ use tokio::time::{Instant, timeout};
 
 use super::api::LedgerLink;
 use super::checkpoint::{Checkpoint, CheckpointFolder, Found, Opened, Unreadable};
-use super::turn::ClaimsLock;
 use super::{PluginError, PluginMetrics, Settings, Shared};
 use linkwise_core::claims::{AllocatedDevice, Claim, ClaimName, ReadClaimError};
 use linkwise_core::state::{Event, NodeState};
+use linkwise_system::right::Right;
 use linkwise_system::{files, lock};
 
 pub(super) use specs::keep_specs;
 pub(super) use sweep::keep_sweeping;
 
 /// The right to work on one claim, until its last clone is dropped. A write to a disk has a clone, too.
-type Turn = Arc<(OwnedMutexGuard<()>, ClaimsLock)>;
+type Turn = Arc<(OwnedMutexGuard<()>, Right)>;
 
 /// The state of one claim.
 #[derive(Default)]
@@ -63,18 +63,18 @@ pub(super) struct ClaimManager {
     /// The node's ledger.
     ledger: LedgerLink,
     slots: Mutex<BTreeMap<String, Slot>>,
-    /// The lock on claims, kept by each turn.
-    lock: ClaimsLock,
+    /// The right to touch claims, kept by each turn.
+    right: Right,
     /// Set once the snapshot has the MIG devices that the previous process left.
     is_mig_known: OnceCell<()>,
 }
 
 impl ClaimManager {
     /// A manager with the claims that the checkpoints have.
-    pub async fn open(shared: &Shared, ledger: LedgerLink, lock: ClaimsLock) -> Result<Self, PluginError> {
+    pub async fn open(shared: &Shared, ledger: LedgerLink, right: Right) -> Result<Self, PluginError> {
         let Shared { settings, snapshot, reporter, .. } = shared.clone();
         let (folder, serves) = (settings.checkpoints.clone(), settings.serves);
-        let opened = files::blocking_with(lock.clone(), move || CheckpointFolder::open(&folder, serves)).await;
+        let opened = files::blocking_with(right.clone(), move || CheckpointFolder::open(&folder, serves)).await;
         let Opened { store, found, foreign } =
             opened.map_err(|error| PluginError(settings.checkpoints.clone(), error))?;
         let unreadable = |path: &Path, why: &str| {
@@ -93,7 +93,7 @@ impl ClaimManager {
         let entries = known.map(|checkpoint| checkpoint.entry(settings.boot.as_deref())).collect();
         ledger.change(|_| Event::Prepared(entries)).await;
         let (store, slots, is_mig_known) = (Arc::new(store), Mutex::new(slots), OnceCell::new());
-        let manager = Self { settings, store, metrics: reporter.metrics, snapshot, ledger, slots, lock, is_mig_known };
+        let manager = Self { settings, store, metrics: reporter.metrics, snapshot, ledger, slots, right, is_mig_known };
         manager.changed();
         Ok(manager)
     }
@@ -104,7 +104,7 @@ impl ClaimManager {
         !self.settings.serves
     }
 
-    /// Returns true if any claim is prepared or being prepared.
+    /// Returns true if any claim is prepared or being prepared, or has an unreadable checkpoint.
     pub fn has_checkpoints(&self) -> bool {
         lock(&self.slots).values().any(|slot| slot.found.is_some())
     }
@@ -128,8 +128,8 @@ impl ClaimManager {
     /// Reads the checkpoint of a claim again if it could not be read; returns the fault, if any.
     async fn read_again(&self, uid: &str, turn: &Turn) -> Option<Box<Unreadable>> {
         lock(&self.slots).get(uid)?.unreadable()?;
-        let (store, named) = (Arc::clone(&self.store), uid.to_owned());
-        match files::blocking_with(Arc::clone(turn), move || Ok(store.read(&named))).await {
+        let (store, owned) = (Arc::clone(&self.store), uid.to_owned());
+        match files::blocking_with(Arc::clone(turn), move || Ok(store.read(&owned))).await {
             Ok(Ok(checkpoint)) => {
                 self.put(uid, Some(checkpoint)).await;
                 None
@@ -155,8 +155,8 @@ impl ClaimManager {
     /// Enters what a claim has from now on into the ledger and the slot; `None` if the claim is over.
     async fn put(&self, uid: &str, checkpoint: Option<Checkpoint>) {
         let entry = checkpoint.as_ref().map(|checkpoint| checkpoint.entry(self.settings.boot.as_deref()));
-        let named = uid.to_owned();
-        self.ledger.change(move |state| Event::Prepared(state.ledger().claims_with(&named, entry))).await;
+        let owned = uid.to_owned();
+        self.ledger.change(move |state| Event::Prepared(state.ledger().claims_with(&owned, entry))).await;
         self.set(uid, checkpoint);
     }
 
@@ -167,13 +167,13 @@ impl ClaimManager {
 
     async fn turn(&self, uid: &str) -> Turn {
         let turn = Arc::clone(&lock(&self.slots).entry(uid.to_owned()).or_default().turn);
-        Arc::new((turn.lock_owned().await, self.lock.clone()))
+        Arc::new((turn.lock_owned().await, self.right.clone()))
     }
 
     /// The turn of a claim, if nothing works on the claim.
     fn idle_turn(&self, uid: &str) -> Option<Turn> {
         let turn = Arc::clone(&lock(&self.slots).entry(uid.to_owned()).or_default().turn);
-        turn.try_lock_owned().ok().map(|turn| Arc::new((turn, self.lock.clone())))
+        turn.try_lock_owned().ok().map(|turn| Arc::new((turn, self.right.clone())))
     }
 
     /// Forgets claims that are not prepared and that nothing works on.
@@ -187,7 +187,7 @@ impl ClaimManager {
         let known = || slots.values().filter_map(Slot::known);
         if let Some(mps) = &self.settings.mps {
             let of_this_boot = |checkpoint: &&Checkpoint| !checkpoint.is_of_another_boot(self.settings.boot.as_deref());
-            mps.order(known().filter(of_this_boot), slots.values().any(Slot::is_blind), &self.lock);
+            mps.order(known().filter(of_this_boot), slots.values().any(Slot::is_blind), &self.right);
         }
         let (claims, devices) = (known().count(), known().map(|known| known.prepared.names().len()).sum());
         self.metrics.held(claims, devices);

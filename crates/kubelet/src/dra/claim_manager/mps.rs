@@ -12,13 +12,13 @@ use tokio::time::timeout;
 use super::ClaimManager;
 use crate::dra::api::{MpsLink, MpsOrders, MpsServed};
 use crate::dra::checkpoint::Checkpoint;
-use crate::dra::turn::ClaimsLock;
 use linkwise_core::claims::{MpsOrder, PreparedDevice};
 use linkwise_core::publish::MpsShm;
 use linkwise_core::state::ResourceName;
 use linkwise_system::or_never;
+use linkwise_system::right::Right;
 
-/// The cause of a claim whose GPUs have no MPS control daemon yet, or are exclusive for another one.
+/// The cause of a claim that failed because its GPUs have no MPS control daemon, or are exclusive for another one.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum MpsError {
     #[error(
@@ -36,13 +36,13 @@ pub(super) enum MpsError {
 }
 
 impl MpsLink {
-    /// Orders the daemons that these checkpoints need. `keeps_others` is true if there are checkpoints that cannot be
-    /// read; daemons of earlier orders then keep running.
+    /// Orders the daemons that these checkpoints need. `keeps_others` is true if nothing can be read in some
+    /// checkpoint; daemons of earlier orders then keep running.
     pub(super) fn order<'a>(
         &self,
         checkpoints: impl Iterator<Item = &'a Checkpoint>,
         keeps_others: bool,
-        lock: &ClaimsLock,
+        right: &Right,
     ) {
         let mut daemons: BTreeMap<ResourceName, MpsOrder> = BTreeMap::new();
         let mut claims: BTreeMap<ResourceName, BTreeSet<String>> = BTreeMap::new();
@@ -64,7 +64,7 @@ impl MpsLink {
             now.revision = now.revision.saturating_add(1);
             (now.daemons, now.claims) = (daemons, claims);
             now.keeps_others = keeps_others;
-            now.lock = Some(lock.clone());
+            now.right = Some(right.clone());
             true
         });
     }
@@ -102,8 +102,8 @@ impl ClaimManager {
     pub(super) async fn await_mps(&self, checkpoint: &Checkpoint) -> Result<(), MpsError> {
         let order = checkpoint.prepared.mps.as_ref().map(|mps| &mps.order);
         let Some(link) = &self.settings.mps else {
-            let none = "linkwise has no MPS root";
-            return order.map_or(Ok(()), |_| Err(MpsError::NotHere(none.to_owned())));
+            let why = "linkwise has no MPS root";
+            return order.map_or(Ok(()), |_| Err(MpsError::NotHere(why.to_owned())));
         };
         let revision = order.map_or(0, |_| link.look_again());
         let check = |served: &Option<MpsServed>| {
@@ -123,7 +123,7 @@ impl ClaimManager {
 }
 
 impl Drop for ClaimManager {
-    /// Drops the orders, which have a clone of the lock. The daemons keep running, and the next process orders them.
+    /// Drops the orders, which have a clone of the right. The daemons keep running, and the next process orders them.
     fn drop(&mut self) {
         if let Some(mps) = &self.settings.mps {
             mps.orders.send_replace(None);

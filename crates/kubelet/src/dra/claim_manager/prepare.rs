@@ -268,7 +268,7 @@ impl ClaimManager {
             (uid.clone(), slot.unreadable()?.why.clone())
         };
         let devices = &checkpoint.prepared.devices;
-        if !self.is_known() {
+        if !self.knows_lists() {
             let (device, reason) = (devices.first()?.device.clone(), "the kubelet cannot be asked".to_owned());
             return Some(PrepareError::Doubtful { device, uid, why, reason });
         }

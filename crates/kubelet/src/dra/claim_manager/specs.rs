@@ -93,7 +93,7 @@ impl ClaimManager {
             loop {
                 cdi.mark_unchanged();
                 match self.spec(checkpoint)? {
-                    Ok(text) => return Ok(text),
+                    Ok(specs) => return Ok(specs),
                     Err(missing) => last = missing,
                 }
                 or_never(cdi.changed()).await;
@@ -101,7 +101,7 @@ impl ClaimManager {
         };
         let found: Result<Result<Specs, ClaimError>, _> = timeout(self.settings.specs_timeout, found).await;
         match found {
-            Ok(text) => Ok(text?),
+            Ok(specs) => Ok(specs?),
             Err(_) => Err(PrepareError::NoDevices(last.map_or("any device".to_owned(), |names| names.join(", ")))),
         }
     }
@@ -113,7 +113,7 @@ impl ClaimManager {
             self.await_mig().await;
         }
         match self.await_spec(checkpoint).await {
-            Ok(text) => self.write_spec(&checkpoint.claim.uid, text, turn).await.is_ok(),
+            Ok(specs) => self.write_spec(&checkpoint.claim.uid, specs, turn).await.is_ok(),
             Err(PrepareError::Claim(_)) => self.keeps_spec(checkpoint).await,
             Err(_) => false,
         }
@@ -125,7 +125,7 @@ impl ClaimManager {
         let uid = &checkpoint.claim.uid;
         match self.spec(checkpoint) {
             // If the spec cannot be written now, the next sweep writes it.
-            Ok(Ok(text)) => drop(self.write_spec(uid, text, turn).await),
+            Ok(Ok(specs)) => drop(self.write_spec(uid, specs, turn).await),
             // The next scan of the host brings another call.
             Ok(Err(_)) => {}
             Err(_) if !self.keeps_spec(checkpoint).await => drop(self.remove_spec(uid, turn).await),
@@ -252,7 +252,7 @@ fn own_edits(edits: &Injection) -> Map<String, Value> {
     own
 }
 
-/// Writes the specs of a claim whose files differ. Does not wait for the disk: after a crash of the machine every claim
+/// Writes those files of a claim that differ from its specs. Does not wait for the disk: after a crash of the machine every claim
 /// is prepared again, and its files are compared again.
 pub(super) fn write(folder: &Path, uid: &str, specs: &Specs) -> io::Result<()> {
     // Metadata is written first, because the spec mounts it.
@@ -272,7 +272,7 @@ fn exists(folder: &Path, uid: &str) -> bool {
     path(folder, CLAIM_KIND, uid).is_file()
 }
 
-/// Removes the specs of a claim, if it has any.
+/// Removes the specs and the metadata of a claim, if it has any.
 fn remove(folder: &Path, uid: &str) -> io::Result<()> {
     let removed = |kind| files::remove_for_this_boot(&path(folder, kind, uid)).map(drop);
     removed(CLAIM_KIND).and(removed(DEVICE_KIND)).and(metadata::remove(folder, uid))

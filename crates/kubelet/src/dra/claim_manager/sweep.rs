@@ -23,7 +23,7 @@ use linkwise_system::{files, lock, or_never};
 const TURN_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The time between two sweeps while DRA is off and claims are left: the kubelet may not be able to unprepare them.
-const OFF_SWEEP: Duration = Duration::from_secs(2);
+const OFF_SWEEP_INTERVAL: Duration = Duration::from_secs(2);
 
 /// The log's messages for a claim that is over: it was undone, it could not be undone.
 const GONE: [&str; 2] = ["claim unprepared: it no longer exists", "cannot unprepare a claim that no longer exists"];
@@ -45,12 +45,12 @@ pub(in crate::dra) async fn keep_sweeping(manager: &ClaimManager, stop: &Cancell
             (state.ledger().lists_all(), is_seen(&state))
         };
         manager.sweep(stop).await;
-        // A sweep without the kubelet's list undoes nothing, and a sweep without the driver destroys no MIG device. The
-        // next sweep follows when the list or the driver is there.
+        // A sweep without the kubelet's list undoes no claim that is gone, and a sweep without the driver destroys no
+        // MIG device. The next sweep follows when the list or the driver is there.
         let news = |state: &Arc<NodeState>| !was_known && state.ledger().lists_all() || !was_seen && is_seen(state);
-        let known = or_never(snapshot.wait_for(news));
-        let limit = if manager.is_off() && manager.has_checkpoints() { pause.min(OFF_SWEEP) } else { pause };
-        match stop.run_until_cancelled(tokio::time::timeout(limit, known)).await {
+        let news = or_never(snapshot.wait_for(news));
+        let limit = if manager.is_off() && manager.has_checkpoints() { pause.min(OFF_SWEEP_INTERVAL) } else { pause };
+        match stop.run_until_cancelled(tokio::time::timeout(limit, news)).await {
             None => return,
             Some(Err(_)) if limit == pause => pause = settings.sweep,
             Some(_) => {}
@@ -59,7 +59,7 @@ pub(in crate::dra) async fn keep_sweeping(manager: &ClaimManager, stop: &Cancell
 }
 
 impl ClaimManager {
-    /// Undoes claims that are gone, and restores missing CDI specs.
+    /// Undoes claims that are gone or half made, and renews CDI specs.
     async fn sweep(&self, stop: &CancellationToken) {
         self.sweep_unreadable().await;
         if self.checkpoints().iter().any(Checkpoint::has_mig)
@@ -69,8 +69,8 @@ impl ClaimManager {
         }
         for checkpoint in self.checkpoints() {
             let uid = checkpoint.claim.uid.clone();
-            // The API server is asked before the claim's turn is taken, because the kubelet must not wait for that. A
-            // UID that is gone does not come back.
+            // The API server is asked before the claim's turn is taken, because the kubelet must not wait for the
+            // answer. A UID that is gone does not come back.
             let Some(is_gone) = stop.run_until_cancelled(self.is_gone(&checkpoint)).await else { return };
             let Some(turn) = stop.run_until_cancelled(self.turn(&uid)).await else { return };
             if self.checkpoint(&uid).as_ref() != Some(&checkpoint) {
@@ -89,8 +89,8 @@ impl ClaimManager {
         let folder = self.settings.cdi_folder.clone();
         let with_spec = files::blocking(move || Ok(specs::claims(&folder))).await.unwrap_or_default();
         let state = Arc::clone(&self.snapshot.borrow());
-        // A spec without a checkpoint may be that of a running container, whose checkpoint is in another state folder
-        // of this boot. The kubelet's list names the claims that containers have.
+        // A spec without a checkpoint may belong to a claim that a container has, and whose checkpoint is in another
+        // state folder of this boot. The kubelet's list names the claims of containers.
         let is_used = |uid: &String| {
             let mut names = state.ledger().claimed_lately().flat_map(|held| &held.cdi_names);
             !state.ledger().lists_all()
@@ -156,9 +156,9 @@ impl ClaimManager {
         slot.unlisted.is_some_and(|since| now.saturating_duration_since(since) >= self.settings.listed_within)
     }
 
-    /// Returns true if the kubelet lists no container with a checkpoint's devices. There may be one while the kubelet
-    /// cannot be asked or has just started, and while its list may be older than the claim's preparation. Containers
-    /// count, because a claim that was deleted by force is gone before its pod is.
+    /// Returns true if the kubelet lists no container with a checkpoint's devices; false while the kubelet cannot be
+    /// asked or has just started, and while its list may be older than the claim's preparation. Containers count,
+    /// because a claim that was deleted by force is gone before its pod is.
     pub(super) fn is_unused(&self, checkpoint: &Checkpoint) -> bool {
         let state = self.snapshot.borrow().clone();
         let named = checkpoint.claim.to_string();
@@ -186,7 +186,7 @@ impl ClaimManager {
         for uid in uids {
             let is_over = match self.known(&uid) {
                 Some(parts) => self.is_gone(&parts).await,
-                None => self.note_unlisted(&uid, self.is_known() && self.unaccounted().next().is_none()),
+                None => self.note_unlisted(&uid, self.knows_lists() && self.unaccounted().next().is_none()),
             };
             let turn = self.turn(&uid).await;
             if self.read_again(&uid, &turn).await.is_some() && is_over {
@@ -209,7 +209,7 @@ impl ClaimManager {
     }
 
     /// Returns true if the kubelet could be asked for its lists at the last attempt.
-    pub(super) fn is_known(&self) -> bool {
+    pub(super) fn knows_lists(&self) -> bool {
         self.snapshot.borrow().ledger().is_known()
     }
 }

@@ -88,8 +88,8 @@ impl ClaimManager {
         };
         done(self.destroy_mig(uid).await.map_err(UnprepareError::from))?;
         done(self.remove_spec(uid, turn).await.map_err(|source| UnprepareError::Spec { source }))?;
-        let (store, named) = (Arc::clone(&self.store), uid.to_owned());
-        let removed = files::blocking_with(Arc::clone(turn), move || store.remove(&named)).await;
+        let (store, owned) = (Arc::clone(&self.store), uid.to_owned());
+        let removed = files::blocking_with(Arc::clone(turn), move || store.remove(&owned)).await;
         done(removed.map_err(|source| UnprepareError::Checkpoint { source }))?;
         self.put(uid, None).await;
         Ok(())

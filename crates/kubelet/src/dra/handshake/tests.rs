@@ -8,7 +8,7 @@ use super::*;
 use crate::registration::worlds::{self, LIMITS, Neighbour, happening};
 use crate::registration::{Action, RegistrationMachine};
 
-/// The deadline of sockets that no kubelet registers.
+/// The time after which sockets are replaced that no kubelet registers.
 const OFFER: Duration = Duration::from_secs(60);
 
 type World = worlds::World<Kubelet>;
@@ -17,7 +17,7 @@ type Happening = worlds::Happening<Own>;
 /// An event of the kubelet or of the GPUs.
 #[derive(Clone, Debug)]
 enum Own {
-    /// GPUs are known, and their CDI specs are written.
+    /// GPUs are known, and the host is scanned.
     Ready,
     /// The kubelet finds the socket and registers the plugin, or refuses it.
     Registers(bool),
@@ -31,9 +31,10 @@ enum Own {
     Spurious(u8),
 }
 
-/// The kubelet's records of our sockets.
+/// A kubelet, and its records of our sockets.
 #[derive(Debug, Default)]
 struct Kubelet {
+    /// True once the plugin may bind.
     ready: bool,
     /// The last verdict on these sockets.
     verdict: Option<bool>,
@@ -109,7 +110,7 @@ impl Neighbour for Kubelet {
         assert!(kubelet.ready || !world.binding, "binds before GPUs are known");
         assert!(!phase.is_open() || kubelet.verdict != Some(false), "{phase:?}, and the kubelet refused these sockets");
         match phase {
-            Phase::Offered => assert!(kubelet.verdict.is_none(), "waits for a registration that was made"),
+            Phase::Offered => assert!(kubelet.verdict.is_none(), "waits for a verdict that the kubelet gave"),
             Phase::Registered => assert!(!kubelet.away, "registered with a kubelet that is away"),
             Phase::Disconnected => assert!(kubelet.away, "disconnected from a kubelet that is connected"),
             _ => return,
@@ -298,9 +299,9 @@ fn kubelet_that_misses_the_socket_gets_another() {
         let actions = world.wait();
         assert!(matches!(actions.as_slice(), [Action::ReportWaiting(_), Action::End]), "{actions:?}");
         world.happens(Happening::ConnectionsClose);
-        assert!(world.binding, "at once: the session had lasted");
+        assert!(world.binding, "pauses after a session that had lasted");
         world.happens(Happening::BindEnds(true));
-        // The kubelet is still away, which is not reported again.
+        // A cause that was just reported is not reported again.
         let actions = world.wait();
         assert!(actions.last() == Some(&Action::End) && actions.len() <= 2, "{actions:?}");
     }
@@ -333,7 +334,7 @@ fn refused_registration_is_tried_again_with_pauses() {
     does(&mut world, Own::Registers(false));
     world.now += Duration::from_millis(100);
     world.happens(Happening::ConnectionsClose);
-    assert!(world.binding, "a registration ends the pauses");
+    assert!(world.binding, "pauses after a registration");
 }
 
 #[test]
