@@ -1,7 +1,7 @@
 //! The parts of the node that are ready, and the reasons why others are not.
 //!
 //! Written by the owner of each part: the plugins, CDI sync. Read by /readyz and `linkwise admin state`. This module
-//! decides only the summary.
+//! only sums them up.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -72,14 +72,14 @@ pub struct Readiness {
     idle: watch::Sender<Idle>,
     driver_is_away: Arc<AtomicBool>,
     /// The failure of the last takeover.
-    takeover_failed: Arc<Mutex<Option<String>>>,
+    takeover_failure: Arc<Mutex<Option<String>>>,
 }
 
 impl Readiness {
     /// Starts without parts. `idle` is the reason why the node is idle.
     pub fn new(idle: Idle) -> Self {
-        let (parts, driver_is_away, takeover_failed) = Default::default();
-        Self { parts, idle: watch::Sender::new(idle), driver_is_away, takeover_failed }
+        let (parts, driver_is_away, takeover_failure) = Default::default();
+        Self { parts, idle: watch::Sender::new(idle), driver_is_away, takeover_failure }
     }
 
     /// Sets that NVML has been unavailable for the grace period.
@@ -93,8 +93,8 @@ impl Readiness {
     }
 
     /// Shows, while another process serves this node, why this one could not take over; `None` removes the reason.
-    pub fn takeover_failed(&self, how: Option<String>) {
-        *lock(&self.takeover_failed) = how;
+    pub fn set_takeover_failure(&self, why: Option<String>) {
+        *lock(&self.takeover_failure) = why;
     }
 
     /// The reason why the node is idle. It is shown while there is no plugin.
@@ -157,8 +157,8 @@ impl Readiness {
         self.parts.subscribe()
     }
 
-    /// Returns true if no other process serves this node, and every device plugin of this one is registered. With
-    /// `alone`, it also requires that no other plugin of a resource exists that might still end.
+    /// Returns true if no other process serves this node, and this one's device plugins are registered; at least one,
+    /// if the node needs one. With `alone`, no other plugin of a resource may exist that might still end.
     pub fn has_plugins(&self, alone: bool) -> bool {
         let parts = self.parts.borrow();
         let plugins = || parts.iter().filter(|(part, _)| matches!(part, Part::Plugin(_))).map(|(_, state)| state);
@@ -176,7 +176,7 @@ impl Readiness {
         resources.all(|resource| parts.contains_key(&Part::Plugin(resource.clone())))
     }
 
-    /// Returns true if this process has no plugin because its driver fails or is released.
+    /// Returns true if this process has no device plugin because its driver fails or is released.
     pub fn sees_nothing(&self) -> bool {
         let parts = self.parts.borrow();
         let fails = matches!(&*self.idle.borrow(), Idle::Waiting(reason) if reason != NOT_SEEN);
@@ -204,8 +204,8 @@ impl Readiness {
         let parts = self.parts.borrow();
         let has_dra = parts.contains_key(&Part::Held) || parts.contains_key(&Part::DraPlugin);
         if let Some(state) = parts.get(&Part::Owner) {
-            let failed = lock(&self.takeover_failed).clone();
-            return Err([format!("{}: {state}", Part::Owner)].into_iter().chain(failed).collect());
+            let failure = lock(&self.takeover_failure).clone();
+            return Err([format!("{}: {state}", Part::Owner)].into_iter().chain(failure).collect());
         }
         if !parts.keys().any(|part| matches!(part, Part::Plugin(_))) {
             match &*self.idle.borrow() {
@@ -237,7 +237,7 @@ mod tests {
     fn standby_shows_that_its_takeover_failed() {
         let readiness = Readiness::new(Idle::Waiting("no scan yet".to_owned()));
         readiness.add(Part::Owner, "standing by");
-        readiness.takeover_failed(Some("could not take over".to_owned()));
+        readiness.set_takeover_failure(Some("could not take over".to_owned()));
         let lines = ["takeover: standing by", "could not take over"].map(str::to_owned).to_vec();
         assert_eq!(readiness.summary(), Err(lines));
         readiness.remove(&Part::Owner);

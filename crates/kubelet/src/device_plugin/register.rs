@@ -45,8 +45,8 @@ pub(super) async fn register(
     resource: &ResourceName,
     kubelet: &OnceLock<Peer>,
 ) -> Result<(), RegisterError> {
-    let (channel, listens) = connect(kubelet_socket).await?;
-    kubelet.get_or_init(|| listens);
+    let (channel, peer) = connect(kubelet_socket).await?;
+    kubelet.get_or_init(|| peer);
     let request = wire::RegisterRequest {
         version: wire::VERSION.to_owned(),
         endpoint: endpoint.to_owned(),
@@ -78,15 +78,14 @@ pub(super) enum DetachError {
 /// that client, whichever it is: the end of the plugin before us would end our registration. A registration whose
 /// GetDevicePluginOptions fails takes the client out of that place (`connectClient`, `runClient` in
 /// pkg/kubelet/cm/devicemanager/plugin/v1beta1/handler.go), and leaves endpoint, stream and devices as they are. Newer
-/// kubelets keep clients by socket path: there it changes nothing.
+/// kubelets keep clients by socket path, so the failed registration changes nothing.
 pub(super) async fn detach(settings: &Settings, resource: &ResourceName, random: u64) -> Result<(), DetachError> {
     let (path, name) = socket_path(settings, resource, random);
     let (_file, listener) = listen(&path, &settings.callers)?;
     let cut = CancellationToken::new();
     let _cut = cut.clone().drop_guard();
-    let connections = watch::Sender::new(0);
-    let dialled = connections.subscribe();
-    let connections = accepted(listener, cut, connections, Arc::new(|_| ()));
+    let (open, dialled) = watch::channel(0);
+    let connections = accepted(listener, cut, open, Arc::new(|_| ()));
     let refuse =
         |_: http::Request<Body>| async { Ok::<_, Infallible>(Status::unavailable(REFUSAL).into_http::<Body>()) };
     let mut server = tonic::transport::Server::builder().layer(layer_fn(move |_: Routes| service_fn(refuse)));

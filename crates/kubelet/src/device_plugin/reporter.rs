@@ -39,9 +39,9 @@ impl Reporter {
         let (resource, report) = (&self.resource, Arc::new(report));
         self.sources.metrics.chosen(resource, &report, elapsed, narrowed);
         (self.sources.chosen)(resource, &report, narrowed);
-        let is_news = |reason| lock(&self.fallbacks).begins(reason);
+        let begins = |reason| lock(&self.fallbacks).begins(reason);
         match report.fallback {
-            Some(reason) if is_news(reason) => {
+            Some(reason) if begins(reason) => {
                 tracing::warn!(%resource, %report, "preferred in sorted order; later ones are logged at debug level");
             }
             Some(_) => tracing::debug!(%resource, %report, "preferred in sorted order"),
@@ -49,8 +49,8 @@ impl Reporter {
         }
     }
 
-    /// Reports an answer to Allocate. `offered` are the devices of the GetPreferredAllocation before it; empty if the
-    /// kubelet did not call that.
+    /// Reports an answer to Allocate. `offered` are the devices of the GetPreferredAllocation before it; empty if there
+    /// was none.
     pub fn allocated(&self, devices: Vec<DeviceId>, offered: Vec<DeviceId>, refusal: Option<&Status>) {
         let resource = &self.resource;
         self.sources.metrics.allocated(resource, refusal.is_none());
@@ -61,7 +61,7 @@ impl Reporter {
         let ids: Vec<&str> = devices.iter().map(DeviceId::as_str).collect();
         tracing::info!(%resource, devices = ids.join(","), "allocated");
         let devices = devices.into_iter().collect();
-        // If the queue is full, the state does not learn which devices were free at this allocation.
+        // If the queue is full, the state does not learn of this allocation before the kubelet lists it.
         let _ = self.sources.events.try_send(Event::Allocated { resource: resource.clone(), devices, offered });
     }
 }

@@ -40,8 +40,8 @@ impl Service {
         Arc::clone(&self.shared.snapshot.borrow())
     }
 
-    /// Returns true if the caller is the process that listens on kubelet.sock, as far as the kernel can tell.
-    fn is_kubelet<T>(&self, request: &Request<T>) -> bool {
+    /// Returns false if the caller is certainly not the process that listens on kubelet.sock.
+    fn may_be_kubelet<T>(&self, request: &Request<T>) -> bool {
         let caller = request.extensions().get::<Peer>();
         caller.zip(self.kubelet.get()).is_none_or(|(caller, kubelet)| caller.may_be(kubelet))
     }
@@ -78,7 +78,7 @@ impl DevicePlugin for Service {
     /// (`writeCheckpoint` in pkg/kubelet/cm/devicemanager/manager.go).
     async fn list_and_watch(&self, request: Request<wire::Empty>) -> Answer<Self::ListAndWatchStream> {
         let resource = self.shared.resource.clone();
-        let open = self.is_kubelet(&request).then(|| Counted::new(&self.streams));
+        let open = self.may_be_kubelet(&request).then(|| Counted::new(&self.streams));
         let state = (self.shared.snapshot.clone(), None, open);
         let lists = stream::unfold(state, move |(mut snapshot, mut last, open)| {
             let resource = resource.clone();

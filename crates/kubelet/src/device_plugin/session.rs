@@ -68,7 +68,7 @@ fn is_alive(path: &Path) -> bool {
 /// The path of a socket of ours for this resource, with this random number in its name.
 pub(super) fn socket_path(settings: &Settings, resource: &ResourceName, random: u64) -> (PathBuf, String) {
     let folder = files::folder(&settings.kubelet_socket);
-    // Unique to this start: a kubelet may still hold the connection of an earlier one.
+    // The number is new each time: a kubelet may still hold a connection to an earlier socket.
     let name = format!("{}{:08x}.sock", prefix(folder, resource), random & 0xFFFF_FFFF);
     (folder.join(&name), name)
 }
@@ -79,14 +79,14 @@ pub(super) struct PluginSession {
     pub name: String,
     /// The process that listens on kubelet.sock, known once we have connected to it.
     pub kubelet: Arc<OnceLock<Peer>>,
-    /// The sockets of other plugins of this resource that existed when ours was bound, and at the last check.
+    /// The sockets of other plugins of this resource that existed when ours was bound, and still did at the last check.
     predecessors: Vec<PathBuf>,
     servers: Servers,
     streams: watch::Receiver<usize>,
 }
 
 impl PluginSession {
-    /// Removes dead predecessors' sockets, binds a socket with this random number in its name and serves it.
+    /// Removes dead sockets of linkwise, binds a socket with this random number in its name and serves it.
     pub fn begin(shared: Shared, random: u64) -> Result<Self, BindError> {
         let Shared { resource, settings, reporter, .. } = shared.clone();
         let folder = files::folder(&settings.kubelet_socket);
@@ -104,8 +104,8 @@ impl PluginSession {
         Ok(Self { name, kubelet, predecessors, servers, streams })
     }
 
-    /// Gives our socket a second name, with this random number in it; returns that name. Removes the sockets of plugins
-    /// that have ended.
+    /// Gives our socket a second name, with this random number in it; returns that name. Removes dead sockets of
+    /// linkwise.
     pub fn add_alias(&mut self, settings: &Settings, resource: &ResourceName, random: u64) -> io::Result<String> {
         let (path, name) = socket_path(settings, resource, random);
         uds::remove_dead(files::folder(&path), is_any_of_ours)?;
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn another_resources_sockets_are_not_ours() {
+    fn own_sockets_are_known_by_name() {
         let prefix = prefix(Path::new(KUBELETS_FOLDER), &ResourceName::gpu());
         assert!(is_ours("linkwise-nvidia.com_gpu-0123abcd.sock", &prefix));
         for other in ["linkwise-nvidia.com_gpu-x-0123abcd.sock", "linkwise-nvidia.com_gpu-0123abcd.sock.old"] {

@@ -1,9 +1,9 @@
 //! Checkpoints: one file for each claim that is prepared, or was being prepared when the process ended.
 //!
-//! Called by `claim_manager` and `life`, in blocking tasks. A file that cannot be read is reported and stays: a disk may fail for
-//! a moment, and a later version may have written it. The GPUs that can be read in it are still held. Fields that this
-//! version does not know stay in a file that it writes again. A claim whose checkpoint cannot be written fails with
-//! that error. The core decides the content of a checkpoint.
+//! Called by `claim_manager` and `life`, in blocking tasks. A file that cannot be read is reported and stays: a disk
+//! may fail for a moment, and a later version may have written it. The GPUs that can be read in it are still held.
+//! Fields that this version does not know stay in a file that it writes again. A claim whose checkpoint cannot be
+//! written fails with that error. The core decides the content of a checkpoint.
 
 use std::fs;
 use std::io;
@@ -21,8 +21,8 @@ use linkwise_system::files;
 /// The version of the files.
 const VERSION: u32 = 1;
 
-/// The longest file that is read, in bytes. A claim has 32 devices at most, of some 300 bytes each; earlier versions kept some
-/// KiB of edits for each request.
+/// The longest file that is read, in bytes. A claim has 32 devices at most, of some 300 bytes each; earlier versions
+/// kept some KiB of edits for each request.
 const MAX_FILE: u64 = 1 << 20;
 
 /// The mode of the files, which only linkwise reads.

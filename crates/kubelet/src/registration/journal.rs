@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn troubles_are_news_again_once_it_has_served() {
+    fn troubles_are_news_again_once_plugin_served() {
         let (journal, why) = (journal(), || "a".to_owned());
         assert!(journal.begins(&ended(why())) && journal.begins(&Life::<Phase>::Waiting(why())));
         assert!(!journal.begins(&ended(why())));

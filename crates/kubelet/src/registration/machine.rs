@@ -16,8 +16,8 @@ const STABLE_SESSION: Duration = Duration::from_secs(10);
 /// The least time between two binds, however often files change. See [`Handshake::FIRST_RETRY_KEEPS_GAP`].
 const MIN_BIND_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The phases of a plugin's life. The constants are the phases that every plugin has. A handshake adds its own, in
-/// which a session is open.
+/// The phases of a plugin's life. The constants are the phases that every plugin has. A handshake adds its own, such
+/// as those in which a session is open.
 pub trait LifePhase: Copy + PartialEq + Debug + Send + Sync + 'static {
     /// There is no kubelet to register with.
     const WAITING_FOR_KUBELET: Self;

@@ -16,8 +16,8 @@ use super::{Action, Handshake, Input, LifePhase, Limits, RegistrationMachine};
 /// The deadlines of every world.
 pub const LIMITS: Limits = Limits { close: Duration::from_millis(500), longest_pause: Duration::from_secs(16) };
 
-/// The longest step of a world in which everything works.
-const BRISK: Duration = Duration::from_millis(10);
+/// The step of time in a world in which everything works.
+const STEP: Duration = Duration::from_millis(10);
 
 /// A phase of a neighbour's plugin.
 pub type PhaseOf<N> = <<N as Neighbour>::Handshake as Handshake>::Phase;
@@ -315,7 +315,7 @@ impl<N: Neighbour> World<N> {
             if close {
                 self.happens(Happening::ConnectionsClose);
             }
-            self.happens(Happening::Passes(u64::try_from(BRISK.as_millis()).expect("short")));
+            self.happens(Happening::Passes(u64::try_from(STEP.as_millis()).expect("short")));
         }
     }
 
@@ -335,7 +335,7 @@ impl<N: Neighbour> World<N> {
         let kinds = [Action::Bind, Action::End, Action::Cut].into_iter();
         for kind in kinds.chain(own.iter().cloned().map(Action::Own)) {
             let times: Vec<Duration> = self.done.iter().filter(|(_, done)| *done == kind).map(|(at, _)| *at).collect();
-            // At most 24: a kubelet every tenth of a second, for each an attempt, its first retry and their ends.
+            // A new kubelet every tenth of a second brings an attempt and its first retry: 20 of a kind. 24 leave room.
             for window in times.windows(25) {
                 let lasted = window[24].saturating_sub(window[0]);
                 assert!(lasted >= Duration::from_secs(1), "a storm of {kind:?}: {window:?}");

@@ -477,7 +477,7 @@ impl Takeover {
     async fn perform(&mut self, action: Action) -> Result<()> {
         match action {
             Action::Ask => {
-                self.facts.readiness.takeover_failed(None);
+                self.facts.readiness.set_takeover_failure(None);
                 self.asked_at = Instant::now();
                 let standby = StandbyInfo { version: VERSION.to_owned(), pod: self.folder.pod.clone(), joins: true };
                 let takes_place = self.machine.takes_place();
@@ -570,7 +570,7 @@ impl Takeover {
                 let why = self.failure.take().unwrap_or_else(|| "the other linkwise did not continue".to_owned());
                 tracing::warn!(why, ?again_in, "could not take over this node, standing by again");
                 let why = format!("could not take over, trying again in {again_in:?}: {why}");
-                self.facts.readiness.takeover_failed(Some(why));
+                self.facts.readiness.set_takeover_failure(Some(why));
                 "failed"
             }
             Outcome::HandedOver => {

@@ -7,10 +7,9 @@
 //! 3. A scan finds the device.
 //! 4. The checkpoint Completed, with the device's UUID, is written.
 //!
-//! So linkwise made the instance that is in the place of a Started checkpoint of this boot, unless an administrator made
-//! the same profile in the same place between steps 1 and 2. After step 4 the UUID distinguishes the device from any
-//! other. Instances do not outlive a reboot, so those of another boot's checkpoints
-//! are gone. Nothing else is ever destroyed.
+//! So linkwise made the instance in the place of a Started checkpoint of this boot, unless an administrator made the
+//! same profile in the same place between steps 1 and 2. After step 4 the UUID distinguishes the device from any other.
+//! Instances do not outlive a reboot, so those of another boot's checkpoints are gone. Nothing else is ever destroyed.
 
 use std::sync::Arc;
 

@@ -252,8 +252,8 @@ fn own_edits(edits: &Injection) -> Map<String, Value> {
     own
 }
 
-/// Writes those files of a claim that differ from its specs. Does not wait for the disk: after a crash of the machine every claim
-/// is prepared again, and its files are compared again.
+/// Writes those files of a claim that differ from its specs. Does not wait for the disk: after a crash of the machine
+/// every claim is prepared again, and its files are compared again.
 pub(super) fn write(folder: &Path, uid: &str, specs: &Specs) -> io::Result<()> {
     // Metadata is written first, because the spec mounts it.
     metadata::write(folder, uid, &specs.metadata)?;
