@@ -160,7 +160,7 @@ pub struct Kept {
     pub file: PathBuf,
     /// Its content; `None` if there is no file.
     pub record: Option<HealthRecord>,
-    /// The current boot and load of the driver: a record of another one does not count.
+    /// The current boot and load of the driver: a record of another boot or load does not count.
     pub identity: NodeIdentity,
 }
 

@@ -157,10 +157,10 @@ mod tests {
     /// A server with this deadline, and the sender of its connections.
     fn server(protocol: Protocol, deadline: Duration) -> (mpsc::Sender<DuplexStream>, impl Future<Output = ()>) {
         let (connect, incoming) = mpsc::channel::<DuplexStream>(MAX_CONNECTIONS);
-        let incoming = std::sync::Arc::new(Mutex::new(incoming));
+        let incoming = Arc::new(Mutex::new(incoming));
         let routes = Router::new().route("/", get(|| async { "x".repeat(1 << 20) }));
         let serving = serve(protocol, deadline, move || {
-            let (incoming, routes) = (std::sync::Arc::clone(&incoming), routes.clone());
+            let (incoming, routes) = (Arc::clone(&incoming), routes.clone());
             async move {
                 let stream = incoming.lock().await.recv().await;
                 Ok((stream.ok_or(io::ErrorKind::NotConnected)?, routes))
@@ -170,12 +170,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn unread_answer_ends_with_the_deadline() {
+    async fn silent_or_deaf_client_ends_with_the_deadline() {
         let (connect, serving) = server(Protocol::Http1, Duration::from_millis(20));
         let client = async {
             let (mut silent, ours) = duplex(64);
             connect.send(ours).await.unwrap();
-            assert_eq!(silent.read(&mut [0; 8]).await.unwrap(), 0, "a silent client's connection is closed");
+            assert_eq!(silent.read(&mut [0; 8]).await.unwrap(), 0, "a silent client got bytes");
             let (mut deaf, ours) = duplex(64);
             connect.send(ours).await.unwrap();
             deaf.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
@@ -184,7 +184,7 @@ mod tests {
         };
         tokio::select! {
             () = serving => {}
-            ended = timeout(PATIENCE, client) => ended.expect("both connections end"),
+            ended = timeout(PATIENCE, client) => ended.expect("a connection did not end"),
         }
     }
 
@@ -198,11 +198,11 @@ mod tests {
             idle.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await.unwrap();
             let mut answer = Vec::new();
             idle.read_to_end(&mut answer).await.unwrap();
-            assert_eq!(answer.get(3), Some(&4), "the server's settings come first: {answer:?}");
+            assert_eq!(answer.get(3), Some(&4), "the server's settings did not come first: {answer:?}");
         };
         tokio::select! {
             () = serving => {}
-            ended = timeout(PATIENCE, client) => ended.expect("the connection ends"),
+            ended = timeout(PATIENCE, client) => ended.expect("the connection did not end"),
         }
     }
 
@@ -220,14 +220,14 @@ mod tests {
                 }
                 open.push(theirs);
             }
-            assert_eq!(open[1].read(&mut [0; 8]).await.unwrap(), 0, "the oldest silent one is closed");
-            assert_eq!(open[0].read_u8().await.unwrap(), b'T', "the one that has asked reads on");
+            assert_eq!(open[1].read(&mut [0; 8]).await.unwrap(), 0, "the oldest silent client got bytes");
+            assert_eq!(open[0].read_u8().await.unwrap(), b'T', "the client that had asked got another byte");
             open[2].write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
-            assert_eq!(open[2].read_u8().await.unwrap(), b'H', "the second oldest is still served");
+            assert_eq!(open[2].read_u8().await.unwrap(), b'H', "the second oldest silent client got another byte");
         };
         tokio::select! {
             () = serving => {}
-            ended = timeout(PATIENCE, client) => ended.expect("the oldest ends, the others stay"),
+            ended = timeout(PATIENCE, client) => ended.expect("a connection did not end, or was not served"),
         }
     }
 

@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn probes_are_answered_once_a_taken_port_is_free() {
+    async fn freed_port_answers_probes_despite_strangers() {
         // This test has its own address, because another test may get a port of 127.0.0.1 as soon as it is free.
         let other = connections::listen(([127, 1, 2, 3], 0).into()).unwrap();
         let address = other.local_addr().unwrap();
@@ -116,7 +116,7 @@ mod tests {
         let shared = Arc::clone(&answers);
         let alive: Alive = Arc::new(move || std::future::ready(shared.load(Ordering::Relaxed)).boxed());
         let mut serves = pin!(serve(address, alive));
-        assert!(poll!(&mut serves).is_pending(), "the server waits for the port");
+        assert!(poll!(&mut serves).is_pending(), "the server did not wait for the port");
         drop(other);
         let client = async {
             while TcpStream::connect(address).await.is_err() {
@@ -152,7 +152,7 @@ mod tests {
         };
         tokio::select! {
             ended = serves => panic!("it ended: {ended:?}"),
-            ended = timeout(DEADLINE * 2, client) => ended.expect("each probe is answered"),
+            ended = timeout(DEADLINE * 2, client) => ended.expect("a probe was not answered"),
         }
     }
 }

@@ -262,7 +262,7 @@ mod tests {
         ] {
             let text = ask(Local::bind(&path, Callers::default()).unwrap(), &path, line).await;
             assert!(text.starts_with(&format!("HTTP/1.1 {status} ")) && text.contains(words), "{line}: {text}");
-            assert!(!path.exists(), "the file goes with the socket");
+            assert!(!path.exists(), "the socket is gone and its file is left");
         }
     }
 

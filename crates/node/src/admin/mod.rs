@@ -40,8 +40,7 @@ const DEADLINE: Duration = Duration::from_secs(10);
 /// The sources of the endpoints' answers.
 #[derive(Clone)]
 pub struct Answers {
-    /// The metrics as OpenMetrics text; `None` if they could not be encoded. Called on threads of its own, one at a
-    /// time.
+    /// The metrics as OpenMetrics text; `None` if they could not be encoded. One call at a time, on a thread of its own.
     pub metrics: Arc<dyn Fn() -> Option<String> + Send + Sync>,
     /// `Ok` with a short text while the node serves, or has no GPU to serve; otherwise the unready parts, one line
     /// each.
@@ -173,7 +172,7 @@ mod tests {
             stream.read_to_string(&mut answer).await.unwrap();
             answer
         };
-        (timeout(DEADLINE / 2, ask).await.expect("an answer before any stranger's deadline"), start.elapsed())
+        (timeout(DEADLINE / 2, ask).await.expect("no answer before any stranger's deadline"), start.elapsed())
     }
 
     #[tokio::test]

@@ -169,10 +169,10 @@ impl Node {
         let claims = ledger.has_all_claims().then(|| Event::Prepared(ledger.claims_with("", None)));
         let events: Vec<Event> = record.map(Event::Restored).into_iter().chain(replayed).chain(claims).collect();
         if inherits {
-            // Publish the owner's GPUs at once: calls for claims that wait go on from this snapshot. A standby that
-            // sees GPUs itself has published such a snapshot before.
-            let await_nothing = |first: &mut Opening| (first.poll, first.holders, first.claims) = (false, false, false);
-            self.state.current = self.initial_state.clone().awaiting(await_nothing);
+            // Publish the owner's GPUs at once: waiting calls for claims go on from this snapshot. A standby that sees
+            // GPUs itself has published such a snapshot before.
+            let await_scan = |first: &mut Opening| (first.poll, first.holders, first.claims) = (false, false, false);
+            self.state.current = self.initial_state.clone().awaiting(await_scan);
             for event in events.clone() {
                 drop(self.state.apply(event));
             }

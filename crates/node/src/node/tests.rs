@@ -128,7 +128,7 @@ async fn claims_entered_right_after_adopt_are_kept() {
 }
 
 #[tokio::test]
-async fn kubelet_is_asked_soon_after_foreign_claim_ends() {
+async fn kubelet_is_asked_soon_after_claims_change() {
     let folder = tempfile::tempdir().unwrap();
     let mut node = Node::start(settings(folder.path())).await.unwrap();
     node.apply(observed());
