@@ -50,7 +50,7 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_millis(750);
 /// A node's settings.
 #[derive(Clone, Debug)]
 pub struct NodeSettings {
-    /// The settings of the kubelet's side.
+    /// The settings of the device plugins and of the lists of holders.
     pub kubelet: kubelet::Settings,
     /// The address of the HTTP endpoints.
     pub metrics_address: SocketAddr,

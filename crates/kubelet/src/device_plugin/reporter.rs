@@ -50,7 +50,7 @@ impl Reporter {
     }
 
     /// Reports an answer to Allocate. `offered` are the devices of the GetPreferredAllocation before it; empty if there
-    /// was none.
+    /// was none with the allocated ones.
     pub fn allocated(&self, devices: Vec<DeviceId>, offered: Vec<DeviceId>, refusal: Option<&Status>) {
         let resource = &self.resource;
         self.sources.metrics.allocated(resource, refusal.is_none());

@@ -29,7 +29,7 @@ pub(super) struct Service {
     pub kubelet: Arc<OnceLock<Peer>>,
     /// The number of ListAndWatch streams that the kubelet holds.
     pub streams: watch::Sender<usize>,
-    /// The devices that the kubelet has offered in this session.
+    /// The devices that the kubelet has shown to be free in this session.
     pub narrowing: Mutex<Narrowing>,
     /// Ends the open streams: tonic's graceful shutdown waits for them.
     pub end: CancellationToken,

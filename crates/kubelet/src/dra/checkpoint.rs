@@ -69,7 +69,7 @@ pub(super) struct Unreadable {
     pub parts: Option<Box<Checkpoint>>,
 }
 
-/// A file in the folder.
+/// A checkpoint in the folder, or the unreadable file in its place.
 pub(super) type Found = Result<Checkpoint, Box<Unreadable>>;
 
 /// A folder with what was in it when it was opened.

@@ -36,7 +36,7 @@ type Report = (wire::HealthStatus, String);
 
 /// The health, by name, of each device that is offered through DRA, and of each device that a claim holds though it is
 /// gone. A set of GPUs has no health of its own and is left out.
-fn report(state: &NodeState) -> BTreeMap<String, Report> {
+fn health_reports(state: &NodeState) -> BTreeMap<String, Report> {
     let hardware = state.hardware();
     let mut reports = BTreeMap::new();
     let held = state.ledger().claims().flat_map(|(_, prepared)| &prepared.devices);
@@ -81,7 +81,7 @@ impl StreamState {
     async fn next(mut self) -> Option<(List, Self)> {
         loop {
             let state = self.shared.snapshot.borrow_and_update().clone();
-            let reports = report(&state);
+            let reports = health_reports(&state);
             if self.sent.as_ref() != Some(&reports) || Instant::now() >= self.due {
                 let list = message(&self.shared.settings.pool, &reports);
                 (self.sent, self.due) = (Some(reports), Instant::now() + self.shared.settings.heartbeat);

@@ -77,7 +77,7 @@ impl ManagerTask {
             let Some(right) = right else { return std::future::pending().await };
             let opened = tokio::select! {
                 opened = ClaimManager::open(&self.shared, self.ledger.clone(), right.clone()) => opened,
-                () = self.withdrawn(&right) => {
+                () = self.await_withdrawal(&right) => {
                     self.ledger.change(|_| Event::ClaimsHandedOver).await;
                     continue;
                 }
@@ -86,14 +86,14 @@ impl ManagerTask {
                 Ok(manager) => self.serve(Arc::new(manager), right).await,
                 Err(error) => {
                     self.shared.reporter.report(&Life::Ended(chain(&error)));
-                    let _ = timeout(FAULT_PAUSE, self.withdrawn(&right)).await;
+                    let _ = timeout(FAULT_PAUSE, self.await_withdrawal(&right)).await;
                 }
             }
         }
     }
 
     /// Waits until a right is taken back. A newer right may be there by then.
-    async fn withdrawn(&self, right: &Right) {
+    async fn await_withdrawal(&self, right: &Right) {
         let is_other = |now: &Option<Right>| now.as_ref().is_none_or(|now| !now.is(right));
         or_never(self.turn.clone().wait_for(is_other)).await;
     }
@@ -106,7 +106,7 @@ impl ManagerTask {
         let sweeps = keep_sweeping(&manager, &stop);
         let renewals = stop.run_until_cancelled(keep_specs(&manager));
         let turn = async {
-            self.withdrawn(&right).await;
+            self.await_withdrawal(&right).await;
             stop.cancel();
             self.claims_right.send_replace(None);
             sleep(LATE_CALLS).await;

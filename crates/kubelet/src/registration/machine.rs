@@ -159,7 +159,7 @@ pub struct Attempts<H: Handshake> {
     kubelet: Result<H::Kubelet, String>,
     /// The kubelet of the current attempt.
     attempted: Option<H::Kubelet>,
-    /// The time at which the current session began.
+    /// The time at which the last session began, or its bind failed.
     session_began: Duration,
     /// True until a session ends soon or cannot begin: the next attempt follows at once, later ones after pauses.
     retry_at_once: bool,

@@ -82,7 +82,7 @@ impl Servers {
         self.end.clone()
     }
 
-    /// Serves a socket; `open` counts its connections.
+    /// Serves a socket; `open` counts the connections on which the caller has sent something.
     pub fn serve(&mut self, (socket, listener): (SocketFile, Listener), open: watch::Sender<usize>, routes: Routes) {
         let ended = Arc::clone(&self.ended);
         let layer = layer_fn(move |service: Routes| {

@@ -40,7 +40,7 @@ const DEADLINE: Duration = Duration::from_secs(10);
 /// The sources of the endpoints' answers.
 #[derive(Clone)]
 pub struct Answers {
-    /// The metrics as OpenMetrics text; `None` if they could not be encoded. One call at a time, on a thread of its own.
+    /// The metrics as OpenMetrics text; `None` if encoding failed. One call at a time, on a thread of its own.
     pub metrics: Arc<dyn Fn() -> Option<String> + Send + Sync>,
     /// `Ok` with a short text while the node serves, or has no GPU to serve; otherwise the unready parts, one line
     /// each.

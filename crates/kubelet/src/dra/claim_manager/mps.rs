@@ -75,7 +75,7 @@ impl MpsLink {
     }
 
     /// Waits until [`Self::with_common_shm`] differs from `before`.
-    pub(super) async fn common_shm_changes(&self, before: &BTreeSet<ResourceName>) {
+    pub(super) async fn await_common_shm_change(&self, before: &BTreeSet<ResourceName>) {
         or_never(self.served.clone().wait_for(|served| with_common_shm(served) != *before)).await;
     }
 

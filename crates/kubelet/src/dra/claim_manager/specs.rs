@@ -44,7 +44,7 @@ pub(in crate::dra) async fn keep_specs(manager: &ClaimManager) {
             published.mark_unchanged();
             manager.renew_specs().await;
         }
-        let daemons = OptionFuture::from(settings.mps.as_ref().map(|mps| mps.common_shm_changes(&common_shm)));
+        let daemons = OptionFuture::from(settings.mps.as_ref().map(|mps| mps.await_common_shm_change(&common_shm)));
         tokio::select! {
             Ok(()) = cdi.changed() => {}
             Ok(()) = host.changed() => {}
