@@ -162,8 +162,7 @@ fn publish(
     node.spawn_until_done("writer of slices", writing.map(Ok));
 }
 
-/// Writes slices whenever this process has the right to touch claims, because two processes would undo each other's
-/// slices.
+/// Writes slices whenever this process has the right to touch claims: two processes would undo each other's slices.
 /// Ends at `shutdown`. Sends no request before the plugin first binds its sockets.
 fn write_slices(
     api: ApiServer,

@@ -353,8 +353,7 @@ impl Node {
         }
         let effects = self.state.apply(event);
         let awaits = self.state.current.ledger().awaits_listing() || self.state.current.offers().awaits_holders();
-        // The kubelet's list changes soon after this event, so the pauses become short again if they have grown while
-        // the state waited for another holder.
+        // The kubelet's list changes soon after this event, so the pauses become short again.
         let asks_again = changes_holders && awaits;
         self.asks_often.send_if_modified(|often| std::mem::replace(often, awaits) != awaits || asks_again);
         if !self.state.current.topology().gpus().is_empty() {

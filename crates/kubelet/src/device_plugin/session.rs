@@ -1,7 +1,6 @@
 //! One session with the kubelet: our socket, its server, its streams and connections.
 //!
-//! Made by `life` and driven by the executor of the registration. All of it ends when it is dropped: the socket is
-//! removed, streams end, connections break.
+//! Made by `life` and driven by the executor of the registration. Ends when it is dropped.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -79,7 +78,7 @@ pub(super) struct PluginSession {
     pub name: String,
     /// The process that listens on kubelet.sock, known once we have connected to it.
     pub kubelet: Arc<OnceLock<Peer>>,
-    /// The sockets of other plugins of this resource that existed when ours was bound, and still did at the last check.
+    /// The sockets of other plugins of this resource that existed both when ours was bound and at the last check.
     predecessors: Vec<PathBuf>,
     servers: Servers,
     streams: watch::Receiver<usize>,

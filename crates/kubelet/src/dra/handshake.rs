@@ -1,8 +1,7 @@
 //! The DRA plugin's handshake with the kubelet: the kubelet finds a socket in its folder, asks for the plugin's name,
 //! and says whether it registered the plugin. A kubelet that restarts does so again with the same socket.
 //!
-//! Pure: no I/O, no clock, no task. [`RegistrationMachine`] calls it. The tests beside this file check it in a
-//! simulated world.
+//! Pure: no I/O, no clock, no task. [`RegistrationMachine`] calls it.
 //!
 //! [`RegistrationMachine`]: crate::registration::RegistrationMachine
 

@@ -1,6 +1,4 @@
 //! The DRA plugin as the executor of its life sees it: it looks for the kubelet's folder and reports events.
-//!
-//! All the plugin's work is done in the task of [`super::Plugin::run`], which the node owns.
 
 use std::convert::Infallible;
 use std::path::Path;

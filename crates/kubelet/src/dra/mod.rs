@@ -102,8 +102,7 @@ pub struct Settings {
     /// The time after which a list of holders without a claim shows that no container has it, counted from the claim's
     /// preparation or this process's start. The lists are read every 30 s at least.
     pub listed_within: Duration,
-    /// The time between two reports of all devices' health while nothing changes: the kubelet forgets a report after
-    /// 30 s.
+    /// The time between two reports of unchanged health: the kubelet forgets a report after 30 s.
     pub heartbeat: Duration,
     /// The time between two sweeps, which search for claims that are gone.
     pub sweep: Duration,
@@ -250,8 +249,7 @@ impl Plugin {
         Self { settings, reporter, phase, claims_right }
     }
 
-    /// Follows the right to touch the node's claims. A task that writes anything for claims keeps a clone of the right
-    /// until the write has ended.
+    /// Follows the right to touch the node's claims. A task that writes for claims keeps a clone while it writes.
     pub fn claims_right(&self) -> watch::Receiver<Option<Right>> {
         self.claims_right.subscribe()
     }

@@ -1,7 +1,6 @@
 //! One session with the kubelet: our two sockets, their servers and connections.
 //!
-//! Made by `life` and driven by the executor of the registration. All of it ends when it is dropped: the sockets are
-//! removed, streams end, connections break.
+//! Made by `life` and driven by the executor of the registration. Ends when it is dropped.
 
 use std::fs;
 use std::path::{Path, PathBuf};

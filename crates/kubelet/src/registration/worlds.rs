@@ -349,7 +349,7 @@ impl<N: Neighbour> World<N> {
     }
 }
 
-/// Random events, those of the neighbour among them.
+/// Random events, the neighbour's included.
 pub fn happening<N: Neighbour>() -> impl Strategy<Value = Happening<N::Happening>> {
     prop_oneof![
         4 => (0_u64..400).prop_map(Happening::Passes),

@@ -58,8 +58,7 @@ impl Hosts {
     }
 
     /// Returns true for a Service's name that ends in `svc`, the cluster's domain or `cluster.local`. The short form
-    /// NAME.NAMESPACE is not known: if a namespace has the name of a top-level domain, anybody on the Internet may own
-    /// such a name.
+    /// NAME.NAMESPACE is not known: a namespace may have the name of a top-level domain, where anybody may own a name.
     fn is_service(&self, name: &str) -> bool {
         let domain = self.domain.as_deref().unwrap_or(CLUSTER_DOMAIN);
         let mut parts = name.splitn(4, '.');

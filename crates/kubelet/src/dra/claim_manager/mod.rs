@@ -104,7 +104,7 @@ impl ClaimManager {
         !self.settings.serves
     }
 
-    /// Returns true if any claim is prepared or being prepared, or has an unreadable checkpoint.
+    /// Returns true if any claim is being prepared, or has a checkpoint, even an unreadable one.
     pub fn has_checkpoints(&self) -> bool {
         lock(&self.slots).values().any(|slot| slot.found.is_some())
     }

@@ -1,4 +1,4 @@
-//! Prepares a claim: reads it, lets the core plan it, and carries the plan out. linkwise may be killed in each step.
+//! Prepares a claim: reads it, lets the core plan it, and carries the plan out.
 
 use std::collections::BTreeSet;
 use std::pin::pin;

@@ -45,8 +45,8 @@ pub(in crate::dra) async fn keep_sweeping(manager: &ClaimManager, stop: &Cancell
             (state.ledger().lists_all(), is_seen(&state))
         };
         manager.sweep(stop).await;
-        // A sweep without the kubelet's list undoes no claim that is gone, and a sweep without the driver destroys no
-        // MIG device. The next sweep follows when the list or the driver is there.
+        // Without the kubelet's list, a sweep undoes no claim that is gone; without the driver, it destroys no MIG
+        // device. The next sweep follows when the list or the driver is there.
         let news = |state: &Arc<NodeState>| !was_known && state.ledger().lists_all() || !was_seen && is_seen(state);
         let news = or_never(snapshot.wait_for(news));
         let limit = if manager.is_off() && manager.has_checkpoints() { pause.min(OFF_SWEEP_INTERVAL) } else { pause };
@@ -89,8 +89,8 @@ impl ClaimManager {
         let folder = self.settings.cdi_folder.clone();
         let with_spec = files::blocking(move || Ok(specs::claims(&folder))).await.unwrap_or_default();
         let state = Arc::clone(&self.snapshot.borrow());
-        // A spec without a checkpoint may belong to a claim that a container has, and whose checkpoint is in another
-        // state folder of this boot. The kubelet's list names the claims of containers.
+        // A spec without a checkpoint may be that of a container's claim, whose checkpoint is in another state folder
+        // of this boot. The kubelet's list names the claims of containers.
         let is_used = |uid: &String| {
             let mut names = state.ledger().claimed_lately().flat_map(|held| &held.cdi_names);
             !state.ledger().lists_all()
