@@ -115,8 +115,8 @@ where
                     if open.len() >= MAX_CONNECTIONS {
                         let is_silent = |client: &OpenConnection| !client.has_request.load(Ordering::Relaxed);
                         let silent = open.iter().find(|(_, client)| protocol == Protocol::Http1 && is_silent(client));
-                        let first = silent.or_else(|| open.first_key_value()).map(|(number, _)| *number);
-                        first.and_then(|number| open.remove(&number)).iter().for_each(|client| client.end.abort());
+                        let closed = silent.or_else(|| open.first_key_value()).map(|(number, _)| *number);
+                        closed.and_then(|number| open.remove(&number)).iter().for_each(|client| client.end.abort());
                     }
                     let number = next;
                     next = next.wrapping_add(1);

@@ -75,7 +75,7 @@ async fn unexpected_task_end_ends_the_node() {
 }
 
 #[tokio::test]
-async fn no_plugin_before_the_holders_were_asked() {
+async fn no_plugin_before_kubelet_was_asked_for_holders() {
     let folder = tempfile::tempdir().unwrap();
     let mut settings = settings(folder.path());
     settings.kubelet.pod_resources_socket = Some(folder.path().join("pod-resources.sock"));

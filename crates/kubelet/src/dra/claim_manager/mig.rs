@@ -160,9 +160,9 @@ impl ClaimManager {
         answered.await.unwrap_or_else(|_| Err(failed("the NVML agent ended before it answered", true)))
     }
 
-    /// Waits until the snapshot has the MIG devices that the driver has now: the last scan may be from
-    /// before the previous process made and destroyed devices for its last claims. Each later device is made by this
-    /// process, which waits for it. If the driver cannot be asked, the next caller asks again.
+    /// Waits until the snapshot has the MIG devices that the driver has now: the last scan may be from before the
+    /// previous process made and destroyed devices for its last claims. Each later device is made by this process,
+    /// which waits for it. If the driver cannot be asked, the next caller asks again.
     pub(super) async fn await_mig(&self) {
         if self.knows_mig() {
             return;
