@@ -36,8 +36,8 @@ pub fn orders(node: &Node, release: &Release) -> Orders {
                     Order::Clear(_) | Order::Cordon(..) | Order::Accept if !is_owner => {
                         Outcome::NotYet("another linkwise serves this node: give it the order".to_owned())
                     }
-                    Order::Release => release_driver(&release, true, RELEASE_TIMEOUT).await,
-                    Order::Resume => release_driver(&release, false, RELEASE_TIMEOUT).await,
+                    Order::Release => release_or_resume(&release, true, RELEASE_TIMEOUT).await,
+                    Order::Resume => release_or_resume(&release, false, RELEASE_TIMEOUT).await,
                     Order::Clear(gpu) => clear(&snapshot, &events, gpu),
                     Order::Cordon(gpu, cordon) => set_cordon(&snapshot, &events, gpu, cordon),
                     Order::Accept => accept(&snapshot, &events),
@@ -47,10 +47,10 @@ pub fn orders(node: &Node, release: &Release) -> Orders {
     }
 }
 
-async fn release_driver(release: &Release, is_release: bool, patience: Duration) -> Outcome {
+async fn release_or_resume(release: &Release, is_release: bool, patience: Duration) -> Outcome {
     let failure = release.order(is_release).await.err().map(|error| {
-        let order = if is_release { "releases" } else { "uses" };
-        format!("only this process {order} the driver: cannot pass the order to other processes: {error}")
+        let verb = if is_release { "releases" } else { "uses" };
+        format!("only this process {verb} the driver: cannot pass the order to other processes: {error}")
     });
     let holders = if is_release { release.holders_after(patience).await } else { Vec::new() };
     match failure {
@@ -58,7 +58,7 @@ async fn release_driver(release: &Release, is_release: bool, patience: Duration)
             "processes still hold the driver after {patience:?}: {}; one may hang in the kernel; the order stands",
             holders.join(", ")
         )),
-        Some(words) => Outcome::NotYet(words),
+        Some(failure) => Outcome::NotYet(failure),
         None if is_release => Outcome::Done("no process of linkwise on this node holds the driver".to_owned()),
         None => Outcome::Done("linkwise uses the driver again".to_owned()),
     }
@@ -190,7 +190,7 @@ mod tests {
         readiness.enter(&Part::CdiSync, "up to date", true);
         readiness.add(plugin.clone(), Phase::Pausing.words());
         readiness.trouble(&plugin, "no kubelet".to_owned());
-        // A GPU that a pod holds and this node does not have is on the list too.
+        // A GPU that a pod holds and this node does not have counts as unhealthy.
         let held = [(ResourceName::gpu(), linkwise_core::allocation::DeviceId::from("GPU-gone".to_owned()))];
         let (snapshot, _) =
             snapshot().apply(Event::Holders(Some(held.into_iter().collect())), Duration::from_secs(1_700_000_000));
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn order_that_cannot_be_queued_is_503() {
+    async fn order_is_503_on_standby_full_queue_and_end() {
         let folder = tempfile::tempdir().unwrap();
         let mut node = node(folder.path()).await;
         let release = release();
@@ -242,7 +242,7 @@ mod tests {
         let elsewhere = Outcome::NotYet("another linkwise serves this node: give it the order".to_owned());
         assert_eq!((orders.carry_out)(Order::Cordon(gpu.clone(), None)).await, elsewhere);
         node.files.send_replace(right);
-        // No task takes events here: in the end there is no room for one more.
+        // No task takes events here, so the queue fills.
         while events.try_send(Event::Tick).is_ok() {}
         let later = Outcome::NotYet("the queue of events is full; try again".to_owned());
         assert_eq!((orders.carry_out)(Order::Clear(gpu.clone())).await, later);
@@ -254,12 +254,12 @@ mod tests {
     async fn unfinished_release_is_503_and_stands() {
         let release = release();
         release.set_held(true);
-        let answer = release_driver(&release, true, Duration::from_millis(1)).await;
+        let answer = release_or_resume(&release, true, Duration::from_millis(1)).await;
         assert!(matches!(&answer, Outcome::NotYet(words) if words.contains("the order stands")), "{answer:?}");
         assert!(release.is_ordered());
         release.set_held(false);
         assert_eq!(
-            release_driver(&release, true, RELEASE_TIMEOUT).await,
+            release_or_resume(&release, true, RELEASE_TIMEOUT).await,
             Outcome::Done("no process of linkwise on this node holds the driver".to_owned())
         );
     }

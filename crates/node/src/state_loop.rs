@@ -37,8 +37,8 @@ impl StateWriter {
         }
     }
 
-    /// Applies an event, publishes the state if the event changed what readers see, and logs. Returns all effects; the
-    /// caller carries out those on the node.
+    /// Applies an event, logs its warnings, and publishes the state if the event changed what readers see. Returns all
+    /// effects; the caller carries out those on the node.
     pub fn apply(&mut self, event: Event) -> Vec<Effect> {
         let (state, effects) = std::mem::take(&mut self.current).apply(event, self.clock.now());
         self.current = state;

@@ -69,7 +69,7 @@ impl Views {
         Self { snapshot, readiness, facts, last, rendered }
     }
 
-    /// Records a choice; the oldest is forgotten.
+    /// Records a choice, and forgets the oldest beyond `MAX_CHOICES`.
     pub fn chosen(&self, choice: ChoiceView) {
         let mut choices = lock(&self.facts.choices);
         choices.truncate(MAX_CHOICES - 1);

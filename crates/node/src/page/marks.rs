@@ -1,5 +1,5 @@
-//! The pods of the page: letters and colours, which a pod keeps while others come and go, and the marks of their GPUs
-//! in the picture.
+//! The pods of the page: letters and colours, which a pod keeps while others come and go, and the marks of GPUs in the
+//! picture.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -31,7 +31,7 @@ impl PodNumbers {
         }
     }
 
-    /// The number of a pod; the first number for a pod that holds no GPU.
+    /// The number of a pod; 0 for a pod that holds no GPU.
     fn of(&self, pod: &PodName) -> PodNumber {
         PodNumber(self.0.get(pod).copied().unwrap_or_default())
     }
@@ -104,7 +104,7 @@ impl<'a> Holders<'a> {
                 Some(Availability::Mig) => (Holder::Nobody, "MIG, free".to_owned()),
                 Some(Availability::Cordoned) => (Holder::Nobody, "cordoned".to_owned()),
                 Some(Availability::Unknown) => (Holder::Nobody, "holder unknown".to_owned()),
-                // The page shows the reason below.
+                // An unhealthy GPU's mark shows the reason instead.
                 Some(Availability::Free | Availability::Unhealthy) => (Holder::Nobody, "free".to_owned()),
             },
             [(number, (_, pod))] => (Holder::One(number.colour()), format!("{} {pod}", number.letters())),

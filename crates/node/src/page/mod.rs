@@ -1,9 +1,9 @@
 //! The node's page, `GET /` on the metrics port: `page.html` filled with a [`NodeView`] and the picture of the machine.
 //!
-//! A function of its arguments: the same view gives the same page. `views` makes the views, and renders pages apart
-//! from admissions. The page is one document without parts from elsewhere: it contains its one style sheet and its one
-//! script, and the header that `security_policy` makes has a browser load nothing from elsewhere. The template engine
-//! passes each value through `Escaper`.
+//! A function of its arguments: the same view gives the same page. `views` makes the views, and renders pages on a
+//! thread of its own. The page is one document: it contains its one style sheet and its one script, and the header that
+//! `security_policy` makes has a browser load nothing from elsewhere. The template engine passes each value through
+//! `Escaper`.
 
 mod marks;
 #[cfg(test)]
@@ -241,7 +241,7 @@ impl<'a> Document<'a> {
         rows
     }
 
-    /// The UUID and the name (NVML's index) of each GPU, and true if it is healthy.
+    /// The UUID and the name (NVML's index, or `gone`) of each GPU, and true if it is healthy.
     fn cells<'b, T: AsRef<str> + ?Sized + 'b>(
         &self,
         uuids: impl Iterator<Item = &'b T>,

@@ -1,4 +1,4 @@
-//! The conditions of the takeover's stages: this node could serve, its plugins are registered, they have ended.
+//! The conditions of the takeover's stages, such as that this process's plugins are registered, or have ended.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,8 +33,8 @@ pub struct Facts {
 }
 
 impl Facts {
-    /// Waits until the condition of the machine's stage is met, and returns that as an input. The executor
-    /// handles messages and deadlines. `is_empty_handed`: this process has nothing to register.
+    /// Waits until the condition of the current stage is met, and returns the input that says so. The executor handles
+    /// messages and deadlines. `is_empty_handed`: this process has nothing to register.
     pub async fn condition(
         mut self,
         machine: &TakeoverMachine,
@@ -44,11 +44,11 @@ impl Facts {
         // If a sender is gone, the node is ending.
         let is_met = match machine.stage() {
             Stage::StandingBy if machine.sees_gpus() != Some(true) => {
-                let has_none = |readiness: &Readiness| matches!(*readiness.idle().borrow(), Idle::NoGpu(_));
+                let is_without_gpu = |readiness: &Readiness| matches!(*readiness.idle().borrow(), Idle::NoGpu(_));
                 let sees_gpus = tokio::select! {
                     biased;
                     Ok(_) = self.snapshot.wait_for(|state| state.offers_any()) => true,
-                    () = until(&self.readiness, has_none) => true,
+                    () = until(&self.readiness, is_without_gpu) => true,
                     () = until(&self.readiness, Readiness::sees_nothing), if machine.sees_gpus().is_none() => false,
                 };
                 return Input::SeesGpus(sees_gpus);

@@ -39,7 +39,7 @@ use linkwise_system::metrics::new;
 use linkwise_system::right::Right;
 use linkwise_system::uds::{self, Callers, Listener};
 
-/// The time between two attempts of a standby to take the lock, or to connect to the owner.
+/// The time between two attempts of a standby to take the lock or to connect to the owner, and the longest time to connect.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 /// The time between two attempts to take the lock, of an owner without the lock and of a pod that has handed over.
 const SLOW_RETRY_INTERVAL: Duration = Duration::from_secs(1);
@@ -165,7 +165,7 @@ struct Takeover {
     orders: mpsc::Sender<Order>,
     dra: watch::Sender<bool>,
     claims: watch::Sender<Option<Right>>,
-    /// The rights to touch claims that were taken back: each token is cancelled when its right has ended.
+    /// A token for each right to touch claims that this process took back; cancelled when the right has ended.
     claims_ends: Vec<CancellationToken>,
     files: watch::Sender<Option<Right>>,
     /// True if the last order to the node was to start plugins.
@@ -175,7 +175,7 @@ struct Takeover {
     observed: watch::Receiver<Option<Arc<NodeObservation>>>,
     others: watch::Sender<Others>,
     metrics: TakeoverMetrics,
-    /// The moment from which the machine counts its time.
+    /// The moment from which `machine` counts its time.
     begun_at: Instant,
     /// The moment at which this process became the owner.
     owner_since: Instant,
@@ -216,7 +216,7 @@ impl Takeover {
                 Stage::Owning if self.lock.is_none() => Some(SLOW_RETRY_INTERVAL),
                 _ => None,
             };
-            let hands_over = stage == Stage::Owning && self.peer.is_none();
+            let takes_requests = stage == Stage::Owning && self.peer.is_none();
             let is_empty_handed = self.is_empty_handed();
             let condition = self.facts.clone().condition(&self.machine, is_empty_handed, self.claims_ends.clone());
             let (settled, guests) = (self.facts.clone().settled(self.owner_since), &mut self.guests);
@@ -231,7 +231,7 @@ impl Takeover {
                 Some(received) = OptionFuture::from(self.peer.as_mut().map(Connection::next)) => {
                     self.on_peer_message(received).await?;
                 }
-                Some((guest, received)) = requests, if hands_over => self.on_guest_message(guest, received).await?,
+                Some((guest, received)) = requests, if takes_requests => self.on_guest_message(guest, received).await?,
                 Some(caller) = OptionFuture::from(listener) => match caller {
                     Ok(caller) if caller.is_admitted => self.welcome(Connection::new(caller.stream)),
                     Ok(_) => {}
@@ -244,7 +244,7 @@ impl Takeover {
         }
     }
 
-    /// Takes the lock if it is free, or else connects to the owner.
+    /// Takes the lock if it is free; if not, connects to the owner if this process can take over.
     async fn try_lock_or_connect(&mut self) -> Result<()> {
         let found = self.folder.try_take().await;
         let is_owner = self.machine.stage() == Stage::Owning;
@@ -502,7 +502,7 @@ impl Takeover {
                 let inherits = owner_scan.is_some();
                 self.order(Order::Adopt { record, owner_scan }).await?;
                 if inherits {
-                    // The calls for claims that wait go on next, and need the GPUs in the snapshot.
+                    // Waiting calls for claims go on next, and need the GPUs in the snapshot.
                     let has_gpus = self.facts.snapshot.wait_for(|state| !state.topology().gpus().is_empty());
                     let _ = timeout(SEND_TIMEOUT, has_gpus).await;
                 }
@@ -586,7 +586,7 @@ impl Takeover {
     }
 }
 
-/// The outcomes of takeovers. docs/metrics.md documents them.
+/// The metrics of takeovers. docs/metrics.md documents them.
 #[derive(Clone, Debug)]
 pub struct TakeoverMetrics {
     takeovers: Family<[(&'static str, &'static str); 1], Counter>,

@@ -25,8 +25,8 @@ const MAX_RETIRED: usize = 16;
 /// The longest time that one call waits for the disk to answer an attempt to take the lock.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The content of the lock's file: the owner, and the pods that handed over. It keeps a pod from taking over twice, and
-/// people may read it.
+/// The content of the lock's file: the owner, and the pods that handed over, which do not take over from a living
+/// owner. People may read it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Owner {
@@ -65,7 +65,7 @@ impl Owner {
     }
 }
 
-/// The lock, held until this is dropped.
+/// An open file that holds the lock.
 #[derive(Debug)]
 pub struct Lock(File);
 

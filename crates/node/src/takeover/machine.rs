@@ -157,7 +157,7 @@ impl TakeoverMachine {
         Self { stage: Stage::Owning, sees_gpus: Some(true), ..Self::standby(false) }
     }
 
-    /// A process that found the lock held. If it `can_take_over`, it asks the owner as soon as it could serve.
+    /// A process that found the lock held. If it `can_take_over`, it asks the owner once it has looked for GPUs.
     pub fn standby(can_take_over: bool) -> Self {
         Self { can_take_over, pauses: PAUSES, ..Self::default() }
     }
@@ -247,7 +247,7 @@ impl TakeoverMachine {
                 self.enter(Stage::Waiting, None);
                 self.send(Message::Serving);
             }
-            // The owner has died. This process has the lock, and begins or serves already.
+            // The owner has died. This process has the lock, and its plugins start or serve already.
             (Stage::Starting, Input::Lost) => self.own(Outcome::Succeeded),
             (Stage::Waiting, Input::Lost) => self.own(Outcome::TookOver),
             (Stage::Joining | Stage::Receiving | Stage::Starting | Stage::Waiting, Input::Refused | Input::Tick) => {
@@ -333,7 +333,7 @@ impl TakeoverMachine {
         self.end(Stage::Owning, outcome);
     }
 
-    /// Gives up a takeover. The pause before the next one is twice as long, up to the longest of [`PAUSES`].
+    /// Gives up a takeover. The pause before the next one doubles, up to the longest of [`PAUSES`].
     fn fail(&mut self, now: Duration) {
         (self.is_connected, self.was_refused) = (false, true);
         let pause = self.pauses.failed();

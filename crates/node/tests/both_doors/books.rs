@@ -83,7 +83,7 @@ impl Books {
         self.held.remove(pod);
     }
 
-    pub fn has(&self, gpu: u8) -> bool {
+    pub fn is_held(&self, gpu: u8) -> bool {
         self.held.values().flatten().any(|(part, _)| part.gpu == gpu)
     }
 }

@@ -10,11 +10,11 @@ use linkwise_core::state::{ClaimedDevice, Health, Holdings, NodeState};
 
 use super::books::Part;
 
-/// The longest time from the answer to Allocate until the device is in the kubelet's records. linkwise asks for the
-/// list that counts 1 s after the previous one (`MIN_ASK_INTERVAL` of `device_plugin::pod_resources`).
+/// The longest time from the answer to Allocate until the device is in the kubelet's records. linkwise asks
+/// at most once a second (`MIN_ASK_INTERVAL` of `device_plugin::pod_resources`), so the second list has the device.
 pub const BOOKED_WITHIN: Duration = Duration::from_millis(900);
 
-/// The devices of a pod that the device plugin gave out.
+/// The devices that a pod got from the device plugin.
 #[derive(Clone, Debug)]
 pub struct Devices {
     pub resource: String,

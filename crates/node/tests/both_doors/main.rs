@@ -1,6 +1,6 @@
 //! Both doors of one node in half a million random steps. Pods start and end through the device plugin and through
 //! claims, while processes die, processes with the other door follow, and GPUs go and come back. No two pods ever have
-//! the same GPU, and in the end each GPU is offered again.
+//! the same hardware, except as slots, and in the end each GPU is offered again.
 //!
 //! The state with its ledger and doors and `claims::plan` are the real ones. The kubelet, the scheduler, the disk and
 //! the API server, which is always available, are models. The test keeps its own record of what containers have
@@ -67,7 +67,7 @@ enum PodState {
 struct World {
     random: Random,
     now: Duration,
-    /// The door that the operator wants. It changes only when a new process starts.
+    /// The door that the operator wants. It changes only when a process dies.
     door: Door,
     /// True if the operator wants GPUs to be shared. It changes at any time.
     is_shared: bool,
@@ -81,7 +81,7 @@ struct World {
     slices: VecDeque<(u32, Vec<String>)>,
     /// The number of processes so far.
     processes: u32,
-    /// The pod of each claim, by the claim's UID.
+    /// The state of each claim's pod, by the claim's UID.
     claims: BTreeMap<String, PodState>,
     books: Books,
     made: u32,
@@ -155,7 +155,7 @@ impl World {
         self.kubelet.healthy.clear();
     }
 
-    /// Checks what linkwise has published since the last check: no GPU is offered through both doors.
+    /// Checks the lists of devices, keeps a published slice, and checks that no hardware is offered through both doors.
     fn look(&mut self) -> Checked {
         let Some(process) = self.process.as_mut() else { return Ok(()) };
         process.check_lists()?;
@@ -169,7 +169,7 @@ impl World {
             self.slices.pop_front();
         }
         let Some((by, last)) = self.slices.back() else { return Ok(()) };
-        // The next process does not know what the previous one offered if its record was never written to the disk.
+        // A process does not know what the previous one offered if the previous one's record never reached the disk.
         if *by != self.processes {
             return Ok(());
         }
@@ -375,7 +375,7 @@ impl World {
     fn change_gpu(&mut self) {
         let gpu = self.random.of(&[0, 1, 2, 3]);
         let is_lost = self.random.one_in(4);
-        let changes_mode = gpu >= 2 && !self.books.has(gpu) && self.random.one_in(8);
+        let changes_mode = gpu >= 2 && !self.books.is_held(gpu) && self.random.one_in(8);
         let (is_there, in_mig) = &mut self.gpus[usize::from(gpu)];
         if !*is_there || is_lost {
             *is_there = !*is_there;
@@ -563,7 +563,7 @@ fn played(seeds: impl Iterator<Item = u64>) -> Vec<Counts> {
 }
 
 #[test]
-fn no_gpu_has_two_pods_or_is_lost() {
+fn no_hardware_is_given_twice_or_lost() {
     let cores = thread::available_parallelism().unwrap().get();
     let played: Vec<Counts> = thread::scope(|scope| {
         let each = |core| scope.spawn(move || played((0..HISTORIES).skip(core).step_by(cores)));

@@ -1,6 +1,6 @@
 //! One process of linkwise: the state with its one writer, the snapshot that the doors read, and the DRA plugin. State,
 //! ledger, doors and `claims::plan` are the real ones. A call of the DRA plugin is one step here, which no death
-//! interrupts: `tests/dra/door/crash.rs` tests those deaths.
+//! interrupts: `tests/dra/door/crash.rs` tests deaths during calls.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -38,7 +38,7 @@ impl Disk {
     }
 }
 
-/// The claims that the API server has, with the devices of their written allocation.
+/// The claims that the API server has, with the devices allocated to each.
 pub type Cluster = BTreeMap<String, Vec<String>>;
 
 fn read(cluster: &Cluster, uid: &str) -> Option<Claim> {
@@ -65,7 +65,7 @@ pub struct Process {
     pub events: VecDeque<Event>,
     /// The time at which each claim was entered.
     entered: BTreeMap<String, Duration>,
-    awaits: bool,
+    awaits_holders: bool,
     /// The health record for the next process, which is not on the disk yet.
     pub record: Option<HealthRecord>,
     /// The list that the kubelet will answer with, and the time of the request.
@@ -92,7 +92,7 @@ impl Process {
             state,
             events: events.into(),
             entered: disk.claims.keys().map(|uid| (uid.clone(), now)).collect(),
-            awaits: false,
+            awaits_holders: false,
             record: None,
             request: None,
             next_list: now,
@@ -125,7 +125,7 @@ impl Process {
         let (state, effects) = std::mem::take(&mut self.state).apply(event, now);
         self.state = state;
         let awaits = self.state.offers().awaits_holders();
-        if std::mem::replace(&mut self.awaits, awaits) != awaits && self.request.is_none() {
+        if std::mem::replace(&mut self.awaits_holders, awaits) != awaits && self.request.is_none() {
             (self.next_list, self.pause) = (now, Duration::ZERO);
         }
         for effect in effects {
@@ -163,7 +163,7 @@ impl Process {
     /// Applies the kubelet's list, or its silence. While holders are awaited, each list doubles the pause, up to 30 s.
     pub fn listed(&mut self, held: Option<Holdings>, now: Duration) {
         let [first, longest] = [1, 30].map(Duration::from_secs);
-        self.pause = match (&held, self.awaits) {
+        self.pause = match (&held, self.awaits_holders) {
             (None, _) => first,
             (Some(_), true) => (self.pause * 2).clamp(first, longest),
             (Some(_), false) => longest,

@@ -230,7 +230,7 @@ impl World {
             if standby.machine.sees_gpus() != Some(!self.is_blind) {
                 moves.push(Move::Sees);
             }
-            // Another connection of the same process would be refused.
+            // The owner answers a new connection only after the end of the previous one.
             let is_owned = owner.lives && owner.machine.stage() != Stage::Retired;
             if self.open == [false; 2] && is_owned && owner.listens {
                 moves.push(Move::Connects);
@@ -301,7 +301,7 @@ impl World {
         }
     }
 
-    /// Makes every move that is possible without time passing.
+    /// Makes possible moves until none is left; no time passes.
     fn settle(mut self) -> Self {
         for _ in 0..200 {
             match self.moves().first() {
@@ -309,7 +309,7 @@ impl World {
                 None => return self,
             }
         }
-        panic!("never at rest: {self:?}");
+        panic!("not at rest after 200 moves: {self:?}");
     }
 
     fn key(&self) -> String {
@@ -388,7 +388,7 @@ fn death_at_any_step_leaves_one_that_serves() {
 }
 
 #[test]
-fn side_that_hangs_ends_the_takeover() {
+fn side_that_hangs_leaves_one_owner_that_serves() {
     // At any step time may pass instead of the next move.
     walk(
         |world| if world.now > Duration::from_secs(200) { Vec::new() } else { vec![Move::Waits] },
@@ -495,7 +495,7 @@ fn place_is_taken_or_kept_whatever_the_driver_does() {
 }
 
 #[test]
-fn failed_takeovers_come_after_growing_pauses() {
+fn pauses_grow_with_failed_takeovers() {
     let asks = [Action::Ask];
     let mut machine = TakeoverMachine::standby(true);
     let mut now = Duration::ZERO;
@@ -526,7 +526,7 @@ fn owner_without_the_lock_stands_by() {
         let now = Duration::from_secs(5);
         assert_eq!(machine.step(Input::Held { can_take_over }, now), [Action::End(Outcome::Failed)]);
         assert_eq!((machine.stage(), machine.duties()), (Stage::StandingBy, Duties::default()));
-        assert_eq!(machine.step(Input::Connected, now), [], "not at once");
+        assert_eq!(machine.step(Input::Connected, now), [], "asks before the pause is over");
         let asks = machine.step(Input::Tick, machine.wake().unwrap());
         assert_eq!(asks.contains(&Action::Ask), can_take_over);
         // The process becomes the owner again when the lock is free.
