@@ -43,7 +43,7 @@ const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
 pub struct Parent(Mutex<UnixStream>);
 
 impl Parent {
-    /// Sends a whole message. If the parent does not take it, the parent is gone, and this process ends.
+    /// Sends a whole message. If that fails, this process ends.
     pub fn send(&self, message: &FromAgent) {
         let line = encode(message).unwrap_or_else(|error| give_up("cannot send to the parent", &error));
         // A thread that panicked while writing has left half a line. The parent will refuse it.
@@ -122,7 +122,7 @@ pub fn main(command: &str) -> anyhow::Result<()> {
     if let Some(set) = set {
         events::listen(&set, &gpus, &parent, &waiting, &own_requests, || !watching.is_finished());
     }
-    // If no GPU has events, this thread has no work. A panic has been printed.
+    // If no GPU has events, this thread has no work. A panic of the polling thread has been printed.
     let _ = watching.join();
     bail!("the polling thread ended")
 }
@@ -150,7 +150,7 @@ fn listen(socket: UnixStream, requests: &mpsc::Sender<ToAgent>) {
 /// shut down NVML at the same moment have hung the driver (NVIDIA/k8s-device-plugin#466).
 fn enter(command: &AgentCommand) -> Result<(Option<DriverUse>, Option<File>), CallError> {
     let Some(gate) = &command.gate else { return Ok((None, None)) };
-    let driver = gate.enter().map_err(|released| CallError::unreadable(RELEASED, released))?;
+    let driver = gate.enter().map_err(|released| CallError::in_words(RELEASED, released))?;
     Ok((Some(driver), gate.init_turn()))
 }
 
@@ -173,14 +173,14 @@ fn load(command: &AgentCommand, calls: &Calls) -> Result<(PathBuf, Nvml), CallEr
             Err(error) => return Err(error),
         }
     }
-    let missing = missing.unwrap_or_else(|| CallError::unreadable(LOAD, "no library to load"));
+    let missing = missing.unwrap_or_else(|| CallError::in_words(LOAD, "no library to load"));
     let root = match &command.library {
         Some(library) => Some(library).filter(|root| root.is_dir()),
         None => command.driver_root.as_ref(),
     };
     let Some(root) = root else { return Err(missing) };
     let (why, root, folders) = (&missing.reason, root.display(), library::FOLDERS.join(", "));
-    Err(CallError::unreadable(LOAD, format_args!("{why}; searched below the driver's root {root}: {folders}")))
+    Err(CallError::in_words(LOAD, format_args!("{why}; searched below the driver's root {root}: {folders}")))
 }
 
 fn init(library: &Path, calls: &Calls) -> Result<Nvml, CallError> {
@@ -188,7 +188,7 @@ fn init(library: &Path, calls: &Calls) -> Result<Nvml, CallError> {
         let library = library.display();
         // The dynamic linker's message begins with the name too.
         let reason = reason.strip_prefix(&format!("{library}: ")).unwrap_or(reason);
-        CallError::unreadable(LOAD, format_args!("cannot load {library}: {reason}"))
+        CallError::in_words(LOAD, format_args!("cannot load {library}: {reason}"))
     };
     // nvml-wrapper loads and initialises the library in one step.
     let opened = calls.raw(INIT, || match Nvml::builder().lib_path(library.as_os_str()).init() {

@@ -65,7 +65,7 @@ impl Fault {
 pub enum Reason {
     /// NVML's return code.
     Code(u32),
-    /// The error in words: no library loads, the driver is released, or an answer is unreadable.
+    /// The error in words, such as that no library loads, or that an answer is unreadable.
     Text(String),
 }
 
@@ -106,7 +106,7 @@ impl CallError {
     }
 
     /// A failure for which NVML has no code, described in words.
-    pub fn unreadable(call: &'static str, what: impl fmt::Display) -> Self {
+    pub fn in_words(call: &'static str, what: impl fmt::Display) -> Self {
         Self { call: Cow::Borrowed(call), reason: Reason::Text(what.to_string()) }
     }
 }
@@ -138,7 +138,7 @@ pub fn answer<T>(call: &'static str, result: Result<T, NvmlError>) -> Answer<T> 
             | NvmlError::SetReleaseFailed
             | NvmlError::GetPciInfoFailed
             | NvmlError::PciInfoToCFailed),
-        ) => Err(CallError::unreadable(call, error)),
+        ) => Err(CallError::in_words(call, error)),
         Err(error) => returned(call, error.into(), || None),
     }
 }

@@ -58,7 +58,7 @@ impl Calls {
         self.unreported(call, make)
     }
 
-    /// Makes one of several calls that were reported together.
+    /// Makes a call that was reported before, alone or with others of its name.
     pub fn unreported<T>(&self, call: &'static str, make: impl FnOnce() -> Answer<T>) -> Answer<T> {
         let begin = Instant::now();
         let answer = make();
@@ -75,7 +75,7 @@ impl Calls {
         answer
     }
 
-    /// Reports the next calls, which all have the same name.
+    /// Reports the next call, or the next calls if all have this name.
     pub fn report(&self, call: &str) {
         let called = Called { call: call.to_owned(), gpu: self.gpu.clone() };
         self.parent.send(&FromAgent::Calling(called));

@@ -127,7 +127,7 @@ pub fn register<'nvml>(
 }
 
 /// Waits for the events of the registered GPUs and reports them, while `may_continue` returns true before a wait.
-/// Requests a poll after each event: the poll finds what the XID left behind.
+/// Requests a poll after each event: the poll finds what the error left behind.
 pub fn listen(
     set: &EventSet<'_>,
     gpus: &[Gpu<'_>],
@@ -202,7 +202,7 @@ fn message(event: &Event<'_>, gpus: &[Gpu<'_>]) -> FromAgent {
 
 fn unusable(event: &Event<'_>, cause: impl std::fmt::Display) -> CallError {
     let error = format!("cannot report an event of type {} with data {}: {cause}", event.kind, event.data);
-    CallError::unreadable("nvmlEventSetWait_v2", error)
+    CallError::in_words("nvmlEventSetWait_v2", error)
 }
 
 /// The GPU of an event: by its handle, which needs no call, or else by its UUID.

@@ -1,8 +1,8 @@
 //! The full scan: every fact that NVML offers about each GPU, answer by answer.
 //!
-//! Called by `watch` at the agent's start and whenever a scan is due. A call that fails costs one fact. Only a GPU
-//! without UUID or PCI address is not listed; it is reported as missing, with a failure that names it. The scan must
-//! not panic, and it must not wait for anything except NVML.
+//! Called by `watch` at the agent's start and whenever a scan is due. A call that fails costs one fact. A GPU without
+//! UUID or PCI address is not listed; it is reported as missing, with a failure that names it. The scan must not panic,
+//! and it must not wait for anything except NVML.
 
 use std::ffi::c_ulong;
 use std::path::Path;
@@ -90,17 +90,17 @@ fn identify<'nvml>(
     let device = required(&calls, HANDLE, || nvml.device_by_index(index))?;
     // A GPU without a PCI address cannot be used.
     let info = required(&calls, PCI, || device.pci_info())?;
-    let pci: PciAddress = info.bus_id.parse().map_err(|error| CallError::unreadable(PCI, error))?;
+    let pci: PciAddress = info.bus_id.parse().map_err(|error| CallError::in_words(PCI, error))?;
     *subject = pci.to_string();
     let uuid = required(&calls, UUID, || device.uuid())?;
-    let uuid: GpuUuid = uuid.parse().map_err(|error| CallError::unreadable(UUID, error))?;
+    let uuid: GpuUuid = uuid.parse().map_err(|error| CallError::in_words(UUID, error))?;
     let calls = calls.about(place, Some(uuid.clone()));
     Ok(Gpu { index, uuid, pci, device, calls })
 }
 
 /// Makes a call that must answer: "not offered" is an error too.
 fn required<T>(calls: &Calls, call: &'static str, make: impl FnOnce() -> Result<T, NvmlError>) -> Result<T, CallError> {
-    let missing = || CallError::unreadable(call, "NVML does not offer this call here");
+    let missing = || CallError::in_words(call, "NVML does not offer this call here");
     calls.ask(call, make)?.ok_or_else(missing)
 }
 
@@ -274,7 +274,7 @@ fn common_ancestor(one: &Gpu<'_>, two: &Gpu<'_>) -> Answer<TopologyLevel> {
     const CALL: &str = "nvmlDeviceGetTopologyCommonAncestor";
     let level = one.calls.raw(CALL, || raw::common_ancestor(&one.device, &two.device))?;
     let Some(number) = level else { return Ok(None) };
-    let unknown = || CallError::unreadable(CALL, format!("unknown level {number}"));
+    let unknown = || CallError::in_words(CALL, format!("unknown level {number}"));
     TopologyLevel::from_nvml(number).map(Some).ok_or_else(unknown)
 }
 

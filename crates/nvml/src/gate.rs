@@ -1,5 +1,5 @@
-//! The gate: the folder over which all linkwise processes of a node share the driver. It has an operator's release, the
-//! processes that use the driver, and the turns to initialise NVML and to change MIG devices.
+//! The gate: the folder through which all linkwise processes of a node share the driver. It has an operator's release,
+//! the processes that use the driver, and the turns to initialise NVML and to change MIG devices.
 //!
 //! Called by the agent, its supervisor and the MPS daemons' process. Each fact is a file or a lock on a file. The
 //! kernel releases a lock when its process ends, in any way, and not before. File calls may hang, so async callers make
@@ -37,7 +37,7 @@ const MIG_TURN_TIMEOUT: Duration = Duration::from_secs(10);
 /// The kernel's id of this boot.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
-/// The time from one attempt to lock the turn to the next.
+/// The time from one attempt to take a turn to the next.
 const LOCK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The folder, and the name under which this process uses the driver.
@@ -193,7 +193,7 @@ mod tests {
         assert!(labels.is_released());
         assert_eq!(labels.enter().unwrap_err(), DriverReleased);
         drop((one, other));
-        assert_eq!(labels.users(), ["run"], "one of two users has ended");
+        assert_eq!(labels.users(), ["run"], "one of its two uses has ended");
         drop(two);
         assert!(run.users().is_empty());
         labels.set_released(false).unwrap();

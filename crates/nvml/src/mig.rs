@@ -61,7 +61,7 @@ fn visible(devices: Option<Devices>, minor: Option<u32>, procfs: &Path) -> Answe
         "NVML shows none of the {made} MIG device(s) that the kernel lists for this GPU: this process lacks the right \
          to see them; give it CAP_SYS_ADMIN or the driver's capability mig/monitor (docs/mig.md)"
     );
-    Err(CallError::unreadable(HANDLE, why))
+    Err(CallError::in_words(HANDLE, why))
 }
 
 /// The number of compute instances that the kernel lists of a GPU (`os.c` of open-gpu-kernel-modules); 0 if the
@@ -108,7 +108,7 @@ fn mig_device(
 ) -> Answer<MigDeviceScan> {
     let Some(device) = handle(parent, calls, index)? else { return Ok(None) };
     let uuid = calls.ask(UUID, || device.uuid())?.map(|uuid| uuid.parse::<MigUuid>()).transpose();
-    let uuid = uuid.map_err(|error| CallError::unreadable(UUID, error))?;
+    let uuid = uuid.map_err(|error| CallError::in_words(UUID, error))?;
     let gpu_instance = calls.raw("nvmlDeviceGetGpuInstanceId", || raw::gpu_instance_id(&device))?;
     let compute_instance = calls.raw("nvmlDeviceGetComputeInstanceId", || raw::compute_instance_id(&device))?;
     let attributes = calls.ask("nvmlDeviceGetAttributes_v2", || device.attributes())?;

@@ -84,7 +84,7 @@ fn fill(gpu: &Gpu<'_>, instance: &GpuInstanceHandle<'_, '_>, id: u32) -> Result<
     required(CREATE, gpu.calls.raw(CREATE, || instance.create_compute_instance(profile)))?;
     let (_, device) = devices(gpu, id)?
         .pop()
-        .ok_or_else(|| CallError::unreadable(CREATE, "NVML lists no MIG device for the new compute instance"))?;
+        .ok_or_else(|| CallError::in_words(CREATE, "NVML lists no MIG device for the new compute instance"))?;
     Ok(device)
 }
 
@@ -101,7 +101,7 @@ fn devices(gpu: &Gpu<'_>, instance: u32) -> Result<Vec<(u32, MigUuid)>, CallErro
         const COMPUTE: &str = "nvmlDeviceGetComputeInstanceId";
         let compute = required(COMPUTE, gpu.calls.raw(COMPUTE, || raw::compute_instance_id(&device)))?;
         let uuid = required(UUID, gpu.calls.ask(UUID, || device.uuid()))?;
-        found.push((compute, uuid.parse().map_err(|error| CallError::unreadable(UUID, error))?));
+        found.push((compute, uuid.parse().map_err(|error| CallError::in_words(UUID, error))?));
     }
     Ok(found)
 }

@@ -192,7 +192,7 @@ mod tests {
         scan.model = Ok(Some("NVIDIA \"X\"\n".into()));
         scan.minor = Err(failed.clone());
         scan.memory_mib = Ok(Some(u64::MAX));
-        scan.c2c = Err(CallError::unreadable("f", "neither 0 nor 1"));
+        scan.c2c = Err(CallError::in_words("f", "neither 0 nor 1"));
         scan.display = Ok(Some(true));
         scan.nvlinks.extend([Ok(None), Err(failed.clone())]);
         let poll = HealthPoll {
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn every_message_survives_the_way_byte_by_byte() {
+    fn every_message_survives_transfer_byte_by_byte() {
         let sent = every_message();
         let bytes: Vec<u8> = sent.iter().flat_map(|message| encode(message).unwrap()).collect();
         let mut incoming = Incoming::default();
@@ -262,8 +262,8 @@ mod tests {
     }
 
     #[test]
-    fn message_above_the_limit_is_not_sent() {
-        let failed = FromAgent::Leaving(CallError::unreadable("f", "x".repeat(MAX_LINE)));
+    fn message_above_the_limit_is_not_encoded() {
+        let failed = FromAgent::Leaving(CallError::in_words("f", "x".repeat(MAX_LINE)));
         assert!(matches!(encode(&failed), Err(ProtocolError::TooLong)));
     }
 }

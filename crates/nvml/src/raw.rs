@@ -48,7 +48,7 @@ type Getter<T> = unsafe extern "C" fn(sys::nvmlDevice_t, *mut T) -> sys::nvmlRet
 /// Makes a call that writes one answer, into `answer`; "not offered" if the library lacks the call.
 fn get<T, E>(name: &'static str, call: &Result<Getter<T>, E>, device: &Device<'_>, mut answer: T) -> Answer<T> {
     let Ok(call) = call else { return Ok(None) };
-    // JUSTIFICATION: nvml-wrapper lacks the call or has it wrong; each caller says which.
+    // JUSTIFICATION: nvml-wrapper lacks the call, or has it wrong where the caller says so.
     // SAFETY: the handle is live, and `answer` is a valid place for what the call writes, by the call's own type.
     let code = unsafe { call(device.handle(), &mut answer) };
     returned(name, code, || Some(answer))
@@ -420,7 +420,7 @@ impl<'nvml> EventSet<'nvml> {
         /// NVML's number in an event that is not about an instance.
         const NO_INSTANCE: u32 = 0xffff_ffff;
         let Ok(call) = &self.nvml.lib().nvmlEventSetWait_v2 else {
-            return Err(CallError::unreadable(CALL, "the library does not have this call"));
+            return Err(CallError::in_words(CALL, "the library does not have this call"));
         };
         let milliseconds = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX);
         let mut data = sys::nvmlEventData_t { gpuInstanceId: NO_INSTANCE, computeInstanceId: NO_INSTANCE, ..zeroed() };

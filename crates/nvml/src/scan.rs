@@ -88,7 +88,7 @@ pub struct GpuScan {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NvLinkScan {
-    /// Set if NVML calls the link enabled.
+    /// True if the link is up.
     pub active: bool,
     /// The far end's kind, an `nvmlIntNvLinkDeviceType_t`.
     pub kind: Answer<u32>,

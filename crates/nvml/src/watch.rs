@@ -219,7 +219,7 @@ impl Watch {
     fn unheard(&self) -> Vec<CallFailure> {
         let late = self.gpus.iter().filter(|gpu| !self.registered.contains(&gpu.uuid)).map(|gpu| {
             let late = "the GPU appeared after the agent's start: its events do not arrive until the next agent starts";
-            CallFailure::new(gpu.pci.to_string(), CallError::unreadable(REGISTER, late))
+            CallFailure::new(gpu.pci.to_string(), CallError::in_words(REGISTER, late))
         });
         self.waiting.unheard().into_iter().chain(late).collect()
     }

@@ -39,7 +39,7 @@ use linkwise_system::metrics::new;
 use linkwise_system::right::Right;
 use linkwise_system::uds::{self, Callers, Listener};
 
-/// The time between two attempts of a standby to take the lock or to connect to the owner, and the longest time to connect.
+/// The time between two attempts of a standby to take the lock or to connect to the owner, and the connect's timeout.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 /// The time between two attempts to take the lock, of an owner without the lock and of a pod that has handed over.
 const SLOW_RETRY_INTERVAL: Duration = Duration::from_secs(1);

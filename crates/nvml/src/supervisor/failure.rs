@@ -76,9 +76,9 @@ impl Outage {
 
     /// Begins the time without a working agent, or gives it another cause. Does nothing before an agent has worked, or
     /// once the outage is reported.
-    pub fn begin(&mut self, why: String, until: Duration) {
+    pub fn begin(&mut self, why: String, report_at: Duration) {
         match self {
-            Self::Up => *self = Self::Down { cause: why, report_at: until },
+            Self::Up => *self = Self::Down { cause: why, report_at },
             Self::Down { cause, .. } => *cause = why,
             Self::Never | Self::Reported => {}
         }

@@ -57,7 +57,7 @@ impl HostProbe {
         Self { sysfs, bus: PciBus::default() }
     }
 
-    /// Reads the host; `None` if the driver's version is empty: a read that hung can end so.
+    /// Reads the host; `None` if the driver's version is empty, as after a read that hung.
     pub fn look(&mut self) -> Option<HostFingerprint> {
         let version = version(&self.sysfs);
         if version.as_ref().is_some_and(String::is_empty) {

@@ -22,8 +22,8 @@ use linkwise_core::state::{Event, MigInstance};
 use linkwise_core::topology::{GpuUuid, PciAddress};
 use linkwise_core::words::few;
 
-/// An agent starts beside at most this many killed processes that have not ended: more do not help a driver in which
-/// processes hang.
+/// An agent starts beside at most this many killed processes that have not ended: more agents do not help a driver in
+/// which processes hang.
 const MAX_UNENDED: usize = 2;
 
 /// The longest pause before an agent is started again, as a multiple of the first.
@@ -337,7 +337,7 @@ impl DriverMachine {
     }
 
     /// The moment at which the running agent is to be replaced, and the reason. `None` while another process hangs:
-    /// a GPU may hang the next agent too, and the node would be without one.
+    /// a GPU may hang the next agent too, and the node would have no agent.
     fn replacement_due(&self) -> Option<(Duration, String)> {
         self.running().filter(|agent| agent.has_polled && self.unended() == 0)?;
         let trial = self.quarantine.next_trial();
@@ -438,7 +438,7 @@ impl DriverMachine {
                 }
             }
         }
-        // Without a driver this goes on for ever: there is one line for each cause, and the metric counts the starts.
+        // Without a driver, agents fail for ever: there is one line for each cause, and the metric counts the starts.
         if !self.unavailable.replace([cause.clone()]).is_empty() || reached == Reached::Gpus {
             tracing::warn!(cause, again_in = ?pause, "NVML unavailable");
         } else {
@@ -536,7 +536,7 @@ impl DriverMachine {
         }
     }
 
-    /// Records a scan by the running agent: the first when it is ready, and one after each change.
+    /// Records a scan by the running agent. The first scan makes the agent ready.
     fn scanned(&mut self, scan: NodeScan, now: Duration) {
         let Stage::Running(agent) = &mut self.stage else { return };
         if !agent.is_ready {
