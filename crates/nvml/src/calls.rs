@@ -58,7 +58,7 @@ impl Calls {
         self.unreported(call, make)
     }
 
-    /// Makes a call that was reported before, alone or with others of its name.
+    /// Makes a call that was reported before.
     pub fn unreported<T>(&self, call: &'static str, make: impl FnOnce() -> Answer<T>) -> Answer<T> {
         let begin = Instant::now();
         let answer = make();
@@ -75,7 +75,7 @@ impl Calls {
         answer
     }
 
-    /// Reports the next call, or the next calls if all have this name.
+    /// Reports the next call or calls, all of this name.
     pub fn report(&self, call: &str) {
         let called = Called { call: call.to_owned(), gpu: self.gpu.clone() };
         self.parent.send(&FromAgent::Calling(called));

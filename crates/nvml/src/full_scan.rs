@@ -33,7 +33,7 @@ pub struct Gpu<'nvml> {
     pub calls: Calls,
 }
 
-/// The GPUs found, and NVML's count of them.
+/// The GPUs found, and NVML's count of GPUs.
 pub struct Listed<'nvml> {
     /// NVML's count; `None` where that call failed.
     pub count: Option<u32>,

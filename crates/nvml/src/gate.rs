@@ -2,8 +2,8 @@
 //! the processes that use the driver, and the turns to initialise NVML and to change MIG devices.
 //!
 //! Called by the agent, its supervisor and the MPS daemons' process. Each fact is a file or a lock on a file. The
-//! kernel releases a lock when its process ends, in any way, and not before. File calls may hang, so async callers make
-//! them on a thread.
+//! kernel releases a lock when the file is closed, at the latest when its process has ended. File calls may hang, so
+//! async callers make them on a thread.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;
@@ -138,7 +138,7 @@ impl Gate {
     }
 
     /// Waits for the turn to initialise NVML; the turn ends when the file is dropped. Returns `None` if another process
-    /// keeps its turn too long, such as one that hangs, or if there is no folder: NVML may be initialised all the same.
+    /// keeps its turn too long, or if there is no folder: NVML may be initialised all the same.
     pub fn init_turn(&self) -> Option<File> {
         self.turn(INITIALISING, INIT_TURN_TIMEOUT).ok().flatten()
     }

@@ -5,7 +5,7 @@
 //! the agent, `full_scan` reads every fact of each GPU (`mig` the facts of MIG devices, which `mig_order` makes and
 //! destroys), `events` waits for events, `watch` polls, `poll` makes one poll's calls to a GPU, `calls` reports each
 //! call to the parent before it is made, and `raw` has the calls that nvml-wrapper lacks or has wrong. Only the agent
-//! ever loads the library.
+//! loads the library.
 //!
 //! The program calls `supervisor` and `child`, its hidden subcommand `agent`. Nothing here decides the meaning of a
 //! fact: the core's `topology` and `state` do.

@@ -37,7 +37,7 @@ pub struct NodeScan {
     pub gpus: Vec<GpuScan>,
     /// The failed calls, except those whose outcome is in the other fields.
     pub failures: Vec<CallFailure>,
-    /// As in [`NodeObservation`]. The supervisor sets it; the agent does not know it.
+    /// As in [`NodeObservation`]; the supervisor sets it.
     #[serde(skip)]
     pub mig_orders: u64,
 }

@@ -2,8 +2,8 @@
 //!
 //! Pure: no I/O but log lines, no clock, no task. `mod.rs` is its one caller: it reports inputs and carries out
 //! actions. One agent runs at a time. If another one is needed (the driver was replaced, a GPU has appeared, a GPU is
-//! out of reach, a quarantined GPU is to be tried), the running one is killed, and the next one starts when its process
-//! has ended, or after a pause. Meanwhile the node is as last seen; the first scan and the first poll of the new agent
+//! out of reach, a quarantined GPU is to be tried), the running one is killed, and the next one starts when the killed
+//! process has ended, or after a pause. Meanwhile the node is as last seen; the new agent's first scan and first poll
 //! find what has changed. The tests beside this file check the invariants with random sequences of inputs.
 
 use std::collections::BTreeSet;
@@ -128,7 +128,7 @@ pub(super) struct DriverMachine {
     settings: Settings,
     stage: Stage,
     last_id: AgentId,
-    /// The agents whose processes have not ended: a process that hangs in the kernel does not even die of SIGKILL.
+    /// The agents whose processes have not ended: a process that hangs in the kernel does not die of SIGKILL.
     processes: BTreeSet<AgentId>,
     /// The moment until which a start waits for the end of these processes.
     awaited_until: Duration,

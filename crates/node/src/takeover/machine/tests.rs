@@ -317,7 +317,7 @@ impl World {
     }
 }
 
-/// Visits every world that can be reached, and calls `visit` with each.
+/// Calls `visit` with every world that can be reached; returns their number.
 fn walk(extra: impl Fn(&World) -> Vec<Move>, visit: impl FnMut(&World)) -> usize {
     walk_from(World::new(), extra, visit)
 }
