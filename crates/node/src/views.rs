@@ -118,8 +118,8 @@ impl Views {
         view
     }
 
-    /// The page: the last one while it is fresh, otherwise a new one. One page is rendered at a time, even if clients
-    /// come and go. `None` if rendering fails.
+    /// The page: the last one while it is fresh, otherwise a new one. One page is rendered at a time, even if readers
+    /// leave. `None` if rendering fails.
     pub async fn page(&self) -> Option<Arc<Page>> {
         let (views, mut rendered) = (self.clone(), Arc::clone(&self.rendered).lock_owned().await);
         if let Some((at, page)) = &rendered.last

@@ -54,8 +54,8 @@ fn required<T>(call: &'static str, answer: Answer<T>) -> Result<T, CallError> {
 
 fn make(gpu: &Gpu<'_>, slot: MigSlot) -> Result<MigUuid, MigOrderError> {
     const CREATE: &str = "nvmlDeviceCreateGpuInstanceWithPlacement";
-    let created = || GpuInstanceHandle::create(&gpu.device, slot.profile_id, slot.placement.start, slot.placement.size);
-    let instance = required(CREATE, gpu.calls.raw(CREATE, created)).map_err(|error| failed(&error, false))?;
+    let create = || GpuInstanceHandle::create(&gpu.device, slot.profile_id, slot.placement.start, slot.placement.size);
+    let instance = required(CREATE, gpu.calls.raw(CREATE, create)).map_err(|error| failed(&error, false))?;
     let info = gpu.calls.raw(INFO, || instance.info());
     let made = required(INFO, info).and_then(|info| fill(gpu, &instance, info.id));
     // A half-made instance is destroyed; if that fails, the error is still that of the creation.

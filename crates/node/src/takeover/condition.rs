@@ -88,10 +88,10 @@ impl Facts {
 
     /// Waits, at most for [`SETTLE_TIMEOUT`], until a new owner's plugins are the only ones of their resources and have
     /// registered again. A later registration would displace the plugins of the next owner.
-    pub async fn settled(self, owning: Instant) {
+    pub async fn settled(self, owner_since: Instant) {
         tokio::select! {
             () = until(&self.readiness, |readiness| readiness.has_plugins(true)) => {}
-            () = sleep_until(owning + SETTLE_TIMEOUT) => {}
+            () = sleep_until(owner_since + SETTLE_TIMEOUT) => {}
         }
     }
 }

@@ -156,7 +156,7 @@ impl World {
     }
 
     /// Checks the lists of devices, keeps a published slice, and checks that no hardware is offered through both doors.
-    fn look(&mut self) -> Checked {
+    fn check(&mut self) -> Checked {
         let Some(process) = self.process.as_mut() else { return Ok(()) };
         process.check_lists()?;
         if let Some(slice) = process.published.take() {
@@ -228,7 +228,7 @@ impl World {
                 }
                 self.ask_for_list();
             }
-            self.look()?;
+            self.check()?;
             if next >= end {
                 return Ok(());
             }
@@ -482,7 +482,7 @@ impl World {
                 self.pass(time)?;
             }
         }
-        self.look()
+        self.check()
     }
 
     /// Ends all pods and brings all GPUs back. Then each GPU has to be offered through the door that the plan names.

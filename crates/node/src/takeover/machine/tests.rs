@@ -176,7 +176,7 @@ impl World {
 
     fn check(&self) {
         let alive = || self.processes.iter().filter(|process| process.lives);
-        // A standby that hung receives the refusal before it goes on.
+        // A standby that hung reads the refusal before it does anything else.
         let taken_back = self.wires.iter().any(|wire| wire.contains(&Sent::Message(Input::Refused)));
         let lock = alive().any(|process| process.holds_lock);
         for has in [|process: &Process| process.files, |process: &Process| process.has_claims] {
