@@ -21,8 +21,8 @@ const MIN_GROWTH_KIB: u64 = 1 << 10;
 
 /// The lines of /proc/PID/status that count (proc_pid_status(5)): anonymous pages, tmpfs and shared anonymous pages,
 /// and swapped private pages. Pages of files do not count, since the kernel drops them before it kills a process. A
-/// driver's mappings of device memory are not memory of the process. The counters need no lock of the process,
-/// unlike smaps: this file answers while a driver hangs in the kernel.
+/// driver's mappings of device memory are not memory of the process. The counters need no lock of the process, unlike
+/// smaps: this file answers while a driver hangs in the kernel.
 const LINES: [&str; 3] = ["RssAnon:", "RssShmem:", "VmSwap:"];
 
 /// The memory of one agent over time.

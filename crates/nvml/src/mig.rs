@@ -96,8 +96,7 @@ pub fn handle<'nvml>(parent: &Device<'nvml>, calls: &Calls, index: u32) -> Answe
     }
 }
 
-/// Scans the MIG device at an index. "Not offered" if the index has no device, or the device lacks a
-/// required fact.
+/// Scans the MIG device at an index. "Not offered" if the index has no device, or the device lacks a required fact.
 fn mig_device(
     parent: &Device<'_>,
     calls: &Calls,

@@ -3,8 +3,8 @@
 //!
 //! Pure: no I/O, no clock. The executor is its one caller: it feeds inputs, performs actions, and gives the node's
 //! tasks the duties of the stage. The standby keeps all deadlines but one: the owner goes on serving if a standby that
-//! has the lock does not serve in time, or if the connection ends. docs/life-cycle.md has the picture. The
-//! tests connect two machines, and end either at each step.
+//! has the lock does not serve in time, or if the connection ends. docs/life-cycle.md has the picture. The tests
+//! connect two machines, and end either at each step.
 
 use std::time::Duration;
 
