@@ -205,7 +205,7 @@ impl Agent {
                 () = deadline => None,
             };
             let Some(received) = received else {
-                if self.wire.is_closed || !self.watchdog.is_expired(Instant::now()) {
+                if self.wire.is_closed || !self.watchdog.confirm_expiry(Instant::now()) {
                     continue;
                 }
                 let cause = self.silence_cause().await;

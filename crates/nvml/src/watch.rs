@@ -130,7 +130,7 @@ impl Watch {
 
     fn poll_and_report(&mut self) {
         let (mut polls, mut facts) = self.poll();
-        self.add_uuids(&mut facts);
+        self.add_listed(&mut facts);
         if self.seen.update(facts) {
             // New GPUs are polled at once; a full scan is rare. A GPU that the scan could not identify is among the
             // missing ones.
@@ -139,8 +139,8 @@ impl Watch {
         self.report(polls);
     }
 
-    /// Adds the UUID of the GPU at each index, as a full scan would list them.
-    fn add_uuids(&mut self, facts: &mut Fingerprint) {
+    /// Adds the number of GPUs, and the UUID at each index, as a full scan would list them; updates the missing ones.
+    fn add_listed(&mut self, facts: &mut Fingerprint) {
         let listed = full_scan::list(self.nvml, &self.calls, &self.command.skip);
         let mut uncounted = listed.failures.into_iter().filter(|_| listed.count.is_none());
         if let Some(failure) = uncounted.find(|failure| failure.error.needs_new_process()) {
@@ -242,17 +242,17 @@ mod tests {
     }
 
     #[test]
-    fn missing_answers_are_no_change_new_values_are() {
+    fn only_new_values_are_changes() {
         let mut seen = Fingerprint::default();
         assert!(seen.update(facts(2, &[0, 1], &[(0, 3, true)])));
         assert!(!seen.update(facts(2, &[0, 1], &[(0, 3, true)])));
         // One GPU does not answer, and the links of another do not.
         assert!(!seen.update(facts(2, &[0], &[])));
         assert!(!seen.update(Fingerprint::default()));
-        assert!(!seen.update(facts(2, &[0, 1], &[(0, 3, true)])), "back as it was");
-        assert!(seen.update(facts(2, &[0, 1], &[(0, 3, false)])), "a link went down");
-        assert!(seen.update(facts(1, &[0], &[])), "a GPU went");
-        assert!(seen.update(facts(2, &[0, 1], &[])), "and came");
+        assert!(!seen.update(facts(2, &[0, 1], &[(0, 3, true)])), "the old values are a change");
+        assert!(seen.update(facts(2, &[0, 1], &[(0, 3, false)])), "a link down is no change");
+        assert!(seen.update(facts(1, &[0], &[])), "a GPU less is no change");
+        assert!(seen.update(facts(2, &[0, 1], &[])), "a GPU more is no change");
         for (layout, change) in [(None, "first seen"), (Some(vec![]), "turned on"), (Some(vec!["MIG-1"]), "laid out")] {
             let mig = || {
                 let mut facts = facts(2, &[], &[]);
@@ -264,6 +264,6 @@ mod tests {
         }
         let mut other = facts(2, &[], &[]);
         other.add(Fact::Uuid(1), gpu(7));
-        assert!(seen.update(other), "another GPU in its place");
+        assert!(seen.update(other), "another GPU at an index is no change");
     }
 }

@@ -100,8 +100,8 @@ impl Watchdog {
     }
 
     /// Returns true for a deadline that is due. If this process woke more than a second late (it was suspended, and
-    /// maybe the agent with it), the deadline starts again instead.
-    pub fn is_expired(&mut self, now: Instant) -> bool {
+    /// maybe the agent with it), starts the deadline again and returns false.
+    pub fn confirm_expiry(&mut self, now: Instant) -> bool {
         if now.saturating_duration_since(self.deadline) > MAX_LATENESS {
             self.set_limit(self.limit, now);
             return false;
@@ -147,12 +147,12 @@ mod tests {
         watchdog.calling(called("nvmlDeviceGetName"), start);
         assert_eq!((left(&watchdog), watchdog.open_call.as_ref()), (LIMITS.call, Some(&called("nvmlDeviceGetName"))));
         // An event says nothing about the open call.
-        let xid = FromAgent::DoubleBitEcc { gpu: "GPU-1".parse().unwrap() };
-        assert_eq!(watchdog.received(&xid, start + POLL), None);
+        let event = FromAgent::DoubleBitEcc { gpu: "GPU-1".parse().unwrap() };
+        assert_eq!(watchdog.received(&event, start + POLL), None);
         assert_eq!((left(&watchdog), watchdog.open_call.as_ref().is_some()), (LIMITS.call, true));
         assert_eq!(watchdog.received(&polled(0), start), None);
         assert_eq!((left(&watchdog), watchdog.open_call.as_ref()), (POLL + LIMITS.call, None));
-        assert!(watchdog.is_expired(watchdog.deadline));
+        assert!(watchdog.confirm_expiry(watchdog.deadline));
     }
 
     #[test]
@@ -187,8 +187,8 @@ mod tests {
         let mut watchdog = Watchdog::new(LIMITS, POLL, start);
         watchdog.calling(called("nvmlDeviceGetName"), start);
         let late = watchdog.deadline + Duration::from_secs(60);
-        assert!(!watchdog.is_expired(late));
+        assert!(!watchdog.confirm_expiry(late));
         assert_eq!(watchdog.deadline, late + LIMITS.call);
-        assert!(watchdog.is_expired(watchdog.deadline));
+        assert!(watchdog.confirm_expiry(watchdog.deadline));
     }
 }

@@ -57,8 +57,7 @@ pub(super) struct Verdict {
 }
 
 impl Quarantine {
-    /// Starts without blamed GPUs. The first trial of a GPU comes after `first_trial`; each next pause is twice as
-    /// long.
+    /// Starts without blamed GPUs. A GPU's first trial comes after `first_trial`; pauses double, up to 60 times it.
     pub fn new(first_trial: Duration) -> Self {
         let backoff = Backoff::new(first_trial, first_trial.saturating_mul(MAX_DELAY));
         Self { backoff, gpus: BTreeMap::new() }
@@ -159,8 +158,8 @@ pub(super) struct Renewal {
 }
 
 impl Renewal {
-    /// Starts with every GPU in reach. The first new agent for a GPU out of reach follows after `first`; each next
-    /// pause is twice as long.
+    /// Starts with every GPU in reach. The first new agent for a GPU out of reach follows after `first`; pauses double,
+    /// up to 60 times it.
     pub fn new(first: Duration) -> Self {
         let backoff = Backoff::new(first, first.saturating_mul(MAX_DELAY));
         Self { backoff, unheard: u32::MAX, ..Self::default() }
@@ -221,7 +220,7 @@ mod tests {
 
     fn blame_twice(quarantine: &mut Quarantine, index: u32, now: Duration) -> Vec<Place> {
         quarantine.blame(&gpu(index), "first".into(), now);
-        assert!(!skipped(quarantine).contains(&place(index)), "once is an accident");
+        assert!(!skipped(quarantine).contains(&place(index)), "skipped after one strike");
         quarantine.blame(&gpu(index), "second".into(), now);
         skipped(quarantine)
     }
@@ -286,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn no_gpu_is_blamed_where_no_agent_lives() {
+    fn no_gpu_is_blamed_if_an_agent_sees_no_other() {
         let (mut quarantine, now) = (Quarantine::new(MINUTE), START);
         let skip = blame_twice(&mut quarantine, 0, now);
         let both = blame_twice(&mut quarantine, 1, now);

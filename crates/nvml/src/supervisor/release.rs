@@ -1,5 +1,5 @@
-//! An operator's order to release the driver, for all processes of linkwise on the node, and the processes that still
-//! hold it.
+//! An operator's order to release the driver, for all linkwise processes on the node, and the processes that still hold
+//! the driver.
 
 use std::io;
 use std::path::Path;
@@ -28,7 +28,7 @@ const HOLDERS_INTERVAL: Duration = Duration::from_millis(50);
 /// The longest time for one access to the gate's files.
 const FILES_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The operator's order to release the driver, and the processes that still hold it.
+/// The operator's order to release the driver, and the processes that still hold the driver.
 #[derive(Clone, Debug)]
 pub struct Release {
     /// True while the driver is to be released.
@@ -44,7 +44,7 @@ pub struct Release {
     order_lock: Arc<Mutex<()>>,
 }
 
-/// Follows the gate's folder, by `previous` unless the path now names another folder.
+/// Follows the gate's folder: goes on with `previous` if it has inotify and the path still names its folder.
 fn follow(folder: &Path, previous: Option<Changes>) -> Changes {
     if let Some(changes) = previous.filter(|changes| changes.has_inotify() && changes.follows(folder)) {
         return changes;

@@ -148,8 +148,8 @@ impl View {
     /// A GPU that only a new process may reach: it is lost, refuses calls until a reset, or cannot be identified, or it
     /// is on the bus and NVML no longer lists it.
     fn out_of_reach(&self, polled: &Polls, unpolled: &Polls, host: Option<&HostFingerprint>) -> Option<String> {
-        let silent = |poll: &HealthPoll| matches!(poll.reach, Reach::Lost { .. } | Reach::ResetRequired { .. });
-        let lost = polled.iter().find(|(_, poll)| silent(poll)).or_else(|| unpolled.iter().next());
+        let is_lost = |poll: &HealthPoll| matches!(poll.reach, Reach::Lost { .. } | Reach::ResetRequired { .. });
+        let lost = polled.iter().find(|(_, poll)| is_lost(poll)).or_else(|| unpolled.iter().next());
         lost.map(|(gpu, _)| gpu.to_string()).or_else(|| {
             let listed = |pci: &PciAddress| self.nvml.iter().flat_map(|scan| &scan.gpus).any(|gpu| gpu.pci == *pci);
             let on_bus = host?.gpus();
@@ -188,7 +188,7 @@ impl View {
         if node.failures != self.failures || node.failures.is_empty() {
             self.backoff.reset();
         }
-        // A process gets no rights while it runs, so calls that it may not make are no reason to repeat the scan.
+        // A process gets no permissions while it runs, so calls that it may not make are no reason to repeat the scan.
         let withheld = nvml.failures.iter().all(|failure| failure.error.fault() == Fault::NoPermission);
         let again = !withheld || node.failures.len() > nvml.failures.len();
         self.repeat_at = again.then(|| now + self.backoff.failed());
@@ -211,7 +211,7 @@ mod tests {
     use crate::scan::CallFailure;
 
     #[test]
-    fn call_without_rights_does_not_repeat_the_scan() {
+    fn call_without_permission_does_not_repeat_scan() {
         let failure = |code| CallFailure::new("GPU 0", CallError::returned("nvmlDeviceGetGpuInstanceById", code));
         for (codes, host, again) in
             [(&[][..], 0, false), (&[4], 0, false), (&[4, 4], 0, false), (&[4, 999], 0, true), (&[4], 1, true)]

@@ -37,15 +37,15 @@ fn settings(fail_on_init_error: Option<bool>) -> Settings {
     }
 }
 
-/// An event of the world. A `usize` chooses an agent among those whose processes have not ended.
+/// An event of the world. A `usize` chooses an agent among those to which the event can happen.
 #[derive(Clone, Debug)]
 enum Happening {
     /// Milliseconds pass.
     Passes(u64),
-    /// The agent's first scan lists this number of GPUs.
+    /// A scan by the agent lists this number of GPUs.
     Ready(usize, u32),
     CannotCount(usize),
-    /// A poll of all GPUs of the agent; the given GPU is lost.
+    /// The agent polls all its GPUs; the given GPU, if any, is lost.
     Polls(usize, Option<u32>),
     Xid(usize, u32),
     /// A call about a GPU ends the agent.
@@ -54,7 +54,7 @@ enum Happening {
     Hangs(usize),
     /// The agent finds no driver.
     Leaves(usize),
-    /// The agent crashes, or is killed for its memory (true), before NVML is initialised.
+    /// Before NVML is initialised the agent crashes, or is killed for its memory and its process stays (true).
     Fails(usize, bool),
     ProcessEnds(usize),
     Released(bool),
@@ -181,9 +181,9 @@ impl World {
                 assert_eq!(self.serving(), 0, "two agents at once");
                 assert!(self.now >= self.not_before, "no pause after a failure");
                 let ending = self.processes.len();
-                assert!(ending <= 2, "an agent is started though {ending} processes do not end");
+                assert!(ending <= 2, "an agent is started though {ending} processes have not ended");
                 let waited = |process: &Process| process.silent.is_some_and(|since| self.now >= since + PAUSE);
-                assert!(self.processes.values().all(waited), "an agent starts before the previous one has ended");
+                assert!(self.processes.values().all(waited), "an agent starts beside a process, without a pause");
                 assert!(self.processes.insert(id, Process::default()).is_none(), "an id is used twice");
             }
             Action::Rescan(id) => assert!(self.processes[&id].serves(), "an agent that is gone has to scan"),
@@ -207,10 +207,10 @@ impl World {
                 assert!(std::mem::replace(&mut self.away, false), "the end of an unreported outage is reported");
             }
             Action::Fail(cause) => {
-                assert!(!self.has_listed, "linkwise ends although the node has worked: {cause}");
+                assert!(!self.has_listed, "linkwise ends although an agent has listed GPUs: {cause}");
                 assert!(
                     !self.has_worked || cause.contains("lists no GPU"),
-                    "linkwise ends though an agent works: {cause}"
+                    "linkwise ends though an agent has worked: {cause}"
                 );
                 assert!(self.may_end, "linkwise ends although another may hand over to it: {cause}");
                 self.failed = true;
@@ -502,7 +502,7 @@ impl World {
 #[test]
 fn lost_gpu_is_retried_after_growing_pauses() {
     let mut world = working();
-    let (mut starts, mut agents) = (Vec::new(), 1);
+    let (mut starts, mut newest) = (Vec::new(), 1);
     let begin = world.now;
     let passes = |world: &mut World, lost| {
         world.happens(Happening::Passes(10_000));
@@ -512,9 +512,9 @@ fn lost_gpu_is_retried_after_growing_pauses() {
     };
     while world.now < begin + Duration::from_secs(9 * 3600) {
         passes(&mut world, Some(3));
-        if world.newest() != agents {
+        if world.newest() != newest {
             let minutes = world.now.saturating_sub(begin).as_secs() / 60;
-            (agents, starts) = (world.newest(), [starts, vec![minutes]].concat());
+            (newest, starts) = (world.newest(), [starts, vec![minutes]].concat());
         }
     }
     let pauses: Vec<u64> = starts.windows(2).map(|two| two[1] - two[0]).collect();
@@ -524,11 +524,11 @@ fn lost_gpu_is_retried_after_growing_pauses() {
     for _ in 0..400 {
         passes(&mut world, None);
     }
-    assert_eq!(world.newest(), agents);
+    assert_eq!(world.newest(), newest);
     for _ in 0..9 {
         passes(&mut world, Some(3));
     }
-    assert_eq!(world.newest(), agents + 1);
+    assert_eq!(world.newest(), newest + 1);
 }
 
 #[test]
@@ -544,7 +544,7 @@ fn gpu_on_the_bus_but_unlisted_gets_a_new_agent() {
         assert_eq!(world.serving(), 1);
         world.happens(Happening::Passes(10_000));
     }
-    assert_eq!(world.serving(), 0, "the agent was killed, because a new one may list the GPU");
+    assert_eq!(world.serving(), 0, "the agent was not killed, although a new one may list the GPU");
 }
 
 #[test]
@@ -579,9 +579,9 @@ fn agent_is_not_replaced_while_another_one_hangs() {
     let works = world.machine.answering();
     assert!(works.is_some() && world.machine.unended() == 2);
     world.happens(Happening::Passes(3 * 3_600_000));
-    assert_eq!(world.machine.answering(), works, "no trial yet");
+    assert_eq!(world.machine.answering(), works, "a trial although two agents hang");
     world.happens(Happening::ProcessEnds(0));
-    assert_eq!(world.machine.answering(), works, "one agent still hangs");
+    assert_eq!(world.machine.answering(), works, "a trial although one agent hangs");
     world.happens(Happening::ProcessEnds(0));
-    assert_eq!((world.machine.answering(), world.serving()), (None, 0), "the GPU is tried");
+    assert_eq!((world.machine.answering(), world.serving()), (None, 0), "the GPU is not tried");
 }

@@ -1,5 +1,4 @@
-//! The meaning of a failure of NVML for a node on which no agent has worked yet, case by case; docs/nvml.md has the
-//! same table.
+//! The meaning of a failure of NVML for a node on which no agent has worked yet, case by case, as in docs/nvml.md.
 
 use super::*;
 
@@ -117,7 +116,7 @@ fn tegra_idles_whatever_its_library_does() {
         let actions = world.machine.step(input, world.now);
         let idles = |action: &Action| matches!(action, Action::Idle(Idle::NoGpu(reason)) if reason.contains("Tegra"));
         assert!(actions.iter().any(idles), "{actions:?}");
-        assert!(actions.contains(&Action::Emit(Event::Observed(Box::default()))), "GPUs that the node had are removed");
+        assert!(actions.contains(&Action::Emit(Event::Observed(Box::default()))), "GPUs that the node had are kept");
     }
 }
 
