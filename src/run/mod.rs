@@ -45,7 +45,7 @@ pub fn run(args: &RunArgs) -> Result<()> {
     block_on(async {
         // This listener outlives each start, because a signal between two starts must not be lost.
         let mut last_signals = LastSignals::listen()?;
-        while serve(args, &mut last_signals).await? && !last_signals.has_received() {
+        while serve(args, &mut last_signals).await? && !last_signals.try_recv() {
             tracing::info!("starting again");
         }
         Ok(())

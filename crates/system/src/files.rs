@@ -197,7 +197,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         fs::create_dir(&path).unwrap();
-        assert!(write(&path, b"x", 0o600).is_err(), "a folder is not replaced");
+        assert!(write(&path, b"x", 0o600).is_err(), "a folder was replaced");
         assert_eq!(names(folder.path()), ["file"]);
         let path = folder.path().join("other");
         fs::write(&path, "one").unwrap();
@@ -219,10 +219,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         fs::write(&path, "").unwrap();
-        // There is a file where a folder should be, or the file system's folders cannot be written to.
+        // There is no file, a file where a folder should be, or a folder that cannot be written to.
         let missing = [folder.path().join("other"), path.join("in a file"), "/proc/self/linkwise".into()];
         assert_eq!(missing.map(|path| remove(&path).unwrap()), [false; 3]);
-        assert!(remove(folder.path()).is_err(), "a folder is not a file");
+        assert!(remove(folder.path()).is_err(), "a folder was removed");
         assert!(remove(Path::new("/proc/self/status")).is_err() && remove(&path).unwrap() && !path.exists());
     }
 

@@ -1,6 +1,6 @@
 //! Changes of a folder, reported by inotify.
 //!
-//! Used for the folders of the kubelet, the gate and the configuration file. inotify is an optimisation: watches may be
+//! Used for the folders of the kubelet, the gate and configurations. inotify is an optimisation: watches may be
 //! exhausted and some file systems have none, so every caller polls as well. Owns one inotify instance for each folder,
 //! and its thread.
 

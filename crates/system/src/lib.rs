@@ -1,4 +1,4 @@
-//! The mechanisms that adapters share: Unix sockets, files written whole, inotify, gRPC servers, the clock, the log.
+//! The mechanisms that adapters share, such as Unix sockets, files written whole, inotify, gRPC servers and the log.
 //!
 //! Nothing here knows a GPU, the kubelet or the API server.
 

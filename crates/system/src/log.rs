@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn filter_without_a_level_is_refused() {
+    fn invalid_filter_items_are_refused() {
         for filter in ["", "info", "WARN", "off", "debug,h2=warn", "linkwise_nvml", "linkwise_nvml=trace", " info ,"] {
             assert!(check(filter).is_ok(), "{filter}");
         }

@@ -36,8 +36,8 @@ impl LastSignals {
         }
     }
 
-    /// Returns true if a signal has arrived, and takes it.
-    pub fn has_received(&mut self) -> bool {
+    /// Takes a signal that has arrived; returns true if there was one.
+    pub fn try_recv(&mut self) -> bool {
         self.recv().now_or_never().is_some()
     }
 }

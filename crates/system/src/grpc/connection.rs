@@ -140,7 +140,7 @@ mod tests {
         let mut connections = pin!(accepted(listener, CancellationToken::new(), open.clone(), Arc::new(|_| ())));
         let (mut caller, _) = uds::connect(&path).await.unwrap();
         let mut connection = connections.next().await.unwrap().unwrap();
-        assert_eq!(*open.borrow(), 0, "the caller may not know yet that it is connected");
+        assert_eq!(*open.borrow(), 0, "counted before its first bytes");
         caller.write_all(b"PRI").await.unwrap();
         connection.read_exact(&mut [0; 3]).await.unwrap();
         assert_eq!(*open.borrow(), 1);

@@ -238,7 +238,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("own.sock");
         let (_own, listener) = listen(&path, Callers::default()).unwrap();
-        // The socket is at the path of bind(2): under a name that no sibling's `remove_dead` takes for one of ours.
+        // The socket's address is the path of bind(2), a name that no sibling's `remove_dead` takes for one of ours.
         let bound = listener.listener.local_addr().unwrap();
         let bound = bound.as_pathname().unwrap();
         assert!(bound.parent() == path.parent() && bound != path, "{bound:?}");
@@ -252,13 +252,13 @@ mod tests {
         let (own, _listener) = listen(&path, Callers::default()).unwrap();
         assert_eq!((own.is_in_place(), mode(&path)), (true, 0o600));
         fs::set_permissions(&path, Permissions::from_mode(0o640)).unwrap();
-        assert!(own.is_in_place(), "a change of mode makes no other socket");
-        assert!(own.id.is_some_and(|id| id.born.is_some()), "an inode alone may be another file's");
+        assert!(own.is_in_place(), "a change of mode counts as another socket");
+        assert!(own.id.is_some_and(|id| id.born.is_some()), "the time of the file's birth is unknown");
         fs::remove_file(&path).unwrap();
         assert!(!own.is_in_place());
         fs::write(&path, "a file").unwrap();
         drop(own);
-        assert!(path.exists(), "what replaced it is not ours");
+        assert!(path.exists(), "the file that replaced the socket was removed");
         assert_eq!(listen(&path, Callers::default()).unwrap_err().kind(), ErrorKind::AlreadyExists);
         fs::remove_file(&path).unwrap();
         let (own, _listener) = listen(&path, Callers::default()).unwrap();
