@@ -29,7 +29,7 @@ struct Expected {
     bus: Option<u64>,
     #[serde(flatten)]
     expectation: Expectation,
-    /// A sentence for each GPU that differs from the others of its model.
+    /// A sentence for each GPU that differs from the others of its model, and one if the link rates are unknown.
     odd: Vec<String>,
     model: &'static str,
 }
@@ -127,7 +127,7 @@ fn comparison_text(comparison: &Comparison, unreadable: usize) -> String {
     format!("{begins}: {bus} of {expected}{share}, at {bytes} bytes of {data_type}{ends}\n{causes}{ignored}")
 }
 
-/// The indices of the GPUs that a person named, one by one or by their pod; `None` if none is named.
+/// The positions of the GPUs that a person named, one by one or by their pod; `None` if none is named.
 async fn places(topology: &NodeTopology, pod: &PodArgs, gpus: Option<&[GpuSelector]>) -> Result<Option<Vec<usize>>> {
     let of_pod = match &pod.pod {
         Some(name) => Some(of_pod(topology, name, &pod.socket).await?),

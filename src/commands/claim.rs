@@ -364,8 +364,8 @@ fn gpu(args: &ClaimArgs) -> Request {
     }
     let shares = args.shares.map(|shares| ("shares", shares.to_string()));
     let memory = args.memory.clone().map(|memory| ("memory", memory));
-    let both = memory.into_iter().chain(shares).map(|(key, amount)| (key, amount.into())).collect();
-    Request { capacity: Some(Box::new(map([("requests", Part::Map(both))]))), ..plain(SHARED_GPUS, 1) }
+    let amounts = memory.into_iter().chain(shares).map(|(key, amount)| (key, amount.into())).collect();
+    Request { capacity: Some(Box::new(map([("requests", Part::Map(amounts))]))), ..plain(SHARED_GPUS, 1) }
 }
 
 fn request(name: &str, exact: Request) -> Part {

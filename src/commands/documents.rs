@@ -61,7 +61,7 @@ mod tests {
         for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
             let text = text(shell, "dgx-a100 dgx-h100");
             assert!(!text.contains(PLACEHOLDER), "{shell:?}");
-            // --node of five commands, at least.
+            // At least five commands have --node.
             assert!(text.matches("dgx-a100 dgx-h100").count() >= 5, "{shell:?}");
         }
     }

@@ -48,7 +48,7 @@ impl Model<'_> {
         self.kinds.iter().all(|kind| kind.best.is_some())
     }
 
-    /// Returns true if all sets of the claim's size have the same bandwidth.
+    /// Returns true if on each kind all sets of the claim's size have the same bandwidth.
     fn is_alike(&self) -> bool {
         self.is_known() && self.kinds.iter().all(|kind| kind.best == kind.least)
     }

@@ -2,7 +2,7 @@
 //!
 //! A fleet is some machines (`--node`), or the nodes of a cluster, read from their ResourceSlices (`--cluster`). Slices
 //! do not have the bandwidths of groups. A node's bandwidths are known if a machine, built-in or of `--node`, has the
-//! same groups.
+//! same number, model and groups of GPUs.
 //!
 //! [`rails_claim`] makes claims of GPUs on fixed rails. Pods that share a template of such claims get the same rails on
 //! each node.
@@ -39,7 +39,7 @@ const MAX_FILE: u64 = 256 << 20;
 /// The most kinds of node that count: those with the most nodes.
 const MAX_KINDS: usize = 64;
 
-/// Nodes whose GPUs are in the same groups.
+/// Nodes whose GPUs agree in number, model and groups.
 #[derive(Clone, Default)]
 pub(super) struct Kind {
     /// The machine's name, or the nodes' number and GPUs.

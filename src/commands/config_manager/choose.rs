@@ -65,8 +65,8 @@ pub(super) fn names(folder: &Path) -> io::Result<BTreeSet<String>> {
 }
 
 /// Links `destination` to a configuration of the folder, or to an empty one, in one step. Returns true if the link's
-/// target changed. Kubernetes edits the target in place, so the readers of the link see edits as well. On an error the
-/// existing link stays.
+/// target changed. An edit of the ConfigMap keeps the target's path, so the readers of the link see it too. On an error
+/// the existing link stays.
 pub(super) fn link(folder: &Path, name: Option<&str>, destination: &Path) -> io::Result<bool> {
     let target = name.map_or_else(|| PathBuf::from(EMPTY), |name| folder.join(name));
     if fs::read_link(destination).is_ok_and(|current| current == target) {
@@ -148,7 +148,7 @@ mod tests {
         assert_eq!(fs::read_link(&destination).unwrap(), Path::new("/s/a"));
         assert!(link(source, None, &destination).unwrap());
         assert_eq!(fs::read(&destination).unwrap(), b"");
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "no temporary link stays");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "a temporary link stays");
     }
 
     #[test]

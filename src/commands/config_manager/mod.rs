@@ -264,7 +264,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn neighbour_is_found_by_its_first_word() {
+    fn reader_is_found_by_its_first_word() {
         let procfs = tempfile::tempdir().unwrap();
         for (pid, line) in [
             ("7", "nvidia-device-plugin\0--config-file\0x\0"),

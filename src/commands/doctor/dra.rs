@@ -29,7 +29,7 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
     }
 }
 
-/// Checks the classes that claims for GPUs name, and the slices at the API server. `policy` is the Topology Manager's.
+/// Checks the API server's objects by which pods get GPUs through DRA. `policy` is the Topology Manager's.
 pub(super) fn slices(found: &mut Findings, facts: DraFound, policy: Option<&Policy>) {
     let DraFound { has_class, slices, pod_policy: policy_of_pods, extended_resource: resource } = facts;
     found.check = "DRA";
@@ -201,7 +201,7 @@ pub(super) fn event_rights(found: &mut Findings, node: &Node, missing: Option<Mi
         None if node.args.node_name.as_ref().is_none_or(String::is_empty) => {
             found.warning("events need the node's name, and --node-name (NODE_NAME) is not set", ADVICE);
         }
-        None => found.warning("events need the API server, and there are no credentials for it", ADVICE),
+        None => found.warning("events need the API server, and none is given", ADVICE),
     }
 }
 
@@ -210,7 +210,7 @@ pub(super) fn node_features(found: &mut Findings, node: &Node, features: Option<
     found.check = "labels";
     // Outside of a cluster there are no NodeFeature objects.
     if features.is_none() && node.args.api.is_given() {
-        found.skipped("NodeFeature objects were not listed: this pod has no token", Some(BY_HAND));
+        found.skipped("NodeFeature objects were not listed: --node-name (NODE_NAME) is not set", Some(BY_HAND));
     }
     let listed = features.and_then(|listed| found.known(listed, "cannot list NodeFeature objects", BY_HAND));
     for NodeFeatureFound { namespace, name, managers } in listed.into_iter().flatten() {

@@ -130,7 +130,7 @@ fn remedy(ended: &AgentEnded) -> &'static str {
     match ended {
         AgentEnded::Memory(..) => {
             "if the library needs that much, raise --nvml-memory-mib (LINKWISE_NVML_MEMORY_MIB), and the container's \
-             memory limit by the same amount"
+             memory limit by twice the difference"
         }
         ended if ended.is_crash() => {
             "the library crashes: it is broken, or of another release than the driver; run nvidia-smi on the host, \
@@ -190,7 +190,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn library_of_another_release_is_a_warning() {
+    fn library_of_another_release_is_reported() {
         let is_reported = |driver: &str, library: &str| {
             let (driver, library) = (Some(driver.to_owned()), Some(library.to_owned()));
             let (gpus, failures, polls) = Default::default();

@@ -123,7 +123,7 @@ impl History {
         Self::default()
     }
 
-    /// The reasons of each GPU, in the order in which they began, after an observation of the node and a poll of each
+    /// The reasons of each GPU, those of a running linkwise first, after an observation of the node and a poll of each
     /// GPU. Adds a finding for the hardware that the node lacks.
     pub fn reasons(
         self,
