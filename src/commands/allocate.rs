@@ -126,7 +126,7 @@ impl Choice {
             Some(slot) => slot..slot.saturating_add(1),
             None => 0..*replicas,
         };
-        ensure!(slots.end <= *replicas, "GPU {named} has no slot {}: it has {replicas}, from 0", slots.start);
+        ensure!(slots.end <= *replicas, "GPU {named} has no slot {}: it has {replicas} slots, from 0", slots.start);
         Ok(slots.map(|slot| Units::slot(&gpu.uuid, slot)).collect())
     }
 }

@@ -69,7 +69,7 @@ fn origin(origin: Origin) -> Value {
 /// Returns a line for each setting: key, value, origin; then the findings.
 fn as_text(shown: &[Shown], file: &Setting<Option<PathBuf>>, findings: &[Finding]) -> String {
     let value = |shown: &Shown| match plain(&shown.value).replace('\n', "\\n") {
-        nothing if nothing.is_empty() => "-".to_owned(),
+        empty if empty.is_empty() => "-".to_owned(),
         value => value,
     };
     let width =

@@ -88,7 +88,7 @@ fn shared_gpu_slots_are_chosen() {
     assert!(shown.lines().next().unwrap().ends_with("::0"), "{shown}");
     for (more, expected) in [
         (&["--available", "0::1"][..], "cannot choose slot 0::1: GPUs are not shared; add --replicas"),
-        (&["--available", "0::4", "--replicas", "4"], "GPU 0 has no slot 4: it has 4, from 0"),
+        (&["--available", "0::4", "--replicas", "4"], "GPU 0 has no slot 4: it has 4 slots, from 0"),
         (&["--available", "0", "--replicas", "1"], "cannot choose 2 slots: 1 are available"),
     ] {
         let args = [&["allocate", "--node", "dgx1-v100", "--size", "2"], more].concat();

@@ -1,7 +1,7 @@
 //! Files that are written whole or not at all, and small files that are read with a bound.
 //!
-//! Used for CDI specs, checkpoints, the health record, MPS markers and snapshots. The functions block:
-//! callers in async code use a blocking task, such as that of [`blocking()`]. This module logs nothing.
+//! Used for files such as CDI specs, checkpoints, the health record and MPS markers. The functions block: callers in
+//! async code use a blocking task, such as that of [`blocking()`]. This module logs nothing.
 
 use std::fs::{self, DirBuilder, DirEntry, File, Permissions};
 use std::io::{self, Read, Write};

@@ -21,7 +21,7 @@ pub struct FolderWatch {
 }
 
 impl FolderWatch {
-    /// Follows a folder from now on. If inotify has no watch left, the watch is inactive.
+    /// Follows a folder from now on. If inotify cannot follow it, the watch is inactive.
     pub fn of(folder: &Path) -> Self {
         let (sender, changes) = watch::channel(0);
         let report = move |event: notify::Result<notify::Event>| {

@@ -30,7 +30,7 @@ pub(super) fn sysfs(found: &mut Findings, node: &Node) {
         return found.ok(format!("{} on the PCI bus", count(bus.len(), "NVIDIA GPU")));
     };
     for (pci, driver) in bus.iter().filter(|(pci, _)| !gpus.iter().any(|gpu| gpu.pci == **pci)) {
-        let (status, place, advice) = match driver.as_deref() {
+        let (status, problem, advice) = match driver.as_deref() {
             Some("nvidia") => (
                 Status::Failed,
                 "but NVML does not list it".to_owned(),
@@ -48,8 +48,8 @@ pub(super) fn sysfs(found: &mut Findings, node: &Node) {
                 "the driver does not support it or could not start it: look for its address in dmesg (NVRM)",
             ),
         };
-        let what = format!("GPU {pci} is on the PCI bus, {place}");
-        found.each(status, place, what, advice);
+        let what = format!("GPU {pci} is on the PCI bus, {problem}");
+        found.each(status, problem, what, advice);
     }
     let absent = gpus.iter().filter(|gpu| !bus.contains_key(&gpu.pci)).count();
     if absent > 0 {

@@ -167,7 +167,7 @@ mod tests {
     async fn await_order(release: &Release, ordered: bool) {
         let mut orders = release.follow();
         let received = timeout(INOTIFY_LOOK_INTERVAL / 2, orders.wait_for(|order| *order == ordered)).await;
-        received.expect("no order").unwrap();
+        received.expect("the order did not arrive").unwrap();
     }
 
     #[tokio::test]

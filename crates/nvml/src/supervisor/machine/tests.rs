@@ -37,7 +37,7 @@ fn settings(fail_on_init_error: Option<bool>) -> Settings {
     }
 }
 
-/// An event of the world. A `usize` chooses an agent among those to which the event can happen.
+/// Something that happens in the world. A `usize` chooses an agent among those to which it can happen.
 #[derive(Clone, Debug)]
 enum Happening {
     /// Milliseconds pass.
@@ -83,7 +83,7 @@ struct Process {
 }
 
 impl Process {
-    fn serves(&self) -> bool {
+    fn is_running(&self) -> bool {
         self.silent.is_none()
     }
 }
@@ -170,15 +170,15 @@ impl World {
         self.check();
     }
 
-    fn serving(&self) -> usize {
-        self.processes.values().filter(|process| process.serves()).count()
+    fn running(&self) -> usize {
+        self.processes.values().filter(|process| process.is_running()).count()
     }
 
     fn perform(&mut self, action: Action) {
         match action {
             Action::Start { id, .. } => {
                 assert!(!self.released, "an agent is started while the driver is released");
-                assert_eq!(self.serving(), 0, "two agents at once");
+                assert_eq!(self.running(), 0, "two agents at once");
                 assert!(self.now >= self.not_before, "no pause after a failure");
                 let ending = self.processes.len();
                 assert!(ending <= 2, "an agent is started though {ending} processes have not ended");
@@ -186,7 +186,7 @@ impl World {
                 assert!(self.processes.values().all(waited), "an agent starts beside a process, without a pause");
                 assert!(self.processes.insert(id, Process::default()).is_none(), "an id is used twice");
             }
-            Action::Rescan(id) => assert!(self.processes[&id].serves(), "an agent that is gone has to scan"),
+            Action::Rescan(id) => assert!(self.processes[&id].is_running(), "an agent that is not running has to scan"),
             Action::Kill(id) => {
                 let process = self.processes.get_mut(&id).expect("only a running agent can be killed");
                 assert_eq!(process.silent.replace(self.now), None, "killed twice");
@@ -221,13 +221,13 @@ impl World {
     }
 
     fn check(&mut self) {
-        let is_up = self.processes.values().any(|process| process.ready && process.serves());
+        let is_up = self.processes.values().any(|process| process.ready && process.is_running());
         assert_eq!(self.machine.answering().is_some(), is_up, "{:?}", self.processes);
-        assert!(!self.released || self.serving() == 0, "an agent works while the driver is released");
+        assert!(!self.released || self.running() == 0, "an agent works while the driver is released");
         self.has_worked |= is_up;
         self.down_since = if is_up { None } else { self.down_since.or(self.has_worked.then_some(self.now)) };
         assert_eq!(self.machine.is_outage(), self.away, "outage and reports differ");
-        assert_eq!(self.machine.unended(), self.processes.len() - self.serving());
+        assert_eq!(self.machine.unended(), self.processes.len() - self.running());
         // The events of each GPU are emitted once and in order. The last ones may wait for the scan that lists the GPU.
         for (gpu, emitted) in &self.emitted {
             assert!(self.sent[gpu].starts_with(emitted), "{gpu}: sent {:?}, emitted {emitted:?}", self.sent[gpu]);
@@ -240,8 +240,8 @@ impl World {
         number.checked_rem(among.len()).map(|at| among[at])
     }
 
-    fn serving_agent(&self, number: usize) -> Option<AgentId> {
-        self.chosen(number, Process::serves)
+    fn running_agent(&self, number: usize) -> Option<AgentId> {
+        self.chosen(number, Process::is_running)
     }
 
     /// Ends an agent. If it hangs, it is killed and its process stays.
@@ -291,19 +291,19 @@ impl World {
                 assert!(!overdue || self.away || self.failed, "an outage is not reported");
             }
             Happening::Ready(number, gpus) => {
-                let Some(id) = self.serving_agent(number) else { return };
+                let Some(id) = self.running_agent(number) else { return };
                 let process = self.processes.get_mut(&id).unwrap();
                 process.gpus = gpus;
                 process.ready = true;
                 self.ready(id, gpus);
             }
             Happening::CannotCount(number) => {
-                let Some(id) = self.chosen(number, |process| process.serves() && !process.ready) else { return };
+                let Some(id) = self.chosen(number, |process| process.is_running() && !process.ready) else { return };
                 self.processes.get_mut(&id).unwrap().ready = true;
                 self.feed(Input::Message(id, FromAgent::Ready(Box::new(scan(None)))));
             }
             Happening::Polls(number, lost) => {
-                let Some(id) = self.chosen(number, |process| process.serves() && process.ready) else { return };
+                let Some(id) = self.chosen(number, |process| process.is_running() && process.ready) else { return };
                 let reach = |gpu| match lost {
                     Some(lost) if gpu == lost => Reach::Lost { call: String::new() },
                     _ => Reach::Answers,
@@ -314,7 +314,7 @@ impl World {
                 self.feed(Input::Message(id, polled));
             }
             Happening::Xid(number, gpu) => {
-                let Some(id) = self.chosen(number, |it| it.serves() && it.ready && it.gpus > 0) else { return };
+                let Some(id) = self.chosen(number, |it| it.is_running() && it.ready && it.gpus > 0) else { return };
                 let gpu = uuid(gpu % self.processes[&id].gpus);
                 let code = self.events;
                 self.events += 1;
@@ -323,28 +323,28 @@ impl World {
                 self.feed(Input::Message(id, xid));
             }
             Happening::Crashes(number, gpu) => {
-                if let Some(id) = self.serving_agent(number) {
+                if let Some(id) = self.running_agent(number) {
                     self.end(id, Some(gpu), Reached::Nvml, false);
                 }
             }
             Happening::Hangs(number) => {
-                if let Some(id) = self.serving_agent(number) {
+                if let Some(id) = self.running_agent(number) {
                     self.end(id, None, Reached::Nvml, true);
                 }
             }
             Happening::Leaves(number) => {
-                if let Some(id) = self.serving_agent(number) {
+                if let Some(id) = self.running_agent(number) {
                     self.end(id, None, Reached::NoDriver, false);
                 }
             }
             Happening::Fails(number, memory) => {
-                if let Some(id) = self.serving_agent(number) {
+                if let Some(id) = self.running_agent(number) {
                     let reached = if memory { Reached::OverMemory } else { Reached::Failure };
                     self.end(id, None, reached, memory);
                 }
             }
             Happening::ProcessEnds(number) => {
-                let Some(id) = self.chosen(number, |process| !process.serves()) else { return };
+                let Some(id) = self.chosen(number, |process| !process.is_running()) else { return };
                 self.processes.remove(&id);
                 self.feed(Input::Reaped(id));
             }
@@ -396,7 +396,7 @@ impl World {
         while self.now < end && !self.failed {
             for id in self.processes.keys().copied().collect::<Vec<_>>() {
                 let process = &self.processes[&id];
-                if !process.serves() {
+                if !process.is_running() {
                     self.processes.remove(&id);
                     self.feed(Input::Reaped(id));
                 } else if !process.ready {
@@ -482,7 +482,7 @@ fn working() -> World {
 impl World {
     /// Ends every process that has to end, and has the next agent list the GPUs.
     fn settle(&mut self, gpus: u32) {
-        while let Some(ending) = self.chosen(0, |process| !process.serves()) {
+        while let Some(ending) = self.chosen(0, |process| !process.is_running()) {
             self.processes.remove(&ending);
             self.feed(Input::Reaped(ending));
         }
@@ -541,10 +541,10 @@ fn gpu_on_the_bus_but_unlisted_gets_a_new_agent() {
     for _ in 0..6 {
         world.happens(Happening::Polls(0, None));
         world.happens(Happening::Probed(Bus::Gpus));
-        assert_eq!(world.serving(), 1);
+        assert_eq!(world.running(), 1);
         world.happens(Happening::Passes(10_000));
     }
-    assert_eq!(world.serving(), 0, "the agent was not killed, although a new one may list the GPU");
+    assert_eq!(world.running(), 0, "the agent was not killed, although a new one may list the GPU");
 }
 
 #[test]
@@ -556,12 +556,12 @@ fn killed_agents_that_linger_delay_the_next_start() {
         world.happens(Happening::Probed(Bus::Gpus));
         world.happens(Happening::Ready(0, 4));
     }
-    assert_eq!((world.machine.unended(), world.serving()), (3, 0));
+    assert_eq!((world.machine.unended(), world.running()), (3, 0));
     world.happens(Happening::Passes(3_600_000));
-    assert_eq!(world.serving(), 0);
+    assert_eq!(world.running(), 0);
     world.happens(Happening::ProcessEnds(0));
     world.happens(Happening::Probed(Bus::Gpus));
-    assert_eq!(world.serving(), 1);
+    assert_eq!(world.running(), 1);
 }
 
 /// A GPU that hangs agents would hang each agent that tries it, until no more agents could be started.
@@ -569,7 +569,7 @@ fn killed_agents_that_linger_delay_the_next_start() {
 fn agent_is_not_replaced_while_another_one_hangs() {
     let mut world = working();
     for _ in 0..2 {
-        let id = world.serving_agent(0).unwrap();
+        let id = world.running_agent(0).unwrap();
         world.end(id, Some(3), Reached::Nvml, true);
         world.happens(Happening::Passes(60_000));
         world.happens(Happening::Probed(Bus::Gpus));
@@ -583,5 +583,5 @@ fn agent_is_not_replaced_while_another_one_hangs() {
     world.happens(Happening::ProcessEnds(0));
     assert_eq!(world.machine.answering(), works, "a trial although one agent hangs");
     world.happens(Happening::ProcessEnds(0));
-    assert_eq!((world.machine.answering(), world.serving()), (None, 0), "the GPU is not tried");
+    assert_eq!((world.machine.answering(), world.running()), (None, 0), "the GPU is not tried");
 }
