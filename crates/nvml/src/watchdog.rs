@@ -42,9 +42,9 @@ pub struct Watchdog {
     poll: Duration,
     /// The call that has not returned.
     pub open_call: Option<Called>,
-    /// The time from the last message to the deadline.
+    /// The time that the deadline allowed when it was set.
     pub limit: Duration,
-    /// The deadline for the next message.
+    /// The deadline for the next message; an event's message does not count.
     pub deadline: Instant,
     stage: Stage,
 }

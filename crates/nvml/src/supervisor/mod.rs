@@ -54,7 +54,7 @@ pub const MAX_MIG_REQUESTS: usize = 64;
 /// The reason why nothing is offered before an agent has seen the GPUs.
 pub const NOT_SEEN: &str = "the GPUs have not been discovered yet";
 
-/// The options for the driver; see `config::NvmlArgs`.
+/// The options for the driver; the times are those of `config::NvmlArgs`.
 #[derive(Clone, Debug, Default)]
 pub struct Settings {
     /// Set if GPUs are unhealthy during an outage of NVML.
