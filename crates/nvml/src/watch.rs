@@ -139,7 +139,7 @@ impl Watch {
         self.report(polls);
     }
 
-    /// Adds the number of GPUs, and the UUID at each index, as a full scan would list them; updates the missing ones.
+    /// Adds the GPUs' number and UUIDs by index, as a full scan would list them; updates the missing ones.
     fn add_listed(&mut self, facts: &mut Fingerprint) {
         let listed = full_scan::list(self.nvml, &self.calls, &self.command.skip);
         let mut uncounted = listed.failures.into_iter().filter(|_| listed.count.is_none());

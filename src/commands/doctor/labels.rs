@@ -18,7 +18,7 @@ const OURS: &str = "nvidia.com/gpu.";
 /// The largest file that NFD reads (source/local, `MaxFeatureFileSize`), in bytes.
 const MAX_FILE: u64 = 65_536;
 
-/// Reports the files with the GPUs' labels, and warns of more than one. Reports nothing if the folder does not exist.
+/// Reports the files with the GPUs' labels, and warns of more than one. Reports nothing without the folder.
 pub(super) fn check(found: &mut Findings, node: &Node) {
     let configured = node.settings.as_ref().map(|settings| settings.gfd_output_file.value.to_string_lossy());
     let own = node.at(configured.as_deref().filter(|file| !file.is_empty()).unwrap_or(DEFAULT_FILE));

@@ -261,12 +261,10 @@ impl Findings {
         self.add(Status::Warning, None, what, Some(advice));
     }
 
-    /// Adds a failure: GPUs are not offered until an operator acts.
     pub fn failed(&mut self, what: impl Into<String>, advice: &str) {
         self.add(Status::Failed, None, what, Some(advice));
     }
 
-    /// Adds a check that was not made, or that does not matter here.
     pub fn skipped(&mut self, what: impl Into<String>, advice: Option<&str>) {
         self.add(Status::Skipped, None, what, advice);
     }
@@ -293,8 +291,7 @@ struct Report {
 }
 
 impl Report {
-    /// Lists findings in the order of the checks. If there are more than [`MAX_LISTED`] of one kind, the first stands
-    /// for all.
+    /// Lists findings in the order of the checks.
     pub fn new(found: &[Finding]) -> Self {
         let mut findings: Vec<Finding> = Vec::new();
         for finding in found {

@@ -158,8 +158,7 @@ pub(super) struct Renewal {
 }
 
 impl Renewal {
-    /// Starts with every GPU in reach. The first new agent for a GPU out of reach follows after `first`; pauses double,
-    /// up to 60 times it.
+    /// Starts with every GPU in reach. The first new agent follows after `first`; pauses double, up to 60 times it.
     pub fn new(first: Duration) -> Self {
         let backoff = Backoff::new(first, first.saturating_mul(MAX_DELAY));
         Self { backoff, unheard: u32::MAX, ..Self::default() }

@@ -28,7 +28,7 @@ const HOLDERS_INTERVAL: Duration = Duration::from_millis(50);
 /// The longest time for one access to the gate's files.
 const FILES_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The operator's order to release the driver, and the processes that still hold the driver.
+/// The operator's order, and the processes that still hold the driver.
 #[derive(Clone, Debug)]
 pub struct Release {
     /// True while the driver is to be released.

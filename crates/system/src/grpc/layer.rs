@@ -57,7 +57,7 @@ impl Drop for OpenRpc {
     }
 }
 
-/// gRPC's name of a code, such as `INVALID_ARGUMENT`, which tonic's `Debug` writes as `InvalidArgument`.
+/// gRPC's name of a code: `INVALID_ARGUMENT` for tonic's `InvalidArgument`.
 fn name(code: Code) -> String {
     let mut name = String::new();
     for letter in format!("{code:?}").chars() {

@@ -1,7 +1,7 @@
 //! gRPC servers on Unix sockets: admitted connections that can be cut, and RPCs that are observed when they end.
 //!
 //! Used by the device plugin and the DRA plugin around their services, which this module does not know. It starts
-//! no task and logs nothing; tonic serves each connection in a task of its own.
+//! no task and logs nothing.
 
 mod connection;
 mod layer;
