@@ -42,7 +42,7 @@ pub struct Watchdog {
     poll: Duration,
     /// The call that has not returned.
     pub open_call: Option<Called>,
-    /// The time that the deadline allowed when it was set.
+    /// The time that the deadline allows.
     pub limit: Duration,
     /// The deadline for the next message; an event's message does not count.
     pub deadline: Instant,

@@ -37,7 +37,7 @@ fn settings(fail_on_init_error: Option<bool>) -> Settings {
     }
 }
 
-/// Something that happens in the world. A `usize` chooses an agent among those to which it can happen.
+/// Something that happens in the world. A `usize` chooses among the agents to which it can happen.
 #[derive(Clone, Debug)]
 enum Happening {
     /// Milliseconds pass.
