@@ -1,7 +1,8 @@
 //! linkwise: a topology-aware Kubernetes device plugin for NVIDIA GPUs.
 //!
-//! The program, as a library that its tests call: `config` reads the options, `run` serves a node, `commands` has the
-//! other subcommands. Everything else is a crate of its own (ARCHITECTURE.md has the picture).
+//! The program, as a library that its tests call: `config` reads the options, `run` has the subcommands `run`, `labels`,
+//! `mps-control-daemon` and `clear-condition`, `commands` has the others. Everything else is a crate of its own
+//! (ARCHITECTURE.md has the picture).
 
 pub mod commands;
 pub mod config;

@@ -15,7 +15,7 @@ use linkwise_core::state::{DRA_DRIVER, Door, NodeState, ResourcePlan};
 use linkwise_system::output::{complain, print};
 use linkwise_system::progress::Progress;
 
-/// The longest name of an object.
+/// The most characters of an object's name.
 const MAX_NAME: usize = 253;
 
 /// A slice without an owner, and with a name, which the API server would generate otherwise.
@@ -29,7 +29,7 @@ struct ResourceSlice {
     spec: SliceSpec,
 }
 
-/// Prints the slices with all GPUs that the settings offer, through either door. Problems with the devices go to
+/// Prints the slices as if DRA were the door of all GPUs that the settings offer. Problems with the devices go to
 /// standard error.
 pub async fn dra(args: &DraArgs) -> Result<()> {
     let settings = load(&args.flags)?.settings;

@@ -17,7 +17,7 @@ use linkwise_system::files;
 const MODE: u32 = 0o666;
 /// The file in which Linux has the host's name.
 const HOST_NAME: &str = "/proc/sys/kernel/hostname";
-/// The name of a machine in a redacted snapshot.
+/// The name of a machine in a redacted snapshot, and of one whose host has no name.
 const NO_NAME: &str = "node";
 /// The cluster UUID of a machine that is an NVLink fabric by itself: it identifies no machine.
 const OWN_FABRIC: &str = "00000000-0000-0000-0000-000000000000";
@@ -168,7 +168,7 @@ mod tests {
         let (subject, error) = (uuid.clone(), format!("{uuid} of {cluster}"));
         observed.failures = vec![ProbeFailure { subject, call: "nvmlDeviceGetName".to_owned(), error }];
         observed.gpus[1].mig = Some(mig_of_one_device());
-        // Four functions of one card, and one of another.
+        // Four functions of one card, and one of another. In decimal, all these GUIDs begin with 13316851.
         let guid = |number: u64| Guid::new(0xb8ce_f603_00a1_b200 + number);
         let mut cards = [1, 1, 1, 1, 2].map(guid).into_iter();
         let devices = observed.host.host_bridges.iter_mut().flat_map(|bridge| &mut bridge.devices);
@@ -185,9 +185,9 @@ mod tests {
             (all, format!("{:?}", (0..8).map(|b| topology.bandwidth(0, b)).collect::<Vec<_>>()))
         };
         assert_eq!(matrix(&observed), matrix(&before));
-        let again = observed.clone();
+        let once = observed.clone();
         redact(&mut observed);
-        assert_eq!(observed, again, "made-up names stay");
+        assert_eq!(observed, once, "made-up names stay");
     }
 
     #[test]

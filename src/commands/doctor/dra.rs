@@ -33,8 +33,7 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
 pub(super) fn slices(found: &mut Findings, facts: DraFound, policy: Option<&Policy>) {
     let DraFound { has_class, slices, pod_policy: policy_of_pods, extended_resource: resource } = facts;
     found.check = "DRA";
-    let unread =
-        format!("cannot read the DeviceClass {DRA_DRIVER}, nor which door pods with its extended resource take");
+    let unread = format!("cannot read the DeviceClass {DRA_DRIVER} and its extended resource");
     match found.known(has_class, &unread, &format!("kubectl get deviceclass {DRA_DRIVER} -o yaml")) {
         Some(true) => found.ok(format!("there is a DeviceClass {DRA_DRIVER}")),
         Some(false) => found.warning(
@@ -56,7 +55,8 @@ pub(super) fn slices(found: &mut Findings, facts: DraFound, policy: Option<&Poli
             found.ok(format!("ResourceSlice {name} is linkwise's"));
             continue;
         }
-        let advice = "another DRA driver of this name runs here, or linkwise, which deletes such slices, does not run";
+        let advice =
+            "remove any other DRA driver of this name; if none runs, start linkwise, which deletes such slices";
         found.failed(format!("ResourceSlice {name} was written by {}: GPUs published twice", names(&managers)), advice);
     }
     pod_policy(found, policy_of_pods);
@@ -147,7 +147,7 @@ fn extended_resource(
     facts: Result<Option<ExtendedResourceFound>, String>,
     policy: Option<&Policy>,
 ) {
-    let unread = "cannot read the Node, nor which door pods with the class's extended resource take";
+    let unread = "cannot read the Node, which shows whether the device plugin serves the class's extended resource";
     let facts = found.known(facts, unread, "kubectl get node NODE -o jsonpath='{.status.allocatable}'");
     let Some(Some(ExtendedResourceFound { name, allocatable, capacity })) = facts else { return };
     match (allocatable, capacity) {
