@@ -1,6 +1,7 @@
-//! The options of `linkwise config-manager`: those of NVIDIA's program of that name, read as that program does.
+//! The options of `linkwise config-manager`: those of NVIDIA's program of that name, read as that program does, and a
+//! few of linkwise.
 //!
-//! The chart sets the variables of NVIDIA's options, some to an empty text. So these are read as text.
+//! The chart sets the variables of NVIDIA's options, some to an empty text, so these options accept one.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -101,11 +102,11 @@ pub struct ConfigManagerSettings {
     pub destination: PathBuf,
     /// The configuration of a node without the label.
     pub default: Option<String>,
-    /// The ways to a configuration if there is neither a label nor a default; the first that leads to one counts.
+    /// The ways to a configuration if there is neither a label nor a default; the first that succeeds counts.
     pub fallbacks: Vec<Fallback>,
     /// The process to signal and the signal's number; `None` if no signal is sent.
     pub signal: Option<(String, i32)>,
-    /// The time that a oneshot waits for the API server if a configuration is in place.
+    /// The time that --oneshot waits for the API server if a configuration is in place.
     pub keep_after: Duration,
 }
 
@@ -178,6 +179,7 @@ mod tests {
 
     const NEEDED: &str = "--node-name n --config-file-srcdir /s --config-file-dst /d/c";
 
+    /// The settings from these words, in which an underscore stands for a space.
     fn settings(line: &str) -> Result<ConfigManagerSettings> {
         let words = ["linkwise", "config-manager"].into_iter().chain(line.split(' ').filter(|word| !word.is_empty()));
         match Cli::try_parse_from(words.map(|word| word.replace('_', " "))).unwrap().command {
@@ -195,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn options_set_to_nothing_are_as_the_chart_means_them() {
+    fn empty_options_are_unset_or_false() {
         let init = format!(
             "{NEEDED} --oneshot=true --send-signal=false --signal= --process-to-signal= --default-config= \
              --fallback-strategies= --kubeconfig="
@@ -207,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_option_is_named() {
+    fn missing_or_wrong_option_is_named() {
         for (line, problem) in [
             ("", "--node-name (NODE_NAME) must not be empty"),
             ("--node-name n", "--config-file-srcdir (CONFIG_FILE_SRCDIR) must not be empty"),

@@ -34,7 +34,7 @@ const MACHINE: &str = "NAME|FILE";
 /// know.
 pub const PLACEHOLDER: &str = "LINKWISE_MACHINE_NAMES";
 
-/// All commands as pages of a manual describe them, `linkwise` itself first.
+/// The commands for the pages of a manual, `linkwise` itself first.
 pub fn documented() -> Vec<Command> {
     fn with_subcommands(command: &Command) -> Vec<Command> {
         let below = command.get_subcommands().filter(|command| is_shown(command)).flat_map(with_subcommands);
@@ -45,7 +45,7 @@ pub fn documented() -> Vec<Command> {
     with_subcommands(&root)
 }
 
-/// All commands with their flags, as shells complete them.
+/// The commands with their flags, as shells complete them.
 pub fn completable() -> Command {
     let mut root = Cli::command();
     root.build();

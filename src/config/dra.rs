@@ -7,7 +7,7 @@ use linkwise_core::names::is_word;
 use linkwise_core::quantity;
 use linkwise_core::topology::MigProfile;
 
-/// The longest name of a Kubernetes object, of a node and of a pool (a DNS subdomain).
+/// The most characters of the name of a Kubernetes object, of a node and of a pool (a DNS subdomain).
 const MAX_NAME: usize = 253;
 
 /// `linkwise dra`.
@@ -117,8 +117,8 @@ pub enum Near {
 pub enum ClaimKind {
     /// A ResourceClaim.
     Claim,
-    /// A ResourceClaimTemplate. If it lists alternatives, a second template, without alternatives, for further claims
-    /// of the same pod comes first.
+    /// A ResourceClaimTemplate. If it lists alternatives without --strict, a second template, without
+    /// alternatives, for further claims of the same pod comes first.
     Template,
     /// A ResourceClaimTemplate, and a Pod that uses it.
     Pod,
@@ -127,8 +127,8 @@ pub enum ClaimKind {
 }
 
 fn memory(text: &str) -> Result<String, String> {
-    let is_some = quantity::parse(text).is_some_and(|bytes| bytes > 0);
-    is_some.then(|| text.to_owned()).ok_or_else(|| "expected a quantity above 0, such as 20Gi".to_owned())
+    let fits = quantity::parse(text).is_some_and(|bytes| bytes > 0);
+    fits.then(|| text.to_owned()).ok_or_else(|| "expected a quantity above 0, such as 20Gi".to_owned())
 }
 
 pub(super) fn node_name(text: &str) -> Result<String, String> {
@@ -138,7 +138,7 @@ pub(super) fn node_name(text: &str) -> Result<String, String> {
     })
 }
 
-/// Checks a name that is a DNS label.
+/// Checks that a name is a DNS label.
 pub(super) fn label(text: &str) -> Result<String, String> {
     let fits = text.len() <= 63 && is_label(text);
     fits.then(|| text.to_owned())

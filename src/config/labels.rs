@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn empty_output_file_is_standard_output() {
+    fn empty_output_file_stays_empty() {
         let output =
             |args: &[&str], environment: &Environment, text| labels(args, environment, text)["outputFile"].clone();
         let (none, empty) = (Environment::default(), Environment::of([("GFD_OUTPUT_FILE", "")]));

@@ -133,8 +133,8 @@ pub struct SnapshotArgs {
     /// The machine's name; by default the host's name
     #[arg(long, value_name = "NAME")]
     pub name: Option<String>,
-    /// Replace the values that identify this machine by made-up ones: the UUIDs of GPUs and of the NVLink fabric, the
-    /// host's name. PCI addresses, models and NIC names stay
+    /// Replace the values that identify this machine by made-up ones: the UUIDs of GPUs, MIG devices and the NVLink
+    /// fabric, the GUIDs of NICs, the host's name. PCI addresses, models and NIC names stay
     #[arg(long)]
     pub redact: bool,
 }

@@ -96,24 +96,24 @@ impl Cli {
 }
 
 /// The variables with linkwise's prefix that are set and that nothing reads, probably because they are misspelt. If the
-/// program is called by the name of NVIDIA's DRA driver, also that driver's variables that linkwise does not follow.
+/// program's name is `gpu-kubelet-plugin`, also the variables of NVIDIA's DRA driver that linkwise does not follow.
 pub fn unknown_variables() -> Vec<String> {
-    fn variables(command: &clap::Command, all: &mut BTreeSet<String>) {
+    fn variables(command: &clap::Command, known: &mut BTreeSet<String>) {
         let names = command.get_arguments().filter_map(|arg| arg.get_env());
-        all.extend(names.map(|name| name.to_string_lossy().into_owned()));
-        command.get_subcommands().for_each(|below| variables(below, all));
+        known.extend(names.map(|name| name.to_string_lossy().into_owned()));
+        command.get_subcommands().for_each(|below| variables(below, known));
     }
-    let (mut known, mut all) = (BTreeSet::new(), Cli::command());
+    let (mut known, mut root) = (BTreeSet::new(), Cli::command());
     // Without this call, the arguments of a subcommand are missing: clap builds them when the subcommand is called.
-    all.build();
-    variables(&all, &mut known);
+    root.build();
+    variables(&root, &mut known);
     #[expect(clippy::disallowed_methods, reason = "config may read argv and the environment")]
     let (program, variable) = (std::env::args_os().next(), |name: &str| std::env::var(name).ok());
     let unread = program::unread(&program.unwrap_or_default(), variable);
     Environment::unknown(&known).into_iter().chain(unread).collect()
 }
 
-/// Returns argv with the program first and the subcommand second, also if the program's name implies the subcommand.
+/// Returns argv, with the subcommand and the flags that `program` inserts.
 pub fn command_line() -> impl Iterator<Item = OsString> {
     #[expect(clippy::disallowed_methods, reason = "config may read argv and the environment")]
     let (words, variable) = (std::env::args_os(), |name: &str| std::env::var(name).ok());

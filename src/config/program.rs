@@ -1,5 +1,5 @@
-//! The program's name: under the name of one of the NVIDIA plugin's commands, which have no subcommands, linkwise runs
-//! the matching subcommand.
+//! The program's name, which is the file name in argv[0]. If it is the name of one of NVIDIA's programs, linkwise runs
+//! the subcommand that replaces the program.
 
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
@@ -8,7 +8,7 @@ use clap::{Arg, Args, Subcommand};
 
 use super::{Command, LabelsArgs};
 
-/// The GPU part of NVIDIA's DRA driver.
+/// The name of the program of NVIDIA's DRA driver that serves GPUs.
 const DRA_DRIVER: &str = "gpu-kubelet-plugin";
 
 /// The programs of NVIDIA's images, each with the subcommand that replaces it.
@@ -25,9 +25,9 @@ const KUBELET_ROOT: &str = "/var/lib/kubelet";
 /// The admin socket to which the commands connect by default.
 const ADMIN_SOCKET: &str = "/run/linkwise/admin.sock";
 
-/// Inserts the missing subcommand into a command line: the one that the program's name implies, or `run` if the first
-/// word is a flag other than help and version. `linkwise` alone gets none, and shows its help. Under the name of
-/// NVIDIA's DRA driver, also inserts the flags that its variables imply.
+/// Inserts the missing subcommand into a command line: the one that the program's name implies, or else `run` if the
+/// first argument is a flag other than help and version. `linkwise` alone gets none, and shows its help. If the name is
+/// [`DRA_DRIVER`], also inserts the flags that the variables of NVIDIA's DRA driver imply.
 pub(super) fn words(
     words: impl IntoIterator<Item = OsString>,
     variable: impl Fn(&str) -> Option<String>,
@@ -58,8 +58,8 @@ pub(super) fn words(
 /// The flags with the effect of the variables of NVIDIA's DRA driver (`cmd/gpu-kubelet-plugin/main.go`), which the GPU
 /// Operator sets for a GPUCluster (`manifests/state-dra-driver/0500_daemonset.yaml`). linkwise's own flags and
 /// variables win over them. All GPUs go through DRA. The pod does not mount the kubelet's folder of device plugins,
-/// where linkwise otherwise keeps its files beside the kubelet's socket. So `kubelet-socket` names the folder of the
-/// DRA drivers, which has no such socket.
+/// where linkwise otherwise keeps its files beside the kubelet's socket. So `kubelet-socket` names a path in the
+/// folder of the DRA drivers, where no socket is.
 fn dra_driver_flags(words: &[OsString], variable: impl Fn(&str) -> Option<String>) -> Vec<String> {
     let given = |name: &str| variable(name).filter(|value| !value.is_empty());
     let plugins = given("KUBELET_PLUGINS_DIRECTORY_PATH").unwrap_or_else(|| format!("{KUBELET_ROOT}/plugins"));
@@ -68,7 +68,7 @@ fn dra_driver_flags(words: &[OsString], variable: impl Fn(&str) -> Option<String
         let host = host.trim_end_matches('/');
         format!("{host}{kubelet}/pod-resources/kubelet.sock")
     });
-    // Go's form of an address may have a host's name, or none for all of the pod's addresses.
+    // Go's form of an address may have the name localhost, or no host, which means all of the pod's addresses.
     let metrics = given("HTTP_ENDPOINT").map(|at| match at.split_once(':') {
         Some(("", port)) => format!("[::]:{port}"),
         Some(("localhost", port)) => format!("127.0.0.1:{port}"),
@@ -104,9 +104,9 @@ fn dra_driver_flags(words: &[OsString], variable: impl Fn(&str) -> Option<String
     wanted.filter_map(|(flag, _, value)| Some(format!("--{flag}={}", value?))).collect()
 }
 
-/// The settings in the variables of NVIDIA's DRA driver that linkwise does not follow under that driver's name: a
-/// number of shares, and feature gates. The gate DynamicMIG is read; the gate for health changes nothing, because
-/// linkwise always watches health.
+/// The variables of NVIDIA's DRA driver that linkwise does not follow if the program's name is [`DRA_DRIVER`]: a number
+/// of shares, and feature gates. The gate DynamicMIG is read; the gate for health changes nothing, because linkwise
+/// always watches health.
 pub(super) fn unread(program: &OsStr, variable: impl Fn(&str) -> Option<String>) -> Vec<String> {
     if Path::new(program).file_name().is_none_or(|name| name != DRA_DRIVER) {
         return Vec::new();
@@ -119,7 +119,7 @@ pub(super) fn unread(program: &OsStr, variable: impl Fn(&str) -> Option<String>)
     shares.map(|_| "CONSUMABLE_SHARES".to_owned()).into_iter().chain(gates).collect()
 }
 
-/// The words without klog's `-v LEVEL` (`-v=LEVEL`, `--v LEVEL`): --log has the level.
+/// The words without klog's `-v LEVEL` (`-v=LEVEL`, `--v LEVEL`): linkwise's level is in --log.
 fn without_verbosity(words: Vec<OsString>) -> Vec<OsString> {
     let mut left = Vec::new();
     let mut words = words.into_iter();
@@ -133,7 +133,7 @@ fn without_verbosity(words: Vec<OsString>) -> Vec<OsString> {
     left
 }
 
-/// Gives flags two dashes if they have one, as Go's programs accept them: `-mig-strategy=mixed`.
+/// Gives known flags two dashes if they have one, which Go's programs accept: `-mig-strategy=mixed`.
 fn double_dashes(words: &mut [OsString]) {
     fn flag(word: &OsString) -> Option<&str> {
         word.to_str()?.strip_prefix('-').filter(|flag| flag.len() > 1 && !flag.starts_with('-'))
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn missing_subcommand_is_run() {
+    fn missing_subcommand_is_inserted() {
         for (line, read) in [
             ("linkwise", "linkwise"),
             ("linkwise --help", "linkwise --help"),
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn dra_driver_reads_what_the_gpu_operator_sets() {
+    fn variables_of_the_dra_driver_become_flags() {
         let words = |line: &str, variables: &[(&str, &str)]| {
             let variable = |name: &str| variables.iter().find(|(known, _)| *known == name);
             let words = super::words(line.split_whitespace().map(Into::into), |name| {

@@ -77,7 +77,7 @@ pub fn variables() -> impl Iterator<Item = &'static str> {
     names.filter(|name| name.bytes().all(|byte| byte == b'_' || byte.is_ascii_uppercase()))
 }
 
-/// Replaces clap's error about a removed word by one line with what to do instead. Returns other errors unchanged.
+/// Replaces clap's error about a removed name by one line with what to do instead. Returns other errors unchanged.
 pub fn explained(error: Error) -> Error {
     let text = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.as_str()),
@@ -86,8 +86,8 @@ pub fn explained(error: Error) -> Error {
     // For an invalid value clap names the flag with its placeholder: `--format <FORMAT>`.
     let flag = text(ContextKind::InvalidArg).and_then(|flag| flag.split(' ').next());
     let value = flag.zip(text(ContextKind::InvalidValue)).map(|(flag, value)| format!("{flag} {value}"));
-    let words = [text(ContextKind::InvalidSubcommand), value.as_deref(), flag].into_iter().flatten();
-    let line = words.filter_map(|word| Some(format!("{}: {}", excerpt(word), refusal(word)?))).next();
+    let names = [text(ContextKind::InvalidSubcommand), value.as_deref(), flag].into_iter().flatten();
+    let line = names.filter_map(|name| Some(format!("{}: {}", excerpt(name), refusal(name)?))).next();
     match line {
         Some(line) => Error::raw(error.kind(), format!("{line}\n")),
         None => error,

@@ -43,7 +43,7 @@ impl FileWatch {
         self.keep_text(text)
     }
 
-    /// Waits until the file has another text than the one returned last, or becomes unreadable, and returns that text.
+    /// Waits until the file has another text than the one returned last, and returns it, or until it is unreadable.
     pub async fn changed(&mut self) -> Result<String, ConfigError> {
         loop {
             let Some((path, folder)) = &mut self.file else { return std::future::pending().await };
