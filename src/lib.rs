@@ -1,8 +1,7 @@
 //! linkwise: a topology-aware Kubernetes device plugin for NVIDIA GPUs.
 //!
-//! The program, as a library that its tests call: `config` reads the options, `run` has the subcommands `run`, `labels`,
-//! `mps-control-daemon` and `clear-condition`, `commands` has the others. Everything else is a crate of its own
-//! (ARCHITECTURE.md has the picture).
+//! The program, as a library that its tests call: `config` reads the options, `run` and `commands` run the subcommands.
+//! Everything else is a crate of its own (ARCHITECTURE.md has the picture).
 
 pub mod commands;
 pub mod config;

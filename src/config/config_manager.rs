@@ -1,5 +1,4 @@
-//! The options of `linkwise config-manager`: those of NVIDIA's program of that name, read as that program does, and a
-//! few of linkwise.
+//! The options of `linkwise config-manager`: linkwise's own, and those of NVIDIA's program of that name, read as there.
 //!
 //! The chart sets the variables of NVIDIA's options, some to an empty text, so these options accept one.
 

@@ -21,7 +21,7 @@ pub struct RunArgs {
     /// folder linkwise beside the kubelet's socket
     #[arg(long, value_name = "FOLDER", env = "LINKWISE_STATE_DIR")]
     pub state_dir: Option<PathBuf>,
-    /// The node's name, for --write-labels-file and --dra-gpus
+    /// The node's name, for labels, DRA, the node's condition and events
     #[arg(long, value_name = "NAME", env = "NODE_NAME")]
     pub node_name: Option<String>,
     /// The API server, for DRA, the node's condition and events.

@@ -147,8 +147,8 @@ impl CdiSync {
         self.cdi.subscribe()
     }
 
-    /// Runs until the snapshots or the right to write (`files`) end; fails if the first files cannot be written. Writes
-    /// only while it has the right.
+    /// Runs until the channel of the snapshots or of the right to write (`files`) closes; fails if the first files
+    /// cannot be written. Writes only while it has the right.
     pub async fn run(
         self,
         mut snapshot: watch::Receiver<Arc<NodeState>>,
@@ -231,7 +231,7 @@ struct Scanned {
 }
 
 impl HostScan {
-    /// The host's devices other than GPUs. The list of CDI devices stays empty.
+    /// The host's devices other than GPUs. The list of CDI devices is empty: [`Self::run`] fills it.
     fn host_devices(&self) -> HostDevices {
         let roots = self.scanner.roots();
         HostDevices {
@@ -336,7 +336,7 @@ mod tests {
             let spec = std::fs::read_dir(at("cdi")).unwrap().next().unwrap().unwrap().path();
             std::fs::remove_file(&spec).unwrap();
             cdi.changed().await.unwrap();
-            assert_eq!(cdi.borrow_and_update().as_ref(), Some(&first), "the same again, for claims that lost files");
+            assert_eq!(cdi.borrow_and_update().as_ref(), Some(&first), "published again, for claims that lost files");
             assert!(spec.exists());
         };
         tokio::time::timeout(Duration::from_secs(60), written).await.unwrap();

@@ -1,4 +1,4 @@
-//! The node's condition: `linkwise run` makes it from each view of the node and hands it to its writer; `linkwise
+//! The node's condition: `linkwise run` makes it from the latest view of the node and hands it to its writer; `linkwise
 //! clear-condition` removes it from all nodes.
 
 use std::collections::BTreeMap;
@@ -29,7 +29,7 @@ use linkwise_system::{files, send_if_new};
 /// The file in the state folder with the node and the boot for which the startup taints were removed.
 const UNTAINTED: &str = "startup_taints";
 
-/// The longest content of that file, in bytes: two UUIDs.
+/// The most bytes that are read of this file, which has two UUIDs.
 const MAX_UNTAINTED: u64 = 256;
 
 /// The shortest time between two conditions. A node's GPUs and parts change in bursts.

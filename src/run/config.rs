@@ -77,7 +77,7 @@ impl Reloader {
     }
 
     /// If the wanted door is not the present one, ends this start, so that the node is served again, and returns true.
-    /// If the device plugin serves and DRA lacks a right, the wanted door becomes the device plugin.
+    /// If the device plugin serves and DRA lacks a right, sets `wanted` to the device plugin.
     async fn change_door(&mut self, wanted: &mut Door, reason: &str) -> bool {
         let now = self.settings.dra_gpus.value;
         let lacks = if *wanted == Door::Dra { self.rights.lacks().await } else { Vec::new() };

@@ -1,4 +1,4 @@
-//! Events about pods in `linkwise run`: makes the due events from each snapshot and hands them to their writer.
+//! Events about pods in `linkwise run`: makes the due events from the latest snapshot and hands them to their writer.
 //!
 //! Admissions do not wait for them. The writer takes the latest list when it is done with the previous one.
 
@@ -53,7 +53,7 @@ async fn follow(
     due: watch::Sender<Arc<Vec<PodEvent>>>,
 ) -> Result<()> {
     loop {
-        right.wait_for(Option::is_some).await.context("the node's state is gone")?;
+        right.wait_for(Option::is_some).await.context("the takeover's task is gone")?;
         let state = Arc::clone(&snapshot.borrow_and_update());
         // On a machine of 64 GPUs this takes milliseconds.
         let made =

@@ -308,12 +308,12 @@ mod tests {
         };
         let task = tokio::spawn(writer.run(labels));
         for _ in 0..2 {
-            let there = async {
+            let removed = async {
                 while std::fs::remove_file(&path).is_err() {
                     tokio::task::yield_now().await;
                 }
             };
-            timeout(Duration::from_secs(20), there).await.unwrap();
+            timeout(Duration::from_secs(20), removed).await.unwrap();
         }
         task.abort();
         drop(sender);

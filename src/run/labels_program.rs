@@ -1,8 +1,8 @@
 //! `linkwise labels`, which replaces gpu-feature-discovery: a process of its own that publishes the node's labels. It
 //! needs the driver and the host's /sys, and no kubelet.
 //!
-//! At SIGHUP, and at a change of the configuration file, it starts again with the new settings; rejected settings
-//! change nothing.
+//! At SIGHUP, and if the configuration file has other settings, its tasks start again; rejected settings change
+//! nothing.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -49,8 +49,8 @@ const BUS_TIMEOUT: Duration = Duration::from_secs(5);
 /// server busy.
 const MIN_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Publishes labels until a signal ends it; with `--oneshot` publishes them once. Without an API server they go to the
-/// file that NFD reads.
+/// Publishes labels until a signal ends it; with `--oneshot` publishes them once. Without an API server, or if the
+/// settings choose the file, they go to the file that NFD reads.
 pub fn labels(args: &LabelsArgs) -> Result<()> {
     let _log = super::start_log(&args.log)?;
     linkwise_system::block_on(program(args, Publisher::new(args).as_ref()))

@@ -168,7 +168,7 @@ fn placement_metrics_text_is_an_interface() {
 }
 
 #[test]
-fn hidden_pods_stay_distinct_and_operators_see_them() {
+fn pods_are_hidden_by_hash_and_on_a_standby() {
     let (_sender, snapshot) = watch::channel(Arc::new(placed()));
     let views = views(snapshot);
     let metrics = Metrics::new("1.2.3", views.clone());

@@ -2,7 +2,7 @@
 //! GPUs of claims that ask for it. A process of its own, in a container with the privileges that MPS needs; the plugin
 //! has none.
 //!
-//! The process follows the file in which the plugin orders daemons, and reads neither a configuration nor NVML.
+//! The process follows the file in which the plugin orders daemons, reads no configuration file and never calls NVML.
 //! `daemons` runs the ordered daemons; `orders` is the plugin's side, a task of `linkwise run`.
 
 mod daemons;
@@ -80,7 +80,7 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     let (mut last_signals, mut hangup) = (LastSignals::listen()?, listen(SignalKind::hangup(), "SIGHUP")?);
     let layout = Layout::new(&args.root.container_root);
     let _lock = lock(&layout)?;
-    // The plugin reads the configuration file.
+    // Only the plugin reads the configuration file.
     let settings = load_text(&args.flags, &Environment::read(), "")?.settings;
     let gate = gate(&settings, "mps-control-daemon");
     let daemons_gate = gate.as_ref().map(|gate| gate.for_user("mps-daemons"));

@@ -17,8 +17,7 @@ use linkwise_host::yaml::fault;
 
 const VERSION: &str = "v1";
 
-/// The keys that are not in the settings' table, as paths: those of lists and mappings. `[]` stands for the items of a
-/// list.
+/// The keys that are not in the settings' table, as paths. `[]` stands for the items of a list.
 const COMPOUND: [&str; 19] = [
     "version",
     "resources.gpus[].pattern",
@@ -119,8 +118,8 @@ pub(super) struct Entry {
 
 impl Node {
     /// Reads a text, within serde-saphyr's limits on depth, size and aliases. Returns also the findings about its YAML,
-    /// its keys and its version. Broken YAML counts as an empty file. An empty text counts as an empty mapping, as it
-    /// does for the NVIDIA plugin.
+    /// its keys and its version. Broken YAML counts as an empty text. An empty text is null, which has no keys and no
+    /// findings, as for the NVIDIA plugin.
     pub fn parse(text: &str) -> (Self, Vec<Finding>) {
         let mut findings = Vec::new();
         let mut root = Self { line: 1, value: Value::Null };

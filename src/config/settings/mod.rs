@@ -3,7 +3,7 @@
 //! A flag wins over a variable, a variable over the file, the file over the default. Only the table in this file lists
 //! each setting's key, reader, flag, variables and default, and whether a change applies at once.
 //! Plain data: `src/run` and `src/commands` build live objects from it, and `linkwise config show` prints it. Only
-//! [`load`] and [`check`] touch the file system.
+//! [`load`], [`check`] and `read` touch the file system.
 
 mod file;
 mod lists;
@@ -197,7 +197,7 @@ macro_rules! settings {
                 (settings, findings)
             }
 
-            /// Each setting, in the order of the documentation.
+            /// Each setting, in the order of the table; mappings and lists last.
             pub fn shown(&self) -> Vec<Shown> {
                 let sharing = self.sharing.value.as_ref().map_or_else(|| json!({}), |sharing| {
                     json!({ lists::key(sharing.kind): sharing })
@@ -335,7 +335,7 @@ settings! {
     /// The model that each GPU should be, as nvidia-smi or the label nvidia.com/gpu.product names it
     expect_model: Option<String> = None, "linkwise.expect.model", |value| value::text(value).map(Some),
         "expect-model" "MODEL" ["LINKWISE_EXPECT_MODEL"];
-    /// The built-in machine whose GPUs and NVLinks the node should have (linkwise topology --help)
+    /// The built-in machine whose GPUs and NVLinks the node should have (linkwise topology --list)
     expect_machine: Option<String> = None, "linkwise.expect.machine", |value| value::machine(value).map(Some),
         "expect-machine" "NAME" ["LINKWISE_EXPECT_MACHINE"];
     /// Do not offer GPUs with an active display

@@ -204,7 +204,7 @@ fn check_singles(settings: &Settings, findings: &mut Vec<Finding>) {
     const OTHER_HOOKS: &str = "create-symlinks, enable-cuda-compat, update-ldcache, disable-device-node-modification \
                                and update-application-profile (or all) can be left out; other hooks are in no CDI \
                                spec of linkwise";
-    const SPREAD: &str = "the same as distributed, which takes distinct GPUs for one request here";
+    const SPREAD: &str = "the same as distributed, with which linkwise takes distinct GPUs for one request";
     let Settings { device_discovery_strategy: strategy, shared_devices_allocation_policy: policy, .. } = settings;
     let (features, hooks) = (&settings.cdi_feature_flags, &settings.cdi_disable_hooks);
     let has_other_hooks = hooks.value.iter().any(|hook| !CDI_HOOKS.contains(&hook.as_str()));

@@ -189,7 +189,7 @@ fn text_of_the_file_is_escaped_in_findings() {
 }
 
 #[test]
-fn gpus_that_nvml_lacks_are_refused_by_name() {
+fn strategies_that_need_more_than_nvml_are_refused() {
     for (strategy, words) in [("tegra", "integrated GPUs of Tegra"), ("vfio", "bound to vfio-pci")] {
         let environment = Environment::of([("DEVICE_DISCOVERY_STRATEGY", strategy)]);
         let (_, findings) = build(&[], &environment, "");

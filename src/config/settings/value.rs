@@ -63,7 +63,7 @@ impl Value {
         if let Self::Word(text) | Self::Text(text) = self { Some(text) } else { None }
     }
 
-    /// The items of a list, or those between the commas of a text.
+    /// The items of a list, those between the commas of a text, or a single number.
     pub(super) fn items<T>(&self, expected: &str, read: impl Fn(&Self) -> Result<T, String>) -> Result<Vec<T>, String> {
         match (self, self.text()) {
             (Self::List(items), _) => items.iter().map(|item| read(&item.value)).collect(),
@@ -90,7 +90,7 @@ pub(super) fn boolean(value: &Value) -> Result<bool, String> {
     value.or_refused(read, "true or false")
 }
 
-/// The words of Go's strconv.ParseBool, by which NVIDIA's programs read the same variables.
+/// Reads a word as Go's strconv.ParseBool does, by which NVIDIA's programs read booleans.
 pub fn go_boolean(word: &str) -> Option<bool> {
     match word {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Some(true),
@@ -142,12 +142,12 @@ pub(super) fn qualified(value: &Value) -> Result<String, String> {
         let is_end = |byte: Option<u8>| byte.is_some_and(|byte| byte.is_ascii_alphanumeric());
         part.len() <= max && part.bytes().all(inner) && is_end(part.bytes().next()) && is_end(part.bytes().last())
     };
-    let is_one = |text: &&str| match text.split_once('/') {
+    let is_qualified = |text: &&str| match text.split_once('/') {
         Some((domain, name)) => node_name(domain).is_ok() && is_part(name, 63),
         None => is_part(text, 63),
     };
     value.or_refused(
-        value.text().map(str::trim).filter(is_one).map(str::to_owned),
+        value.text().map(str::trim).filter(is_qualified).map(str::to_owned),
         "a name such as linkwise.dev/GPUsReady",
     )
 }
@@ -170,8 +170,8 @@ pub(super) fn machine(value: &Value) -> Result<String, String> {
 
 /// The prefix of an annotation's key: a DNS subdomain and a slash.
 pub(super) fn annotation_prefix(value: &Value) -> Result<String, String> {
-    let is_one = |text: &&str| text.strip_suffix('/').is_some_and(|domain| node_name(domain).is_ok());
-    value.or_refused(value.text().filter(is_one).map(str::to_owned), "a DNS name and a slash, such as cdi.k8s.io/")
+    let is_prefix = |text: &&str| text.strip_suffix('/').is_some_and(|domain| node_name(domain).is_ok());
+    value.or_refused(value.text().filter(is_prefix).map(str::to_owned), "a DNS name and a slash, such as cdi.k8s.io/")
 }
 
 /// A path.
@@ -185,7 +185,7 @@ pub(super) fn path_or_empty(value: &Value) -> Result<PathBuf, String> {
     if value.text() == Some("") { Ok(PathBuf::new()) } else { path(value) }
 }
 
-/// An absolute path: the host, CDI specs and the container runtime read it too.
+/// An absolute path, because CDI specs and other programs use it too.
 pub(super) fn absolute(value: &Value) -> Result<PathBuf, String> {
     value.or_refused(path(value).ok().filter(|path| path.is_absolute()), "an absolute path")
 }
@@ -217,7 +217,7 @@ pub(super) fn gpu_selector(value: &Value) -> Result<GpuSelector, String> {
     value.or_refused(selector, "an index, a UUID, a PCI address or a model")
 }
 
-/// `none` or `all`. Earlier versions took lists of GPUs too.
+/// `none` (or an empty text) or `all`. Earlier versions took lists of GPUs too.
 pub(super) fn dra_gpus(value: &Value) -> Result<Door, String> {
     match value.text().map(str::trim) {
         Some("none" | "") => Ok(Door::Plugin),
@@ -375,7 +375,7 @@ words! {
         Distributed = "distributed",
         /// The most used GPU first.
         Packed = "packed",
-        /// Distinct GPUs for one request: the same as `distributed` here.
+        /// Distinct GPUs for one request: in linkwise the same as `distributed`.
         Spread = "spread",
     }
 }

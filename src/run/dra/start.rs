@@ -1,8 +1,8 @@
 //! The decision, at the start of a process, about its part in DRA.
 //!
-//! With the door DRA and all rights, it publishes GPUs, and prepares and unprepares claims. Otherwise its GPUs go
-//! through the device plugin: claims that are left are unprepared, with the rights that exist, and no others are
-//! prepared. Where no claim is left, the DRA plugin does nothing.
+//! With the door DRA and all rights, the process publishes GPUs, and prepares and unprepares claims. Otherwise its GPUs
+//! go through the device plugin: it unprepares the claims that are left, with the rights that exist, and prepares none.
+//! If no claim is left, the DRA plugin does nothing.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -20,7 +20,7 @@ use linkwise_kubelet::dra::has_checkpoints;
 /// The longest time that a start waits for the disk.
 const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A right that GPUs need to go through DRA.
+/// A right or a value that a process lacks, and without which no GPU goes through DRA.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(in crate::run) enum MissingRight {
     #[error("DRA needs the node's name: set NODE_NAME (--node-name)")]

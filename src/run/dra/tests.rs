@@ -87,7 +87,7 @@ fn pool_waits_for_checkpoints_in_the_ledger() {
 }
 
 #[test]
-fn last_gpu_that_goes_leaves_the_pool() {
+fn last_gpu_that_goes_leaves_pool_unless_claimed() {
     for is_claimed in [false, true] {
         let mut world = World::new(1);
         world.list(&[]);
@@ -99,8 +99,8 @@ fn last_gpu_that_goes_leaves_the_pool() {
             world.apply(Event::Prepared(vec![claim_of_first()]));
         }
         world.see(0);
-        let left: Vec<bool> = world.pool().unwrap().iter().map(|device| !device.taints.is_empty()).collect();
-        assert_eq!(left, if is_claimed { vec![true] } else { vec![] });
+        let tainted: Vec<bool> = world.pool().unwrap().iter().map(|device| !device.taints.is_empty()).collect();
+        assert_eq!(tainted, if is_claimed { vec![true] } else { vec![] });
     }
 }
 
@@ -109,11 +109,11 @@ fn pool_is_empty_if_pods_hold_all_gpus() {
     let mut world = World::new(2);
     let held: Vec<GpuUuid> = observed(2).gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
     world.list(&held);
-    assert_eq!(world.pool(), Some(&[][..]), "no list can change that before a pod ends");
+    assert_eq!(world.pool(), Some(&[][..]), "no list frees a GPU before a pod ends");
 }
 
 #[test]
-fn pool_waits_for_stored_slices() {
+fn pool_waits_until_stored_slices_are_read() {
     let mut world = World::new(2);
     (0..2).for_each(|_| world.list(&[]));
     world.maker.make(&world.state, &StoredPool::default());

@@ -93,7 +93,7 @@ impl Daemons {
                 running.end.cancel();
             }
         }
-        // No daemon starts before others have ended: a GPU may pass from one daemon to another, and the first one sets
+        // No daemon starts while others are ending: a GPU may pass from one daemon to another, and the first one sets
         // the GPU's compute mode back at its end.
         if self.running.values().any(|running| running.end.is_cancelled()) {
             return;

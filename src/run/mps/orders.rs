@@ -26,10 +26,10 @@ const POLL: Duration = Duration::from_secs(1);
 /// The time from one reading to the next while a claim may wait for a marker.
 const CLAIM_POLL: Duration = Duration::from_millis(200);
 
-/// Starts the task; returns the way to order control daemons for claims. `has_claims` is false on a node that can have
-/// none.
-pub(in crate::run) fn spawn_in(node: &mut Node, layout: Layout, has_claims: bool) -> MpsLink {
-    let first = (!has_claims).then(MpsOrders::default);
+/// Starts the task; returns the way to order control daemons for claims. `can_have_claims` is false on a node without a
+/// state folder.
+pub(in crate::run) fn spawn_in(node: &mut Node, layout: Layout, can_have_claims: bool) -> MpsLink {
+    let first = (!can_have_claims).then(MpsOrders::default);
     let ((orders, ordered), (served, serving)) = (watch::channel(first), watch::channel(None));
     let task = OrdersTask {
         layout,
@@ -59,7 +59,7 @@ struct OrdersTask {
 
 /// The result of one check of the daemons.
 struct Checked {
-    /// The resources that are shared by MPS.
+    /// The readiness of each resource that is shared by MPS.
     resources: BTreeMap<ResourceName, Result<(), NotReady>>,
     /// The control daemons of claims; `None` if their orders are unknown.
     claims: Option<MpsServed>,
@@ -285,7 +285,7 @@ mod tests {
             waits.len()
         };
         assert_eq!(hold_back(&[("a", &["1"]), ("b", &["2"])], &[], &[]), 0, "the first");
-        assert_eq!(hold_back(&[("a", &["1", "3"]), ("b", &["4"])], &[], &["a", "b"]), 1, "a is shared, b passes on");
+        assert_eq!(hold_back(&[("a", &["1", "3"]), ("b", &["4"])], &[], &["a", "b"]), 1, "claim 1 keeps a, 4 gets b");
         assert_eq!(hold_back(&[("a", &["3"]), ("b", &["4"])], &[], &["a", "b"]), 1, "b has not ended");
         assert_eq!(hold_back(&[("a", &["3"]), ("b", &["4"])], &[], &["a"]), 0);
         // The claim of a daemon ends and the next one comes later, but sooner than the daemon ends.
