@@ -7,7 +7,7 @@ use linkwise_core::names::is_word;
 use linkwise_core::quantity;
 use linkwise_core::topology::MigProfile;
 
-/// The most characters of the name of a Kubernetes object, of a node and of a pool (a DNS subdomain).
+/// The most characters of a DNS subdomain, such as a node's name.
 const MAX_NAME: usize = 253;
 
 /// `linkwise dra`.
@@ -23,7 +23,7 @@ pub struct DraArgs {
     #[arg(long, default_value = "json")]
     pub format: ManifestFormat,
     /// The node's name
-    #[arg(long, value_name = "NAME", default_value = "node", value_parser = node_name)]
+    #[arg(long, value_name = "NAME", default_value = "node", value_parser = dns_subdomain)]
     pub node_name: String,
 }
 
@@ -131,7 +131,7 @@ fn memory(text: &str) -> Result<String, String> {
     fits.then(|| text.to_owned()).ok_or_else(|| "expected a quantity above 0, such as 20Gi".to_owned())
 }
 
-pub(super) fn node_name(text: &str) -> Result<String, String> {
+pub(super) fn dns_subdomain(text: &str) -> Result<String, String> {
     let fits = text.len() <= MAX_NAME && text.split('.').all(is_label);
     fits.then(|| text.to_owned()).ok_or_else(|| {
         format!("expected a DNS subdomain: lower-case letters, digits, '-' and '.', at most {MAX_NAME} of them")

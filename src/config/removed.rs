@@ -1,5 +1,5 @@
 //! Names that earlier versions had: commands, flags, values of flags, variables and keys of the file. A removed name
-//! that is still set is refused, with what to do instead.
+//! that is still used is refused, with what to do instead.
 
 use clap::Error;
 use clap::error::{ContextKind, ContextValue};

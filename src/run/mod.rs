@@ -1,8 +1,8 @@
 //! `linkwise run`: the node that the options describe, and its neighbours `labels` and `mps-control-daemon`.
 //!
-//! `start` builds all objects, and gives the tasks to the node. `driver` starts the supervisor of the NVML agent;
-//! `cdi_sync` keeps CDI specs and device nodes up to date; `labels`, `dra`, `condition` and `events` publish each
-//! snapshot for schedulers and people; `config` reloads the configuration; `mps` and `labels_program` are processes of
+//! `start` builds all objects, and gives the tasks to the node. `driver` makes the supervisor of the NVML agent;
+//! `cdi_sync` keeps CDI specs and device nodes up to date; `labels`, `dra`, `condition` and `events` publish the
+//! snapshots for schedulers and people; `config` reloads the configuration; `mps` and `labels_program` are processes of
 //! their own. A task that ends unexpectedly ends the process, with its cause.
 
 mod cdi_sync;

@@ -118,8 +118,8 @@ pub(super) struct Entry {
 
 impl Node {
     /// Reads a text, within serde-saphyr's limits on depth, size and aliases. Returns also the findings about its YAML,
-    /// its keys and its version. Broken YAML counts as an empty text. An empty text is null, which has no keys and no
-    /// findings, as for the NVIDIA plugin.
+    /// its keys and its version. Broken YAML counts as an empty text. An empty text is null, and valid as for the
+    /// NVIDIA plugin.
     pub fn parse(text: &str) -> (Self, Vec<Finding>) {
         let mut findings = Vec::new();
         let mut root = Self { line: 1, value: Value::Null };

@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde::{Serialize, Serializer};
 
 use super::file::{Entry, Node};
-use crate::config::dra::node_name;
+use crate::config::dra::dns_subdomain;
 use linkwise_core::allocation::AllocationPolicy;
 use linkwise_core::quote::{excerpt, quoted};
 use linkwise_core::state::{DeviceSelector, Door, GpuSelector, ResourceName, ResourceNameError, SharedDevices};
@@ -143,7 +143,7 @@ pub(super) fn qualified(value: &Value) -> Result<String, String> {
         part.len() <= max && part.bytes().all(inner) && is_end(part.bytes().next()) && is_end(part.bytes().last())
     };
     let is_qualified = |text: &&str| match text.split_once('/') {
-        Some((domain, name)) => node_name(domain).is_ok() && is_part(name, 63),
+        Some((domain, name)) => dns_subdomain(domain).is_ok() && is_part(name, 63),
         None => is_part(text, 63),
     };
     value.or_refused(
@@ -170,7 +170,7 @@ pub(super) fn machine(value: &Value) -> Result<String, String> {
 
 /// The prefix of an annotation's key: a DNS subdomain and a slash.
 pub(super) fn annotation_prefix(value: &Value) -> Result<String, String> {
-    let is_prefix = |text: &&str| text.strip_suffix('/').is_some_and(|domain| node_name(domain).is_ok());
+    let is_prefix = |text: &&str| text.strip_suffix('/').is_some_and(|domain| dns_subdomain(domain).is_ok());
     value.or_refused(value.text().filter(is_prefix).map(str::to_owned), "a DNS name and a slash, such as cdi.k8s.io/")
 }
 

@@ -79,14 +79,16 @@ impl OrdersTask {
             let (layout, current, mut history) =
                 (self.layout.clone(), Arc::clone(&snapshot), std::mem::take(&mut last));
             // A file system that hangs must not hold a thread that admissions need.
-            let check = spawn_blocking(move || (check(&layout, &current, orders, right, &mut history), history)).await;
+            let check =
+                spawn_blocking(move || (write_and_check(&layout, &current, orders, right, &mut history), history))
+                    .await;
             let (checked, history) = check.context("writing the MPS orders panicked")?;
             last = history;
             for trouble in troubles.replace(checked.trouble) {
                 tracing::warn!(trouble, "MPS orders reach no daemon");
             }
             for (resource, readiness) in resources.replace(checked.resources.clone()) {
-                self.log_resource(&resource, readiness);
+                self.show_readiness(&resource, readiness);
             }
             self.report(&snapshot, &checked.resources, &mut ready).await?;
             let mut pause = (!checked.resources.is_empty()).then_some(POLL);
@@ -110,7 +112,7 @@ impl OrdersTask {
         }
     }
 
-    fn log_resource(&self, resource: &ResourceName, readiness: Result<(), NotReady>) {
+    fn show_readiness(&self, resource: &ResourceName, readiness: Result<(), NotReady>) {
         let Err(why) = readiness else {
             tracing::info!(%resource, "MPS daemon ready, offering the resource");
             return;
@@ -171,7 +173,7 @@ impl DaemonClaims {
 }
 
 /// Writes the orders, if this process has the right to, and reads which daemons serve.
-fn check(
+fn write_and_check(
     layout: &Layout,
     snapshot: &NodeState,
     orders: Option<MpsOrders>,
@@ -238,7 +240,7 @@ mod tests {
         let machine = machines::load("dgx1-v100").unwrap().observed;
         let mut state = NodeState::default();
         let check = |state: &NodeState, orders: Option<MpsOrders>, right: Option<Right>| {
-            check(&layout, state, orders, right, &mut DaemonClaims::default()).trouble
+            write_and_check(&layout, state, orders, right, &mut DaemonClaims::default()).trouble
         };
         let written = || Orders::read(&layout).unwrap();
         // The GPUs are unknown: the orders of the previous process stay.
@@ -262,7 +264,7 @@ mod tests {
         assert_eq!((limits.thread_percentage, limits.memory.len(), written().daemons.len()), (25, 8, 0));
         // Without an MPS root the trouble names it.
         let nowhere = Layout::new(folder.path().join("nowhere"));
-        let checked = super::check(&nowhere, &state, None, Some(Right::default()), &mut DaemonClaims::default());
+        let checked = write_and_check(&nowhere, &state, None, Some(Right::default()), &mut DaemonClaims::default());
         assert!(checked.trouble.unwrap().ends_with("the MPS root is not mounted"));
     }
 
