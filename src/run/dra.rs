@@ -239,7 +239,7 @@ impl PoolMaker {
 
     /// Makes the pool again. There is no pool
     ///
-    /// - before the first GPU is seen, and before the kubelet's lists that may let the first GPUs go to DRA: an empty
+    /// - before the first GPU is seen, and while the kubelet's next lists may let the first GPUs go to DRA: an empty
     ///   pool would be written, and one with GPUs a moment later
     /// - before the server's slices and version are read: MIG devices that could be made for claims would go and
     ///   come back

@@ -140,7 +140,7 @@ impl OrdersTask {
 }
 
 /// The claims that had daemons at the last check. A claim gets a daemon that another claim had only after that daemon
-/// has ended, and with it what the other claim left in shared memory.
+/// has ended and the other claim's data in shared memory is gone.
 #[derive(Debug, Default)]
 struct DaemonClaims {
     /// The UIDs of the claims of each daemon.
