@@ -1,5 +1,4 @@
-//! The commands that are not in `src/run`: `topology`, `allocate`, `expect`, `verify`, `snapshot`, `doctor`, `dra`,
-//! `labels --node`, `claim`, `admin`, `top`, `wait`, `config`, `config-manager`, `completions` and `man`.
+//! The commands that are not in `src/run`; `labels` only with --node.
 //!
 //! Most of them read a machine (from a file, or this one), call the core and print the result. `run_command` calls
 //! them. The output for scripts is an interface; golden tests check the output for people.

@@ -95,8 +95,8 @@ impl Cli {
     }
 }
 
-/// The variables with linkwise's prefix that are set and that nothing reads, probably because they are misspelt. If the
-/// program's name is `gpu-kubelet-plugin`, also the variables of NVIDIA's DRA driver that linkwise does not follow.
+/// The variables with linkwise's prefix that are set and that nothing reads. If the program's name is
+/// `gpu-kubelet-plugin`, also the variables of NVIDIA's DRA driver that linkwise does not follow.
 pub fn unknown_variables() -> Vec<String> {
     fn variables(command: &clap::Command, known: &mut BTreeSet<String>) {
         let names = command.get_arguments().filter_map(|arg| arg.get_env());

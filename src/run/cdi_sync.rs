@@ -217,7 +217,6 @@ fn cause(error: &anyhow::Error) -> (String, Option<io::ErrorKind>) {
     (error.to_string(), system.map(io::Error::kind))
 }
 
-/// The result of one scan.
 #[derive(Default)]
 struct Scanned {
     devices: HostDevices,

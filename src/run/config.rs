@@ -116,7 +116,7 @@ impl Reloader {
         }
     }
 
-    /// Applies a text: a valid one takes effect, any other changes nothing.
+    /// Applies a valid text.
     async fn reload(&mut self, text: Result<String, ConfigError>, reason: &str) -> Result<()> {
         let loaded = reloaded(&self.flags, text, reason);
         self.valid.set(loaded.is_some().into());

@@ -126,7 +126,6 @@ pub(super) fn spawn_in(node: &mut Node, inputs: Inputs<'_>, api: Option<&ApiServ
     plugin
 }
 
-/// Reads claims for the plugin.
 fn read_claim(api: &ApiServer) -> ReadClaim {
     let reader = Arc::new(ClaimReader::new(api.another()));
     Arc::new(move |claim| {
@@ -135,7 +134,6 @@ fn read_claim(api: &ApiServer) -> ReadClaim {
     })
 }
 
-/// Publishes the node's pool.
 fn publish(
     node: &mut Node,
     settings: &Settings,
@@ -198,7 +196,7 @@ fn write_slices(
     }
 }
 
-/// Makes the node's pool from each snapshot.
+/// Makes the node's pool from the latest snapshot.
 struct PoolMaker {
     empty: Pool,
     evict_from_lost: bool,

@@ -49,7 +49,7 @@ pub(super) async fn serve_operators(path: PathBuf, mut bound: Option<Local>, ord
     }
 }
 
-/// Answers probes, by HTTP and gRPC, until a signal comes: another process serves this node.
+/// Answers probes until a signal comes: another process serves this node.
 pub(super) async fn answer_probes(
     metrics: &Metrics,
     (address, hosts): (SocketAddr, Hosts),

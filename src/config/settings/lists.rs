@@ -96,7 +96,6 @@ pub(super) struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// Reads all lists.
     pub fn lists(mut self) -> Lists {
         let (mut gpus, mut mig) = (self.patterns("resources.gpus"), self.patterns("resources.mig"));
         let exclude = self.exclude();
@@ -158,7 +157,6 @@ impl Reader<'_> {
         items.filter_map(read).collect()
     }
 
-    /// Reads `linkwise.filter.exclude`.
     fn exclude(&mut self) -> Vec<Item<GpuSelector>> {
         const PATH: &str = "linkwise.filter.exclude";
         let Some(node) = self.file.at(PATH) else { return Vec::new() };

@@ -218,10 +218,8 @@ macro_rules! settings {
             args.into_iter().flatten().collect()
         }
 
-        /// The names of the variables.
         const VARIABLES: &[&[&str]] = &[$(rows::$field.variables,)+];
 
-        /// The names of the flags.
         #[cfg(test)]
         const FLAGS: &[Option<(&str, &str)>] = &[$(rows::$field.flag,)+];
 

@@ -38,7 +38,6 @@ impl<T: 'static> Row<T> {
         self.flag.is_some_and(|(_, takes)| takes == word)
     }
 
-    /// The flag for clap.
     pub fn arg(&self, help: &str, default: &str) -> Option<Arg> {
         let (flag, takes) = self.flag?;
         let mut help = help.to_owned();
@@ -93,7 +92,6 @@ impl<T: 'static> Row<T> {
     }
 }
 
-/// The sources of values.
 pub(super) struct Sources<'a> {
     pub flags: &'a Flags,
     pub environment: &'a Environment,

@@ -174,7 +174,6 @@ pub(super) fn annotation_prefix(value: &Value) -> Result<String, String> {
     value.or_refused(value.text().filter(is_prefix).map(str::to_owned), "a DNS name and a slash, such as cdi.k8s.io/")
 }
 
-/// A path.
 pub(super) fn path(value: &Value) -> Result<PathBuf, String> {
     let text = value.text().filter(|path| !path.is_empty() && !path.contains('\0'));
     value.or_refused(text.map(PathBuf::from), "a path")

@@ -57,7 +57,6 @@ struct OrdersTask {
     served: watch::Sender<Option<MpsServed>>,
 }
 
-/// The result of one check of the daemons.
 struct Checked {
     /// The readiness of each resource that is shared by MPS.
     resources: BTreeMap<ResourceName, Result<(), NotReady>>,
