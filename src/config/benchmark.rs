@@ -16,7 +16,7 @@ pub struct ExpectArgs {
     /// The machine; in a container it has the container's GPUs only.
     #[command(flatten)]
     pub node: NodeArgs,
-    /// The GPUs, as indices or UUIDs with commas; by default all
+    /// The GPUs, as indices, UUIDs or PCI addresses with commas; by default all
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = gpu)]
     pub gpus: Option<Vec<GpuSelector>>,
     /// The pod that has the GPUs.
@@ -38,8 +38,8 @@ pub struct VerifyArgs {
     /// The machine; in a container it has the container's GPUs only.
     #[command(flatten)]
     pub node: NodeArgs,
-    /// The GPUs of the run, as indices or UUIDs with commas; by default those whose PCI addresses the text lists, or
-    /// all GPUs of the machine if the run had as many
+    /// The GPUs of the run, as indices, UUIDs or PCI addresses with commas; by default those whose PCI addresses the
+    /// text lists, or all GPUs of the machine if the run had as many
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = gpu)]
     pub gpus: Option<Vec<GpuSelector>>,
     /// The pod that has the GPUs.

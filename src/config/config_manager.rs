@@ -178,7 +178,7 @@ mod tests {
 
     const NEEDED: &str = "--node-name n --config-file-srcdir /s --config-file-dst /d/c";
 
-    /// In the line, `_` stands for a space.
+    /// A `_` in the line stands for a space.
     fn settings(line: &str) -> Result<ConfigManagerSettings> {
         let words = ["linkwise", "config-manager"].into_iter().chain(line.split(' ').filter(|word| !word.is_empty()));
         match Cli::try_parse_from(words.map(|word| word.replace('_', " "))).unwrap().command {

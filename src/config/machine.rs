@@ -95,11 +95,11 @@ pub struct AllocateArgs {
     /// Number of GPUs; with --replicas, of slots
     #[arg(long, value_name = "N")]
     pub size: usize,
-    /// The available GPUs, as indices or UUIDs with commas; by default all. With --replicas, slots as INDEX::SLOT or
-    /// UUID::SLOT, or GPUs with all their slots
+    /// The available GPUs, as indices, UUIDs or PCI addresses with commas; by default all. With --replicas, slots as
+    /// GPU::SLOT, or GPUs with all their slots
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub available: Option<Vec<UnitName>>,
-    /// The GPUs that must be in the answer, as indices or UUIDs with commas; with --replicas, slots
+    /// The GPUs that must be in the answer, as indices, UUIDs or PCI addresses with commas; with --replicas, slots
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub must_include: Vec<UnitName>,
     /// Share each GPU: choose among N slots of each (time-slicing, MPS), numbered from 0

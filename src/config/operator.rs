@@ -145,7 +145,7 @@ pub struct WaitArgs {
     #[arg(long, value_name = "PATH", env = "LINKWISE_POD_RESOURCES_SOCKET", default_value = POD_RESOURCES_SOCKET)]
     pub pod_resources_socket: PathBuf,
     /// The folder in which the kubelet finds DRA drivers
-    #[arg(long, value_name = "DIR", env = "LINKWISE_DRA_REGISTRY_DIR", default_value = DRA_REGISTRY)]
+    #[arg(long, value_name = "FOLDER", env = "LINKWISE_DRA_REGISTRY_DIR", default_value = DRA_REGISTRY)]
     pub dra_registry_dir: PathBuf,
     /// The node's name, for the answer
     #[arg(long, value_name = "NAME", env = "NODE_NAME", default_value = "this node", hide_default_value = true)]

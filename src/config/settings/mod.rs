@@ -279,7 +279,7 @@ settings! {
         annotation_prefix,
         "cdi-annotation-prefix" "PREFIX" ["CDI_ANNOTATION_PREFIX"];
     /// The path of nvidia-cdi-hook (or nvidia-ctk) on the host, for the hooks of CDI specs. Without it:
-    /// /usr/bin/nvidia-cdi-hook if the driver root has it, else no hooks
+    /// /usr/bin/nvidia-cdi-hook if that program is found, else no hooks
     nvidia_cdi_hook_path: Option<PathBuf> = None, "flags.plugin.nvidiaCTKPath", |value| absolute(value).map(Some),
         "nvidia-cdi-hook-path" "PATH" or ["nvidia-ctk-path"] ["NVIDIA_CDI_HOOK_PATH", "NVIDIA_CTK_PATH"];
     /// The path at which the driver's root is mounted in linkwise's own container

@@ -56,7 +56,7 @@ fn packing(gpus: usize, group: usize, collective: &[u32], top: u32) -> Vec<u32> 
     })
 }
 
-/// For every set, the smallest sum of ranks that a division into pairs has. One GPU of a set of odd size stays alone.
+/// The smallest sum of ranks that a division into pairs has, for every set. One GPU of a set of odd size stays alone.
 pub(super) fn closeness_table(topology: &NodeTopology) -> Vec<u8> {
     by_set(topology.gpus().len(), |set, totals: &[u8]| {
         let lowest = set.lowest();
