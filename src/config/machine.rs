@@ -40,7 +40,7 @@ pub struct HostArgs {
     /// The host's /sys
     #[arg(long, value_name = "PATH", env = "LINKWISE_SYSFS", default_value = "/sys")]
     pub sysfs: PathBuf,
-    /// The kernel's /proc; its driver/nvidia-caps has the numbers of MIG devices' nodes
+    /// The kernel's /proc; its driver/nvidia-caps has the minor numbers of MIG devices
     #[arg(long, value_name = "PATH", env = "LINKWISE_PROCFS", default_value = "/proc", hide = true)]
     pub procfs: PathBuf,
 }
@@ -53,7 +53,7 @@ pub struct NodeArgs {
     /// input); by default this machine
     #[arg(long, value_name = "NAME|FILE")]
     pub node: Option<String>,
-    /// The model of GPUs for which the file has none, such as "NVIDIA A100-SXM4-80GB", which gives their links a rate
+    /// The model, such as "NVIDIA A100-SXM4-80GB", of GPUs for which the file has none. It gives their links a rate
     #[arg(long, value_name = "MODEL", requires = "node")]
     pub gpu_model: Option<String>,
     /// The driver and the host, used without --node.

@@ -1,4 +1,4 @@
-//! The plugin's container for each setting of `node_settings`. Other tests switch a node between these settings.
+//! The plugin's rights and variables in the chart, for each of the settings between which other tests switch a node.
 
 use serde_json::Value;
 

@@ -70,7 +70,7 @@ fn blocks(text: &str) -> Vec<Vec<(usize, String)>> {
     blocks
 }
 
-/// Reads a mark: what the command needs, then where it was tried or which test comes close. Panics at a bad mark.
+/// Reads a mark: what the command needs, then where it was tried or which test runs it. Panics at a bad mark.
 fn mark(comment: &str) -> Option<String> {
     let text = comment.trim_start_matches(['#', ' ']);
     if !text.starts_with("Needs ") && !text.starts_with("Takes ") {

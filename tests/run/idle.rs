@@ -50,13 +50,13 @@ async fn gpu_on_the_bus_unlisted_by_nvml_ends_the_process() {
 }
 
 #[tokio::test]
-async fn new_gpu_without_driver_begins_with_first_pause() {
+async fn pauses_begin_again_when_a_gpu_appears() {
     let setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false").arg(FREQUENT_BUS_CHECKS);
     setup.tell("init 9");
     let node = setup.start().await;
     node.ready(200, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
     node.setup.all_on_bus();
-    // Failures before the GPU appeared no longer count: the pauses begin again.
+    // Failures before the GPU appeared no longer count.
     let line = node.process.said("NVML unavailable").await;
     assert_eq!(line["again_in"], "1s");
     node.ready(503, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;

@@ -1,7 +1,7 @@
 //! MIG as NVML and the kernel describe it: the mode, the MIG devices, their profiles and capabilities.
 //!
-//! Called by `full_scan` for each GPU. A call that fails costs one fact. If it was for a required fact of a MIG
-//! device, such as the UUID, the error takes the device's place.
+//! `full_scan` calls [`scan`] for each GPU. An NVML call that fails costs one fact. If it was for a required fact of a
+//! MIG device, such as the UUID, the error takes the device's place.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -25,17 +25,17 @@ impl Clock {
         self.wall.saturating_add(self.started.elapsed())
     }
 
-    /// The instant of a moment: the clock's start for an earlier moment, now for one beyond the clock's range.
-    pub fn instant(&self, moment: Timestamp) -> Instant {
+    /// The `Instant` of a timestamp: the clock's start for an earlier one, now for one beyond `Instant`'s range.
+    pub fn instant(&self, timestamp: Timestamp) -> Instant {
         let now = Instant::now();
-        self.started.checked_add(moment.saturating_sub(self.wall)).unwrap_or(now)
+        self.started.checked_add(timestamp.saturating_sub(self.wall)).unwrap_or(now)
     }
 }
 
-/// Waits until a moment; for ever without one.
-pub async fn at(moment: Option<Instant>) {
-    match moment {
-        Some(moment) => sleep_until(moment).await,
+/// Waits until an instant; for ever without one.
+pub async fn at(instant: Option<Instant>) {
+    match instant {
+        Some(instant) => sleep_until(instant).await,
         None => std::future::pending().await,
     }
 }

@@ -96,7 +96,7 @@ fn write(items: &Receiver<Item>) {
 impl Drop for Log {
     fn drop(&mut self) {
         let (done_sender, done) = sync_channel(1);
-        // If the queue is full, the reader has stopped, or lines have been lost anyway.
+        // A full queue shows that the reader has stopped, or that lines have been lost anyway.
         if self.0.try_send(Item::Flush(done_sender)).is_ok() {
             let _ = done.recv_timeout(FLUSH_TIMEOUT);
         }

@@ -24,10 +24,8 @@ use crate::refusal::Refusal;
 use crate::store::{Change, Key, ResourceType, Selector};
 use crate::{Answer, Request, Shared, lock};
 
-/// The body of an answer.
 type Body = BoxBody<Bytes, Infallible>;
 
-/// The media type of a merge patch.
 const MERGE_PATCH: &str = "application/merge-patch+json";
 
 /// The kind or the object that a path names.

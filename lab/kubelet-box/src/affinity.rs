@@ -1,4 +1,4 @@
-//! Reads a container's or a pod's devices from the book, and lets the pure `topology_manager` choose a hint for them.
+//! Reads a container's or a pod's devices from the [`Book`], and lets the pure `topology_manager` choose their hint.
 //!
 //! Called by `admission` if the policy is not none. Changes nothing.
 

@@ -1,4 +1,4 @@
-//! linkwise releases the driver, as before an upgrade of the driver, and resumes it. The driver itself does not change.
+//! Tests `admin release`, the order before a driver's upgrade, and `admin resume`. The driver itself does not change.
 
 use std::fs;
 use std::path::Path;
@@ -16,7 +16,7 @@ use super::{KitArgs, Report, TIMEOUT, fault};
 /// The text that linkwise logs when an agent is up. An agent registers for NVML's events before that.
 const UP: &str = "NVML available";
 
-/// Releases and resumes the driver over the admin socket. `before` is the kubelet's state that must come back.
+/// Gives both orders over the admin socket. `before` is the kubelet's state that must come back.
 pub(super) async fn play(
     args: &KitArgs,
     report: &Report,

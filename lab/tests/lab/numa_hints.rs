@@ -105,8 +105,8 @@ async fn request_narrowed_by_topology_manager_is_counted() {
     ] {
         let seen = machines::load("dgx-h100").unwrap().observed;
         play_on(seen, policy, hints, async |kubelet, metrics, _| {
-            // If hints count, a and b fill one NUMA node, and the kubelet offers the other for c. Then it offers the
-            // first for d, although linkwise knows of free GPUs on the other.
+            // If hints count, a and b fill one NUMA node, and the kubelet offers the other for c. Once a has ended, it
+            // offers the first for d, although linkwise knows of free GPUs on the other.
             for (pod, size) in [("a", 3), ("b", 1), ("c", 2)] {
                 kubelet.admit(&Pod::single(pod, GPU, size), None).await.unwrap();
             }

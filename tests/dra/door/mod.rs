@@ -1,5 +1,5 @@
-//! The DRA plugin with the kubelet in the box and a table of claims for a cluster, over real sockets. Tests wait for
-//! states. A deadline passes only where a test is about it.
+//! The DRA plugin with the kubelet in the box, over real sockets; a table of claims stands in for the API server. Tests
+//! wait for states. A deadline passes only where a test is about it.
 
 mod bad_input;
 mod crash;

@@ -52,7 +52,7 @@ pub struct PlanInputs<'a> {
 /// - A GPU that is unhealthy for another reason is not refused. Its taint is in our slices, so the scheduler allocated
 ///   the GPU either because the claim tolerates the taint, for example for a pod that tests the GPU, or before the
 ///   taint was published.
-/// - A GPU is refused without adminAccess if, by the kubelet's list, a pod holds it through a device plugin (ours or an
+/// - Without adminAccess a GPU is refused if, by the kubelet's list, a pod holds it through a device plugin (ours or an
 ///   earlier one), or a claim through the DRA driver that linkwise replaced.
 ///
 /// # Errors
@@ -112,7 +112,7 @@ pub fn plan(claim: &Claim, requested: &ClaimName, node: PlanInputs<'_>) -> Resul
         prepared.push(device);
     }
     let mps = mps::plan(&by_mps, others().filter_map(|(name, other)| Some((name, other.mps.as_ref()?))))?;
-    // A user may have written the annotation, and the name becomes a part of a path.
+    // The name, from an annotation that a user may have written, becomes a part of a path.
     let is_label = |name: &String| name.len() <= MAX_LABEL && is_word(name, b"-");
     let pod_claim_name = claim.pod_claim_name.clone().filter(is_label);
     let mut prepared = Prepared { devices: prepared, mps, pod_claim_name };

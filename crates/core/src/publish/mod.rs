@@ -8,7 +8,7 @@
 //! - [`Condition`]: the node's condition
 //! - [`PodEvent`]: the event about a pod whose GPUs are linked far worse than possible
 //!
-//! The adapters call them, on the path of an admission too. Nothing here changes the state.
+//! The other crates call them, on the path of an admission too. Nothing here changes the state.
 
 mod condition;
 pub mod dra;

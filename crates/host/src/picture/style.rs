@@ -12,6 +12,7 @@ pub(super) enum Kind {
     Package,
     /// An unknown package, or the place of the GPUs that are not in the host's tree.
     Unknown,
+    /// A NUMA node.
     Node,
     Bridge,
     Switch,
@@ -104,7 +105,7 @@ impl Kind {
             Self::Plane => Style::Heading,
             Self::Count(_) => Style::Count,
             Self::Package | Self::Unknown | Self::Bridge | Self::Switch | Self::Port => Style::Plain,
-            // A page's text about a GPU begins below the address, which is set as all addresses are.
+            // Below the name and the address, a page has its text about the GPU.
             Self::Marked(..) if line > 1 => Style::Mark,
             Self::Node | Self::Gpu | Self::Marked(..) | Self::Unlisted | Self::Nic => Style::Mono,
         }

@@ -34,8 +34,8 @@ pub(super) struct HealthService {
 /// The report of a device: its health, and why.
 type Report = (wire::HealthStatus, String);
 
-/// The health, by name, of each device that is offered through DRA, and of each device that a claim holds though it is
-/// gone. A set of GPUs has no health of its own and is left out.
+/// The health, by name, of the devices of each GPU whose door is DRA or that claims still have, and of each device that
+/// a claim holds though it is gone. A set of GPUs, which only builds before 0.1.0 published, is left out.
 fn health_reports(state: &NodeState) -> BTreeMap<String, Report> {
     let hardware = state.hardware();
     let mut reports = BTreeMap::new();
@@ -45,7 +45,6 @@ fn health_reports(state: &NodeState) -> BTreeMap<String, Report> {
         let gone = (wire::HealthStatus::Unhealthy, UnhealthyReason::Gone.to_string());
         reports.insert(device.device.clone(), gone);
     }
-    // A GPU is reported as long as claims have it.
     let is_dra = |gpu: &Gpu| state.door(&gpu.uuid) == Some(Door::Dra) || state.is_with_dra(&gpu.uuid);
     for (name, device) in devices(state.topology()).into_iter().filter(|(_, device)| is_dra(device.gpu)) {
         let instance = device

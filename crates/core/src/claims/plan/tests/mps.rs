@@ -9,7 +9,7 @@ fn mps(fields: &str) -> String {
     format!(r#"{{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{sharing}}}"#)
 }
 
-/// Two GPUs, the first with 80 GiB and more fields.
+/// Two GPUs, the first with 80 GiB and these fields.
 fn with(first: serde_json::Value) -> NodeState {
     let mut fields = serde_json::json!({"memory_mib": 81_920});
     fields.as_object_mut().unwrap().extend(first.as_object().unwrap().clone());
@@ -37,7 +37,7 @@ fn whole_gpus_get_one_daemon_with_the_claims_limits() {
         "defaultPerDevicePinnedMemoryLimit":{"GPU-0":"1.5Gi"}"#;
     let limited = plan_on(&state, both(), &[(&[], &mps(limits))]).unwrap();
     assert_eq!(order(&limited), (vec![("GPU-0", Some(1536)), ("GPU-1", Some(10_240))], 30, true));
-    // Limits by place, plain bytes rounded down to whole MiB, and limits for each request.
+    // Each request has its configuration; a limit in bytes, for its first GPU, is rounded down to whole MiB.
     let one = mps(r#""defaultPerDevicePinnedMemoryLimit":{"0":3145727}"#);
     let split = plan_on(&state, both(), &[(&["a"], &mps("")), (&["b"], &one)]).unwrap();
     assert_eq!(order(&split), (vec![("GPU-0", None), ("GPU-1", Some(2))], 100, true));
