@@ -1,7 +1,7 @@
 //! The parts of the node that are ready, and the reasons why others are not.
 //!
-//! Written by the owner of each part: the plugins, CDI sync. Read by /readyz and `linkwise admin state`. This module
-//! only sums them up.
+//! Written by each part, such as the plugins and CDI sync. Read by /readyz, `linkwise admin state` and the takeover.
+//! This module only sums them up.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -157,14 +157,14 @@ impl Readiness {
         self.parts.subscribe()
     }
 
-    /// Returns true if no other process serves this node, and this one's device plugins are registered; at least one,
+    /// Returns true if no other process serves this node, all device plugins of this one are registered, and it has one
     /// if the node needs one. With `alone`, no other plugin of a resource may exist that might still end.
     pub fn has_plugins(&self, alone: bool) -> bool {
         let parts = self.parts.borrow();
         let plugins = || parts.iter().filter(|(part, _)| matches!(part, Part::Plugin(_))).map(|(_, state)| state);
         let serves = |state: &PartState| state.ready && !(alone && state.phase == OVERLAPPING);
         let has_dra = parts.contains_key(&Part::DraPlugin) || parts.contains_key(&Part::Held);
-        // A process that may not look at the GPUs serves them only if it has seen them before.
+        // While the driver is released, only a device plugin shows that this process has seen the GPUs.
         let has_dra = has_dra && !parts.contains_key(&Part::Driver);
         let needs_none = matches!(&*self.idle.borrow(), Idle::NoGpu(_)) || has_dra;
         !parts.contains_key(&Part::Owner) && plugins().all(serves) && (needs_none || plugins().next().is_some())

@@ -124,9 +124,9 @@ impl Configs {
         Ok(Self(read))
     }
 
-    /// The MPS settings for a device and its configuration's number, if that configuration requests MPS. `request` may
-    /// have an alternative, `gpus/quad`; a configuration for `gpus` applies to it too. A configuration that names no
-    /// request is for all devices of its kind.
+    /// The number and the MPS settings of a device's configuration, if that requests MPS. `request` may have an
+    /// alternative, `gpus/quad`; a configuration for `gpus` applies to it too. A configuration that names no request is
+    /// for all devices of its kind.
     ///
     /// # Errors
     ///

@@ -38,7 +38,7 @@ const MAX_NVLS_HEADS: u64 = 32;
 /// Hopper, for fewer than two GPUs and for a port of 0.
 ///
 /// The formula is 2 × e × `port` × (h - 1) / (h + 1), where h is `gpus`, at most 32. Each of h GPUs pulls a part of
-/// the sum from the switches, and the GPU that pulls counts twice on its port, so a port carries h + 1 parts
+/// the sum from the switches. A port carries all these parts, that of its own GPU twice: h + 1 parts
 /// (`ncclTopoSearchTryNvls`). The tuner counts h - 1 of the parts, twice, and multiplies by an efficiency e
 /// (`nvlsEfficiency`, `ncclTopoTuneModel`).
 pub fn nvls(capability: ComputeCapability, port: u32, gpus: usize) -> Option<u64> {

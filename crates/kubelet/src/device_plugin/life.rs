@@ -1,5 +1,5 @@
-//! The device plugin of one resource, as the executor of its life sees it: it finds the kubelet's socket, calls the
-//! kubelet and reports events.
+//! The device plugin of one resource, as the registration's executor drives it: it finds the kubelet's socket, calls
+//! the kubelet and reports events.
 //!
 //! All its work is done in the task of [`Plugin::run`], which the node owns.
 
@@ -23,9 +23,9 @@ use linkwise_core::state::ResourceName;
 use linkwise_system::or_never;
 use linkwise_system::uds::FileId;
 
-/// The time from the end of a session to the cut of its connections. Only a held call needs longer. Kubelets up
-/// to 1.36 do not close the connection of a plugin that another one has replaced, and this process may have to serve
-/// again soon.
+/// The time from the end of a session to the cut of its connections. Only a call that `calls` holds needs longer.
+/// Kubelets up to 1.36 do not close the connection of a plugin that another one has replaced, and this process may have
+/// to serve again soon.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// The plugin of one resource.

@@ -1,4 +1,4 @@
-//! The DRA plugin as the executor of its life sees it: it looks for the kubelet's folder and reports events.
+//! The DRA plugin as the registration's executor drives it: it looks for the kubelet's folder and reports events.
 
 use std::convert::Infallible;
 use std::path::Path;

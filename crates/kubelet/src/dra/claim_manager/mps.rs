@@ -1,9 +1,9 @@
-//! MPS control daemons for claims: ordered for the claims that are prepared, and waited for before a claim counts as
-//! prepared.
+//! MPS control daemons for claims: orders those that claims need, and waits for a claim's daemon before the claim
+//! counts as prepared.
 //!
-//! Called at the claim's turn. The orders follow from the checkpoints alone, so that a process that was killed leaves
-//! nothing to undo: the next one orders what the checkpoints have. An order is given before the claim's checkpoint is
-//! written, and withdrawn after it is removed. Another process carries orders out (docs/mps.md).
+//! Called at the claim's turn. The orders follow from the checkpoints in memory alone, each from before its file is
+//! written until after that is removed. So a killed process leaves nothing to undo: the next one orders what the files
+//! have. Another process carries orders out (docs/mps.md).
 
 use std::collections::{BTreeMap, BTreeSet};
 
