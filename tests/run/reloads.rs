@@ -26,7 +26,6 @@ fn set_version(setup: &Setup, version: &str) {
     replace(&setup.at("sys/module/nvidia/version"), &format!("{version}\n"));
 }
 
-/// Loads another driver, or the same driver again.
 #[tokio::test]
 async fn loaded_driver_gets_a_new_agent_at_once() {
     for is_other in [true, false] {
@@ -186,7 +185,6 @@ async fn replaced_library_is_loaded_by_the_next_agent() {
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 2))).await.unwrap();
 }
 
-/// Polls find the changes that come while no agent listens.
 #[tokio::test]
 async fn first_poll_finds_what_happened_between_two_agents() {
     let setup = quick();

@@ -26,7 +26,7 @@ pub fn observe(sheet: &Sheet) -> NodeObservation {
     others.dedup();
     for name in others {
         let at = sheet.nics.iter().find(|nic| nic.name.as_deref() == Some(name)).and_then(|nic| nic.numa);
-        host_bridges.push(bridge(sheet, at, vec![card(sheet, None, vec![name.to_owned()])]));
+        host_bridges.push(bridge(sheet, at, vec![nic_device(sheet, None, vec![name.to_owned()])]));
     }
     let host = HostObservation { cpu: cpu(sheet), numa_nodes: numa_nodes.collect(), host_bridges };
     NodeObservation {
@@ -131,9 +131,9 @@ fn bridge(sheet: &Sheet, at: Option<i64>, devices: Vec<PciObservation>) -> HostB
 fn tree(sheet: &Sheet) -> Vec<HostBridgeObservation> {
     let mut bridges = Vec::new();
     for root in &sheet.pcie {
-        // hwloc shows both ports of a switch, NCCL one entry for the whole switch.
-        let ports = root.root.as_ref().is_some_and(|root| root.starts_with("host bridge"));
-        let kind = if ports { PciKind::RootPort } else { PciKind::Switch };
+        // hwloc shows host bridges and both ports of a switch, NCCL one entry.
+        let is_hwlocs = root.root.as_ref().is_some_and(|root| root.starts_with("host bridge"));
+        let kind = if is_hwlocs { PciKind::RootPort } else { PciKind::Switch };
         let devices = root.children.iter().filter_map(|device| function(sheet, device, kind));
         if root.root.is_some() {
             bridges.push(bridge(sheet, root.numa, devices.collect()));
@@ -155,7 +155,7 @@ fn function(sheet: &Sheet, device: &Device, port: PciKind) -> Option<PciObservat
             let same = sheet.nics.iter().filter(|nic| nic.bdf == device.bdf);
             let listed = same.map(|nic| nic.name.clone().or(nic.bdf.clone()).unwrap());
             let names = if named.is_empty() { listed.collect() } else { named.clone() };
-            return Some(PciObservation { link: link(device), ..card(sheet, pci, names) });
+            return Some(PciObservation { link: link(device), ..nic_device(sheet, pci, names) });
         }
         _ => return None,
     };
@@ -175,7 +175,7 @@ fn link(device: &Device) -> Option<PcieLink> {
     Some(PcieLink { mts, width: device.link_width? })
 }
 
-fn card(sheet: &Sheet, pci: Option<PciAddress>, names: Vec<String>) -> PciObservation {
+fn nic_device(sheet: &Sheet, pci: Option<PciAddress>, names: Vec<String>) -> PciObservation {
     let rate = |name: &str| sheet.nics.iter().find(|nic: &&Nic| nic.name.as_deref() == Some(name))?.speed_mbps;
     let rdma = |name: &str| ["mlx5", "efa", "rdma"].iter().any(|start| name.starts_with(start));
     let interface = |name: String| {
@@ -236,7 +236,7 @@ fn switch(devices: Vec<PciObservation>) -> PciObservation {
 fn gpu_or_nic(sheet: &Sheet, name: &str) -> PciObservation {
     match sheet.gpus.iter().find(|gpu| format!("GPU{}", gpu.index) == name) {
         Some(gpu) => PciObservation { pci: Some(gpu_address(gpu)), kind: PciKind::Gpu, ..switch(Vec::new()) },
-        None => card(sheet, None, vec![name.to_owned()]),
+        None => nic_device(sheet, None, vec![name.to_owned()]),
     }
 }
 

@@ -14,7 +14,7 @@ use linkwise_core::topology::{NicKind, NicObservation, NodeObservation, NumaNode
 
 /// Two packages: the first has a switch with two GPUs and a NIC, the second a GPU on a root port.
 const HOST: &str = include_str!("../machines/hwloc_xml/testdata/v2.xml");
-/// libhwloc's choice of parser, which a process makes once: 0 is its own.
+/// The variable by which libhwloc chooses its parser, once in a process: 0 is its own.
 const PARSER: &str = "HWLOC_LIBXML";
 
 fn load(xml: &str) -> Topology {
@@ -35,7 +35,7 @@ fn pci(text: &str) -> PciAddress {
     text.parse().unwrap()
 }
 
-/// Every function of a tree with the place of its host bridge, depth first.
+/// Every PCI function of a host with the index of its host bridge, depth first.
 fn functions(host: &HostObservation) -> Vec<(usize, &PciObservation)> {
     fn below<'a>(bridge: usize, devices: &'a [PciObservation], all: &mut Vec<(usize, &'a PciObservation)>) {
         for device in devices {

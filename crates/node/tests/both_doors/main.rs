@@ -2,7 +2,7 @@
 //! claims, while processes die, processes with the other door follow, and GPUs go and come back. No two pods ever have
 //! the same hardware, except as slots, and in the end each GPU is offered again.
 //!
-//! The state with its ledger and doors and `claims::plan` are the real ones. The kubelet, the scheduler, the disk and
+//! The state, with its ledger and doors, and `claims::plan` are real. The kubelet, the scheduler, the disk and
 //! the API server, which is always available, are models. The test keeps its own record of what containers have
 //! ([`books`]). The models rely on three things: a device that Allocate granted is in the kubelet's records within
 //! 0.9 s; a pod that the kubelet's second or later list lacks has ended; a device plugin that starts while the kubelet

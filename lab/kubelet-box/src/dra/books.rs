@@ -184,7 +184,7 @@ impl Books {
         self.pods.values().map(pod).collect()
     }
 
-    /// The visible state of the claims.
+    /// The claims as tests see them, by UID.
     pub fn seen(&self) -> BTreeMap<String, ClaimState> {
         let seen = |info: &ClaimInfo| ClaimState {
             name: format!("{}/{}", info.claim.namespace, info.claim.name),
