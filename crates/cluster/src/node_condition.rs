@@ -113,7 +113,7 @@ impl NodeConditionWriter {
         let (ours, rest): (Vec<Value>, Vec<Value>) = taints.into_iter().partition(is_ours);
         if was_ready {
             if !ours.is_empty() && !std::mem::replace(&mut self.is_reported, true) {
-                let why = "it was removed once since the boot, and somebody added it again";
+                let why = "linkwise removes startup taints once after a boot, and this one was added later";
                 let taint = &ours.first().unwrap_or_default()["key"];
                 tracing::warn!(node = name, %taint, why, "startup taint stays");
             }

@@ -214,7 +214,7 @@ pub(super) fn policy(root: &Path) -> Option<Policy> {
     let mut policy = None;
     for path in files {
         let Ok(text) = std::fs::read_to_string(&path) else { continue };
-        let named = serde_saphyr::from_str::<Config>(&text).ok().and_then(|config| config.topology_manager_policy);
+        let Ok(Config { topology_manager_policy: named }) = serde_saphyr::from_str(&text) else { continue };
         if named.is_some() || policy.is_none() {
             let name = named.filter(|name| !name.is_empty()).unwrap_or_else(|| "none".to_owned());
             policy = Some(Policy { name, source: path.display().to_string() });
@@ -371,6 +371,7 @@ mod tests {
         assert_eq!(read(&[default]), is("restricted", "ROOT/var/lib/kubelet/config.yaml"));
         let silent = ("var/lib/kubelet/config.yaml", "kind: KubeletConfiguration\n");
         assert_eq!(read(&[silent]), is("none", "ROOT/var/lib/kubelet/config.yaml"));
+        assert_eq!(read(&[("var/lib/kubelet/config.yaml", "topologyManagerPolicy: [\n")]), None);
 
         let other = ("proc/7/comm", "systemd\n");
         let named = ("proc/42/comm", "kubelet\n");

@@ -52,6 +52,7 @@ pub struct PlanInputs<'a> {
 /// - A GPU that is unhealthy for another reason is not refused. Its taint is in our slices, so the scheduler allocated
 ///   the GPU either because the claim tolerates the taint, for example for a pod that tests the GPU, or before the
 ///   taint was published.
+/// - A GPU that DRA does not offer is refused, unless the claim has it already.
 /// - Without adminAccess a GPU is refused if, by the kubelet's list, a pod holds it through a device plugin (ours or an
 ///   earlier one), or a claim through the DRA driver that linkwise replaced.
 ///

@@ -41,11 +41,11 @@ pub struct DriverMetrics {
 impl DriverMetrics {
     /// Makes and registers the metrics.
     pub fn register(to: &mut Registry) -> Self {
-        let starts = "Starts of the process that speaks to NVML; more than one means that it died or was replaced";
+        let starts = "Starts of the process that speaks to NVML; more than one after it died or was replaced, or after a release";
         let released = "1 while an operator has released the driver";
         let stuck = "Processes that spoke to NVML, were killed and have not ended";
         let away = "1 while NVML has not answered for longer than the grace period";
-        let unheard = "GPUs whose events do not arrive: their registration failed, or they are lost";
+        let unheard = "GPUs whose events do not arrive: lost, not registered, or newer than the agent";
         let events = "Failed waits for the driver's events, and events that cannot be reported";
         Self {
             xids: new(to, "xid_errors", "XIDs the driver reported, of any class"),
