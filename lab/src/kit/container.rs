@@ -39,7 +39,7 @@ pub struct ContainerArgs {
     /// The full name of a CDI device
     #[arg(long, value_name = "NAME")]
     device: Vec<String>,
-    /// The folder with the command, and its libraries in lib, at the same path
+    /// The folder with the command and, in lib, its libraries; the container gets it at the same path
     #[arg(long, value_name = "PATH")]
     kit: PathBuf,
     /// The command; without one the container ends once it is made

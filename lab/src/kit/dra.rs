@@ -120,8 +120,8 @@ async fn prepare(kubelet: &DraKubelet, claim: ClaimRef) -> Result<Vec<String>> {
     Ok(prepared.await.context("Prepare takes too long")??.remove("main").unwrap_or_default())
 }
 
-/// Runs the faulting programs with the claim's CDI devices: in a container, or without one on a machine that allows
-/// none. Each XID must be counted.
+/// Runs the faulting programs in a container with the claim's CDI devices. Without `--kit`, or if the machine allows no
+/// container, they run as plain processes. Each XID must be logged and counted.
 async fn cause_faults(
     args: &KitArgs,
     report: &Report,
@@ -159,7 +159,7 @@ fn container(kit: &Path, root: &Path, (cdi, names): (&Path, &[String])) -> Resul
 }
 
 /// Makes a container for the devices, which ends at once because it has no command. Returns the line about its content,
-/// or the reason why the machine allows no container.
+/// or the reason why there is no container.
 async fn try_container(args: &KitArgs, devices: (&Path, &[String])) -> Result<Result<String, String>> {
     let Some(kit) = &args.kit else { return Ok(Err("--kit is missing".to_owned())) };
     let root = tempfile::tempdir()?;
@@ -184,7 +184,7 @@ fn is_untainted((_, device): &(&str, &Value)) -> bool {
     device["taints"].as_array().is_none_or(Vec::is_empty)
 }
 
-/// Creates a claim with this device in its allocation, as a scheduler would.
+/// Creates a claim with this device in its allocation, in place of a user and a scheduler.
 fn allocate(server: &ApiServerBox, pool: &str, device: &str) -> ClaimRef {
     let result = json!({"request": "gpus", "driver": DRA_DRIVER, "pool": pool, "device": device});
     let uid = server.put_allocated_claim("claim", &[result], &[]);

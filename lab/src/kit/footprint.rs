@@ -48,7 +48,7 @@ impl Counters {
     }
 }
 
-/// Writes footprint.txt (copies of the kernel's files) and idle.tsv, and counts the agent's system calls.
+/// Writes footprint.txt (copies of the kernel's files) and idle.tsv. Counts system calls if `--system-calls` is given.
 pub(super) async fn measure(args: &KitArgs, linkwise: &Linkwise, report: &Report) -> Result<()> {
     sleep(Duration::from_secs(args.idle_seconds.min(SETTLE_DELAY))).await;
     let processes = linkwise.processes();

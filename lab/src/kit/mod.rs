@@ -27,7 +27,7 @@ use linkwise_system::output::print;
 pub use container::{ContainerArgs, run as run_container};
 use fault::Fault;
 
-/// The longest wait for any step. For a start, a driver without persistence mode has to start each GPU first.
+/// The longest wait for any step. When linkwise starts, a driver without persistence mode first starts each GPU.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The arguments.

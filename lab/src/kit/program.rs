@@ -128,8 +128,8 @@ impl Metrics {
         Ok(xids(&self.text().await?))
     }
 
-    /// The number of times that an XID is counted, for this GPU or, if it is `None`, for any. The log cannot tell,
-    /// because it does not name each repetition.
+    /// The number of times that an XID is counted for `gpu` (`None`: for any GPU). The log cannot tell, because it does
+    /// not name each repetition.
     pub async fn count(self, xid: u64, gpu: Option<&str>) -> Result<u64> {
         let xids = self.xids().await?;
         let is_meant = |uuid: &str, code| code == xid && gpu.is_none_or(|gpu| gpu == uuid);

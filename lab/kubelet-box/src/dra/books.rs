@@ -153,7 +153,7 @@ impl Books {
     }
 
     /// The claims of containers, with the devices that drivers answered, as PodResources lists them. A pod whose claims
-    /// could not be unprepared is listed until the pod is deleted by force.
+    /// could not be unprepared stays listed until a later attempt succeeds or the pod is deleted by force.
     pub fn listed(&self) -> Vec<podresources::PodResources> {
         let container = |pod: &PodClaims, name: &String, uses: &Vec<super::ClaimUse>| {
             let claims = uses.iter().filter_map(|used| {
@@ -282,14 +282,14 @@ mod tests {
             (devices["main"].as_slice(), devices["one"].as_slice()),
             (&["k=1".to_owned(), "k=2".to_owned()][..], &["k=1".to_owned()][..])
         );
-        assert!(books.add(&pod).unwrap().is_empty(), "the claim is already prepared");
+        assert!(books.add(&pod).unwrap().is_empty(), "the prepared claim is prepared again");
         let other = ClaimRef { uid: "z".to_owned(), ..claim("a") };
         let error = books.add(&PodClaims::single("q", other, "d")).unwrap_err().to_string();
         assert!(error.starts_with("old ResourceClaim with same name default/claim-a"), "{error}");
         books.restarted();
-        assert_eq!(books.add(&pod).unwrap().len(), 1, "after a restart the claim is prepared again");
+        assert_eq!(books.add(&pod).unwrap().len(), 1, "after a restart the claim is not prepared again");
         books.answered("d", &[claim("a")], answer).unwrap();
-        assert_eq!(books.cdi_devices(&pod).unwrap()["one"], ["k=1", "k=1"], "the new answer is appended");
-        assert_eq!(books.add(&pod).unwrap().len(), 1, "an answer alone does not mark the claim as prepared");
+        assert_eq!(books.cdi_devices(&pod).unwrap()["one"], ["k=1", "k=1"], "the new answer is not appended");
+        assert_eq!(books.add(&pod).unwrap().len(), 1, "an answer alone marks the claim as prepared");
     }
 }

@@ -111,7 +111,7 @@ impl Driver {
         Ok(answer?.into_inner().claims)
     }
 
-    /// Opens the health stream if the driver has one.
+    /// Opens the health stream if the kubelet watches one.
     pub async fn watch_health(
         &self,
         channel: Channel,
