@@ -31,11 +31,11 @@ async fn start_cluster(pace: Pace) -> (Cluster, Writing) {
 }
 
 fn start(cluster: &Cluster, pace: Pace, pod: Option<&str>) -> Writing {
-    start_another(cluster, pace, pod, Arc::default())
+    start_sharing(cluster, pace, pod, Arc::default())
 }
 
-/// Starts another writer in the same process; `replaced` is true once a writer replaced GPU Feature Discovery's object.
-fn start_another(cluster: &Cluster, pace: Pace, pod: Option<&str>, replaced: Arc<AtomicBool>) -> Writing {
+/// Starts a writer; the writers of a process share `replaced`, true once one replaced GPU Feature Discovery's object.
+fn start_sharing(cluster: &Cluster, pace: Pace, pod: Option<&str>, replaced: Arc<AtomicBool>) -> Writing {
     let (labels, follow) = watch::channel(None);
     let (node, namespace) = ("n".to_owned(), "gpu".to_owned());
     let settings = NodeFeatureSettings { node, namespace, pod: pod.map(str::to_owned), replaced };
@@ -158,7 +158,7 @@ async fn object_of_gfd_is_replaced_once_by_a_process() {
         // Each new configuration starts a new writer.
         cluster.server.put(GFD, &key(), of_gfd());
         let first = !replaced.load(Relaxed);
-        let writing = start_another(&cluster, PACE, None, Arc::clone(&replaced));
+        let writing = start_sharing(&cluster, PACE, None, Arc::clone(&replaced));
         writing.want(&[("a", "1")]);
         if first {
             wait_labels(&cluster, &[("a", "1")]).await;
@@ -212,7 +212,7 @@ async fn rights_of_nvidias_role_are_enough() {
     writing.write(&cluster, &[("nvidia.com/gpu.count", "7")]).await;
     cluster.server.remove(&key());
     writing.write(&cluster, &[("a", "1")]).await;
-    assert_eq!((cluster.count("DELETE", ""), cluster.count("PATCH", "")), (1, 0), "a refused verb is sent again");
+    assert_eq!((cluster.count("DELETE", ""), cluster.count("PATCH", "")), (1, 0), "a refused verb was sent again");
     writing.running.end().await;
     cluster.server.remove(&key());
     let writing = start(&cluster, PACE, None);

@@ -1,6 +1,6 @@
 //! A real Prometheus (`make tools` installs Debian's) scrapes a node that goes from DRA to the device plugin and
 //! then gets load, while a claim keeps its GPUs. Prometheus has the series of docs/metrics.md as documented (without
-//! [`NOT_HERE`]), the recording rules evaluate, and every query of the dashboards has an answer.
+//! [`NOT_HERE`]), all rules evaluate, and every recording rule and every query of the dashboards has an answer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;

@@ -261,7 +261,7 @@ async fn all_pairs(change: Change) {
     let (here, mut pairs, mut names) = (LocalSet::new(), JoinSet::new(), HashMap::new());
     for (at, from) in SETTINGS.into_iter().enumerate() {
         for to in SETTINGS.into_iter().skip(at + 1) {
-            // The order alternates, so that each setting is left sometimes with holders and sometimes without.
+            // The order alternates, so that reinstallations leave each setting both with and without holders.
             let (from, to) = if pairs.len() % 2 == 0 { (from, to) } else { (to, from) };
             let places = Arc::clone(&places);
             let pair = async move {

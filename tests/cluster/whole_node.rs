@@ -144,7 +144,7 @@ async fn node_label_switches_sharing_under_running_pod() {
     .await;
     assert_eq!(fs::read_link(node.configuration()).unwrap(), node.at("available-configs/shared"));
     let gpus = kubelet.state().resources[GPU].clone();
-    assert_eq!((gpus.registrations, gpus.in_use(), kubelet.violations().len()), (1, held, 0), "the pod lost its GPUs");
+    assert_eq!((gpus.registrations, gpus.in_use(), kubelet.violations().len()), (1, held, 0));
 
     // Without the label the default configuration is selected again.
     node.cluster.label_node("n", json!({}));

@@ -96,7 +96,7 @@ fn nvlinks(sheet: &Sheet, gpu: &Gpu) -> Vec<NvLinkObservation> {
     match nvlink.kind.as_str() {
         "none" => {}
         "direct" => {
-            let row = &nvlink.matrix.as_ref().expect("direct NVLinks have a matrix")[usize::from(gpu.index)];
+            let row = &nvlink.matrix.as_ref().expect("direct NVLinks lack their matrix")[usize::from(gpu.index)];
             let others = sheet.gpus.iter().map(|other| NvLinkRemote::Gpu(gpu_address(other)));
             ends.extend(others.zip(row.iter().copied()));
         }

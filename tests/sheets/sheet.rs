@@ -83,7 +83,7 @@ pub struct Nic {
     pub speed_mbps: Option<u32>,
 }
 
-/// The NVLinks between the GPUs.
+/// The machine's NVLinks.
 #[derive(Debug, Deserialize)]
 pub struct NvLink {
     pub kind: String,

@@ -60,7 +60,7 @@ async fn server_with(change: impl Fn(&mut Value)) -> ApiServerBox {
     policies.iter_mut().for_each(change);
     for object in policies {
         let resource =
-            ResourceType::ALL.iter().find(|resource| resource.kind == object["kind"]).expect("a kind of the box");
+            ResourceType::ALL.iter().find(|resource| resource.kind == object["kind"]).expect("the box lacks the kind");
         let key = resource.key(None, object["metadata"]["name"].as_str().unwrap());
         server.create("kubectl", &key, object).unwrap_or_else(|status| panic!("{status}"));
     }

@@ -14,7 +14,7 @@ const TWO_ANY: &str = "linkwise-gpus-2-any";
 const FOUR: &str = "linkwise-gpus-4";
 const EIGHT: &str = "linkwise-gpus-8";
 
-/// A pod with a container for each claim: the name of its template, or `=` and the name of an existing claim.
+/// A pod with a container for each claim. An entry names the claim's template, or after `=` an existing claim.
 fn pod(templates: &[&str]) -> Value {
     let claims = templates.iter().enumerate().map(|(place, template)| match template.strip_prefix('=') {
         Some(claim) => json!({"name": format!("c{place}"), "resourceClaimName": claim}),
