@@ -118,7 +118,7 @@ async fn refused_user_is_counted_and_logged_once() {
     node.metric(&refused, 2).await;
     let line = node.process.said("refused a caller").await;
     assert_eq!((line["uid"].as_u64(), line["pid"].as_u64()), (Some(NOBODY.into()), pids[0].map(Into::into)));
-    assert_eq!(node.process.count("refused a caller"), 1, "further refusals are only counted");
+    assert_eq!(node.process.count("refused a caller"), 1, "a further refusal was logged");
 }
 
 /// Asserts that the one registration stands, and that pods are admitted.
@@ -192,7 +192,7 @@ async fn many_streams_and_calls_are_all_answered() {
         for _ in 0..8 {
             let mut client = client.clone();
             let opened = timeout(LIMIT, client.list_and_watch(wire::Empty {})).await;
-            let mut stream = opened.expect("the stream opens in time").unwrap().into_inner();
+            let mut stream = opened.expect("the stream did not open in time").unwrap().into_inner();
             assert_eq!(timeout(LIMIT, stream.message()).await.unwrap().unwrap().unwrap().devices.len(), 8);
             streams.push(stream);
         }

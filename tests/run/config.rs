@@ -103,7 +103,7 @@ async fn setting_without_effect_is_one_log_line() {
 #[tokio::test]
 async fn invalid_configuration_ends_the_start() {
     let setup = Setup::on("dgx1-v100").config("flags:\n  failOnInitError: maybe\n  migStrategy: some\n");
-    let (status, words) = setup.spawn().ended().await;
+    let (status, lines) = setup.spawn().ended().await;
     assert_eq!(status.code(), Some(1));
     let file = setup.config_file();
     let file = file.display();
@@ -111,7 +111,7 @@ async fn invalid_configuration_ends_the_start() {
         "linkwise: {file}: line 2: flags.failOnInitError: expected true or false, found 'maybe' \
          (and 1 more: see 'linkwise config check {file}')"
     );
-    assert_eq!(words, [expected]);
+    assert_eq!(lines, [expected]);
 }
 
 #[tokio::test]

@@ -22,12 +22,12 @@ use wire::registration_server::{Registration, RegistrationServer};
 use crate::run::kubelet::{InProcessPlugin, quick};
 use crate::run::node::LIMIT;
 
-/// A kubelet that reads `step` bytes more from each plugin than from the previous one, and then loses the connection.
+/// A kubelet that reads `step` bytes more after each registration than after the previous one, and then disconnects.
 struct Kubelet {
     folder: PathBuf,
     step: u64,
     registrations: Arc<AtomicU64>,
-    /// The number of each list's registration, and of its devices.
+    /// For each list, the number of registrations up to its own, and the number of its devices.
     listed: mpsc::Sender<(u64, usize)>,
 }
 

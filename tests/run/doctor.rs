@@ -37,9 +37,9 @@ fn with_host(setup: Setup) -> (Setup, KubeletBox) {
 
 /// Runs a command, and returns its exit code and standard output.
 async fn run(mut command: Command) -> (Option<i32>, String) {
-    let output = timeout(LIMIT, command.output()).await.expect("the doctor ends in time").unwrap();
-    let words: Vec<&str> = std::str::from_utf8(&output.stderr).unwrap().lines().collect();
-    assert!(words.iter().all(|line| line.starts_with("fake-nvml:")), "{words:?}");
+    let output = timeout(LIMIT, command.output()).await.expect("the doctor did not end in time").unwrap();
+    let lines: Vec<&str> = std::str::from_utf8(&output.stderr).unwrap().lines().collect();
+    assert!(lines.iter().all(|line| line.starts_with("fake-nvml:")), "{lines:?}");
     (output.status.code(), String::from_utf8(output.stdout).unwrap())
 }
 
@@ -338,9 +338,9 @@ async fn other_plugins_in_kubelet_folder_are_named() {
     let own = setup.sockets().remove(0);
     let report = look(setup, &[]).await;
     found(&report, "plugins", "ok", "linkwise serves linkwise-nvidia.com_gpu-");
-    assert_eq!(kubelet.state().resources["nvidia.com/gpu"].open_streams, 1, "the kubelet keeps its stream");
+    assert_eq!(kubelet.state().resources["nvidia.com/gpu"].open_streams, 1, "the kubelet lost its stream");
 
-    // More names of the plugin that works.
+    // Symlinks to linkwise's socket stand for other plugins.
     let folder = own.parent().unwrap();
     let mig = "linkwise-nvidia.com_mig-1g.10gb-";
     let twins = [format!("{mig}00000000.sock"), format!("{mig}11111111.sock")];

@@ -241,7 +241,7 @@ async fn imex_channels() {
         write!(text, "{name}, channel {state}:\n{given}").unwrap();
     }
     insta::assert_snapshot!(text);
-    let (status, words) = config(cdi_setup(Setup::on("dgx1-v100")), "nvidia/imex-required.yaml").spawn().ended().await;
+    let (status, errors) = config(cdi_setup(Setup::on("dgx1-v100")), "nvidia/imex-required.yaml").spawn().ended().await;
     assert_eq!(status.code(), Some(1));
-    assert!(words.join("\n").contains("IMEX channel 0 does not exist"), "{words:?}");
+    assert!(errors.join("\n").contains("IMEX channel 0 does not exist"), "{errors:?}");
 }

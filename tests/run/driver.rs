@@ -27,7 +27,7 @@ async fn agent_restarts_after_its_binary_was_deleted() {
     node.metric(UP, 1).await;
     node.setup.tell("xid 7 79");
     wait_unhealthy(&kubelet, &[1, 7]).await;
-    assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
+    assert_eq!(kubelet.state().resources[GPU].registrations, 1, "linkwise registered again");
     assert_eq!(kubelet.violations(), []);
 }
 
@@ -71,8 +71,8 @@ async fn library_in_the_driver_root_is_loaded() {
 async fn broken_library_in_the_driver_root_is_named() {
     let (setup, library) = with_driver_root();
     std::fs::write(&library, "no library").unwrap();
-    let (status, words) = setup.arg("--fail-on-init-error=true").spawn().ended().await;
-    assert!(!status.success() && words.concat().contains(library.to_str().unwrap()), "{words:?}");
+    let (status, lines) = setup.arg("--fail-on-init-error=true").spawn().ended().await;
+    assert!(!status.success() && lines.concat().contains(library.to_str().unwrap()), "{lines:?}");
     let (mut setup, library) = with_driver_root();
     std::fs::write(&library, "no library").unwrap();
     setup.library = fake_nvml::library_path();

@@ -44,7 +44,7 @@ async fn missing_fact_is_read_again_until_known() {
     setup.tell("fail 3 nvmlDeviceGetMinorNumber 999");
     let (node, kubelet) = setup.serve(8).await;
     let pod = Pod::single("pod", GPU, 8);
-    assert!(kubelet.admit(&pod, None).await.is_err(), "the device node of GPU 3 is unknown");
+    assert!(kubelet.admit(&pod, None).await.is_err(), "GPU 3 was given without its device node");
     node.setup.tell("unfail 3 nvmlDeviceGetMinorNumber");
     until(async || kubelet.admit(&pod, None).await.map(drop)).await;
 }
@@ -92,7 +92,7 @@ async fn failed_host_scan_keeps_the_host_and_is_repeated() {
 }
 
 #[tokio::test]
-async fn failed_call_costs_its_gpu_and_no_known_fact() {
+async fn failed_call_costs_at_most_its_gpu_and_no_fact() {
     let gpus = "  gpus:\n  - {pattern: \"*V100*\", name: gpu}\n  - {pattern: \"*\", name: other}\n";
     let config = format!("version: v1\nlinkwise: {{naming: true}}\nresources:\n{gpus}");
     let (node, kubelet) = quick(Setup::on("dgx1-v100")).config(&config).serve(8).await;

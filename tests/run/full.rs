@@ -1,4 +1,4 @@
-//! A full disk: a failed write costs no admission and no registration, and is repeated until there is room.
+//! A full disk: a file that cannot be written costs no admission, and a failed write or bind is tried again.
 //!
 //! For files, a test lowers the process's limit on file sizes (RLIMIT_FSIZE of setrlimit(2)) while it runs: a write
 //! then fails with EFBIG, as it fails with ENOSPC on a full disk. A socket has no size, so that the test of our socket
@@ -39,7 +39,7 @@ async fn full_disk_delays_only_the_health_record() {
     kubelet.admit(&Pod::single("meanwhile", GPU, 4), None).await.unwrap();
     let text = std::fs::read_to_string(record_file(&node.setup)).unwrap_or_default();
     let record: serde_json::Value = serde_json::from_str(&text).unwrap();
-    assert_eq!(record["gpus"][uuid(1, 2)]["reasons"], serde_json::json!([]), "the last record is whole");
+    assert_eq!(record["gpus"][uuid(1, 2)]["reasons"], serde_json::json!([]), "the last record is lost");
     limit(node.process.id(), "fsize=unlimited:unlimited");
     // Without a new event the write is repeated every 10 s.
     wait_kept(&node.setup, &uuid(1, 2)).await;

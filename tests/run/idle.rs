@@ -17,7 +17,7 @@ async fn node_without_gpus_is_up_and_ready() {
     assert_eq!(node.get("/livez").await.status, 200);
     node.metric("linkwise_idle", 1).await;
     node.metric("linkwise_nvml_agent_up", 0).await;
-    assert!(kubelet.state().resources.is_empty(), "nothing is registered");
+    assert!(kubelet.state().resources.is_empty(), "a resource is registered");
 }
 
 #[tokio::test]

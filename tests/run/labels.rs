@@ -141,7 +141,7 @@ async fn oneshot_prints_labels_once() {
     let (ok, text) = printed(&setup).await;
     assert!(ok && text.contains("\nnvidia.com/gpu.count=8\n") && !text.contains("timestamp"), "{text}");
     assert!(!file(&setup).exists());
-    // If NVML fails on a node with GPUs, no labels are written.
+    // If NVML fails on a node with GPUs, no labels are printed.
     setup.all_on_bus();
     setup.tell("init 9");
     assert_eq!(printed(&setup).await, (false, String::new()));

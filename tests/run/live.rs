@@ -1,6 +1,5 @@
-//! Changes under a running plugin with a pod on it: the configuration, as Kubernetes and the NVIDIA plugin's
-//! config-manager change it, the MIG layout, sharing. A device that a pod holds stays on the kubelet's list until the
-//! pod ends.
+//! Changes while linkwise and a pod run: of the configuration, as Kubernetes and the NVIDIA plugin's config-manager
+//! change it, of the MIG layout, of sharing. A device that a pod holds stays on the kubelet's list until the pod ends.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::symlink;

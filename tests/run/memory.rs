@@ -59,7 +59,7 @@ pub const TOOLS: [&[&str]; 5] = [
 
 /// Runs a command, and returns its exit code and output.
 pub async fn ran(mut command: tokio::process::Command) -> (Option<i32>, String) {
-    let output = timeout(LIMIT, command.output()).await.expect("the command ends in time").unwrap();
+    let output = timeout(LIMIT, command.output()).await.expect("the command did not end in time").unwrap();
     let words = [output.stdout, output.stderr].map(|words| String::from_utf8(words).unwrap());
     (output.status.code(), words.concat())
 }

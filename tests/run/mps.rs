@@ -84,7 +84,7 @@ impl Shared {
         Process::of(command)
     }
 
-    /// The control daemon's process.
+    /// The control daemon's process id.
     fn control(&self) -> u32 {
         pid_in(&self.root().join(GPU).join("pipe/nvidia-cuda-mps-control.pid"))
     }

@@ -283,8 +283,8 @@ impl Setup {
         (self.start().await, kubelet)
     }
 
-    /// Starts linkwise and a kubelet, and waits until all `gpus` are on the kubelet's list and linkwise knows it: the
-    /// list can be there before the answer to Register is.
+    /// Starts a kubelet and linkwise. Waits until the kubelet lists `gpus` healthy devices and linkwise is ready, because
+    /// the list can come before the answer to Register.
     pub async fn serve(self, gpus: usize) -> (Node, KubeletBox) {
         let (node, kubelet) = self.start_beside_kubelet().await;
         wait_registered(&kubelet, 1, gpus).await;
@@ -441,7 +441,7 @@ impl Process {
         let seen = timeout(LIMIT, log.wait_for(|log| log.ended || find(log).is_some())).await;
         let last = || self.lines().split_off(self.lines().len().saturating_sub(20)).join("\n");
         let seen = seen.unwrap_or_else(|_| panic!("not logged in time; the last lines:\n{}", last())).unwrap();
-        find(&seen).expect("the line is logged before the process ends")
+        find(&seen).expect("the process ended without this line")
     }
 
     /// Waits until linkwise is up, and returns the address at which it serves metrics and probes.
@@ -466,9 +466,9 @@ impl Process {
 
     /// Waits until linkwise ends; returns its status and the lines that are not JSON, which are for people.
     pub async fn ended(&mut self) -> (ExitStatus, Vec<String>) {
-        let status = timeout(LIMIT, self.child.wait()).await.expect("linkwise ends in time").unwrap();
+        let status = timeout(LIMIT, self.child.wait()).await.expect("linkwise did not end in time").unwrap();
         let mut log = self.log.clone();
-        let seen = timeout(LIMIT, log.wait_for(|log| log.ended)).await.expect("its standard error ends").unwrap();
+        let seen = timeout(LIMIT, log.wait_for(|log| log.ended)).await.expect("its standard error stays open").unwrap();
         (status, seen.lines.iter().filter(|line| !line.starts_with('{')).cloned().collect())
     }
 
@@ -541,7 +541,7 @@ pub async fn try_get(address: SocketAddr, path: &str) -> std::io::Result<Answer>
         stream.read_to_string(&mut text).await?;
         std::io::Result::Ok(text)
     };
-    let text = timeout(LIMIT, exchange).await.expect("an answer in time")?;
+    let text = timeout(LIMIT, exchange).await.expect("no answer in time")?;
     let (head, body) = text.split_once("\r\n\r\n").ok_or(std::io::ErrorKind::UnexpectedEof)?;
     let status = head.split(' ').nth(1).unwrap().parse().unwrap();
     Ok(Answer { status, head: head.to_ascii_lowercase(), body: body.to_owned() })
@@ -610,7 +610,7 @@ pub async fn until<T, E: std::fmt::Debug>(ask: impl AsyncFn() -> Result<T, E>) -
     found.unwrap_or_else(|| panic!("the wait has failed; the last answer: {last:?}"))
 }
 
-/// Looks until what is seen meets a condition, and returns it.
+/// Looks until the value meets a condition, and returns the value.
 pub async fn seen<T: std::fmt::Debug>(look: impl AsyncFn() -> T, wanted: impl Fn(&T) -> bool) -> T {
     let ask = async || {
         let seen = look().await;

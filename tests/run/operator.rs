@@ -36,7 +36,7 @@ async fn state(node: &Node) -> Value {
     serde_json::from_str(&ordered(node, &["state"]).await).unwrap()
 }
 
-/// True if a process has the driver's library loaded.
+/// True if a process that runs has called nvmlInit.
 fn driver_is_held(node: &Node) -> bool {
     Control::new(node.setup.at("control")).is_heard()
 }
@@ -166,9 +166,9 @@ async fn release_names_processes_that_hold_the_driver() {
 async fn processes_initialise_nvml_one_after_the_other() {
     let (node, _kubelet) = setup().serve(8).await;
     node.setup.tell("hang nvmlInit_v2");
-    let loaded = || Control::new(node.setup.at("control")).processes();
+    let processes = || Control::new(node.setup.at("control")).processes();
     let first = discovery(&node);
-    seen(async || loaded(), |count| *count == 2).await;
+    seen(async || processes(), |count| *count == 2).await;
     let second = discovery(&node);
     let waits = |agent: &u32| {
         let files = std::fs::read_dir(format!("/proc/{agent}/fd")).into_iter().flatten().flatten();
@@ -176,7 +176,7 @@ async fn processes_initialise_nvml_one_after_the_other() {
     };
     let agents = || children(second.id());
     seen(async || agents(), |agents| agents.iter().any(waits)).await;
-    assert_eq!(loaded(), 2, "`second` loads the library while `first` is in nvmlInit");
+    assert_eq!(processes(), 2, "`second` calls nvmlInit while `first` is in it");
     node.setup.tell("unhang nvmlInit_v2");
     for process in [&first, &second] {
         said_times(process, 1, "NVML available").await;
@@ -204,7 +204,7 @@ async fn release_during_nvml_init_leaves_linkwise_up() {
     setup.all_on_bus();
     setup.tell("hang nvmlInit_v2");
     let node = setup.start().await;
-    until(async || if driver_is_held(&node) { Ok(()) } else { Err("no agent has loaded the library") }).await;
+    until(async || if driver_is_held(&node) { Ok(()) } else { Err("no agent has called nvmlInit") }).await;
     ordered(&node, &["release"]).await;
     node.ready(503, "an operator released the driver before the GPUs were discovered").await;
     node.setup.tell("unhang nvmlInit_v2");

@@ -5,11 +5,11 @@ use crate::run::node::{Process, Setup};
 
 /// Waits until linkwise ends with code 1 and one line for people, and returns that line.
 pub async fn refused(mut process: Process) -> String {
-    let (status, words) = process.ended().await;
-    assert_eq!(status.code(), Some(1), "{words:?}");
-    let words: Vec<String> = words.into_iter().filter(|line| !line.starts_with("fake-nvml:")).collect();
-    assert!(words.len() == 1 && words[0].starts_with("linkwise: "), "{words:#?}");
-    words[0].clone()
+    let (status, lines) = process.ended().await;
+    assert_eq!(status.code(), Some(1), "{lines:?}");
+    let lines: Vec<String> = lines.into_iter().filter(|line| !line.starts_with("fake-nvml:")).collect();
+    assert!(lines.len() == 1 && lines[0].starts_with("linkwise: "), "{lines:#?}");
+    lines[0].clone()
 }
 
 #[tokio::test]
@@ -34,8 +34,8 @@ async fn invalid_option_is_named() {
         ("--mig-stratgey=mixed", 2, "a similar argument exists: '--mig-strategy'"),
         ("--log=linkwise=loud", 1, "'linkwise=loud' is not a level (off, error, warn, info, debug, trace)"),
     ] {
-        let (status, words) = Setup::on("dgx1-v100").arg(arg).spawn().ended().await;
-        assert!(status.code() == Some(code) && words.join("\n").contains(expected), "{arg}: {status}: {words:#?}");
+        let (status, lines) = Setup::on("dgx1-v100").arg(arg).spawn().ended().await;
+        assert!(status.code() == Some(code) && lines.join("\n").contains(expected), "{arg}: {status}: {lines:#?}");
     }
 }
 

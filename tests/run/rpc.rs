@@ -34,7 +34,7 @@ async fn preferred(
     container_requests: Vec<wire::ContainerPreferredAllocationRequest>,
 ) -> Vec<Vec<String>> {
     let answer = client.get_preferred_allocation(wire::PreferredAllocationRequest { container_requests }).await;
-    let answer = answer.expect("advice never fails").into_inner();
+    let answer = answer.expect("advice failed").into_inner();
     answer.container_responses.into_iter().map(|container| container.device_i_ds).collect()
 }
 

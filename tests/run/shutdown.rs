@@ -16,8 +16,8 @@ async fn signal_ends_streams_and_sockets_with_success() {
         let (mut node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
         assert_eq!(node.setup.sockets().len(), 1);
         node.process.signal(signal);
-        let (status, words) = node.process.ended().await;
-        assert_eq!((status.code(), words), (Some(0), Vec::<String>::new()));
+        let (status, lines) = node.process.ended().await;
+        assert_eq!((status.code(), lines), (Some(0), Vec::<String>::new()));
         assert!(node.setup.sockets().is_empty());
         let state = kubelet.wait(|state| state.resources[GPU].open_streams == 0).await.unwrap();
         assert!(!state.resources[GPU].connected && state.violations.is_empty());
@@ -57,10 +57,10 @@ async fn unread_log_loses_lines_not_time() {
     // More lines than the log's queue takes.
     let mut client = crate::run::callers::client(setup.sockets().remove(0)).await.unwrap();
     for _ in 0..2_000 {
-        timeout(LIMIT, client.get_device_plugin_options(Empty {})).await.expect("an answer in time").unwrap();
+        timeout(LIMIT, client.get_device_plugin_options(Empty {})).await.expect("no answer in time").unwrap();
     }
     signal("TERM", process.id().unwrap());
-    let status = timeout(LIMIT, process.wait()).await.expect("linkwise ends in time").unwrap();
+    let status = timeout(LIMIT, process.wait()).await.expect("linkwise did not end in time").unwrap();
     assert_eq!(status.code(), Some(0));
     assert!(setup.sockets().is_empty());
 }

@@ -100,7 +100,7 @@ async fn exhausted_descriptors_recover() {
     // When they have gone, the next caller is served on the same socket.
     callers.clear();
     let mut client = crate::run::callers::client(own.clone()).await.unwrap();
-    timeout(LIMIT, client.get_device_plugin_options(Empty {})).await.expect("an answer in time").unwrap();
+    timeout(LIMIT, client.get_device_plugin_options(Empty {})).await.expect("no answer in time").unwrap();
     assert_eq!(kubelet.state().resources[GPU].registrations, 1);
     for _ in 0..100 {
         callers.push(UnixStream::connect(&own).await.unwrap());
@@ -156,7 +156,7 @@ async fn probe_is_answered_after_descriptor_shortage() {
     limit(node.process.id(), "nofile=1024:");
     drop(caller);
     let mut answer = String::new();
-    timeout(LIMIT, stream.read_to_string(&mut answer)).await.expect("an answer in time").unwrap();
+    timeout(LIMIT, stream.read_to_string(&mut answer)).await.expect("no answer in time").unwrap();
     assert!(answer.ends_with("alive\n"), "{answer}");
     node.ready(200, "").await;
 }

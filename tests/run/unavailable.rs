@@ -186,7 +186,7 @@ async fn oneshot_replaces_labels_only_without_gpus() {
                 let setup = with_labels(failing(failure, bus)).arg("--oneshot");
                 let setup = setup.args(option.map(|option| format!("--fail-on-init-error={option}")));
                 let output = setup.command().stdout(Stdio::piped()).stderr(Stdio::piped()).output();
-                let output = timeout(LIMIT, output).await.expect("the command ends in time").unwrap();
+                let output = timeout(LIMIT, output).await.expect("the command did not end in time").unwrap();
                 let words = String::from_utf8(output.stderr).unwrap();
                 let text = fs::read_to_string(file(&setup)).unwrap();
                 let is_written = is_driver_missing && matches!(bus, Bus::Empty) && option != Some("true");

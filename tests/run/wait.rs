@@ -22,7 +22,7 @@ fn command(setup: &Setup, seconds: u32) -> Command {
 
 /// Runs a command, and returns its exit code, standard output and standard error.
 async fn run(mut command: Command) -> (Option<i32>, String, String) {
-    let output = timeout(LIMIT, command.output()).await.expect("the command ends in time").unwrap();
+    let output = timeout(LIMIT, command.output()).await.expect("the command did not end in time").unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     (output.status.code(), text(output.stdout), text(output.stderr))
 }
