@@ -283,8 +283,8 @@ impl Setup {
         (self.start().await, kubelet)
     }
 
-    /// Starts a kubelet and linkwise. Waits until the kubelet lists `gpus` healthy devices and linkwise is ready, because
-    /// the list can come before the answer to Register.
+    /// Starts a kubelet and linkwise. Waits until the kubelet lists `gpus` healthy devices and linkwise is ready: the
+    /// list can come before the answer to Register.
     pub async fn serve(self, gpus: usize) -> (Node, KubeletBox) {
         let (node, kubelet) = self.start_beside_kubelet().await;
         wait_registered(&kubelet, 1, gpus).await;
