@@ -19,7 +19,7 @@ pub struct Image {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Copies all files that the build stage has installed onto the root.
+    /// Copies to the root all files that the build stage has installed.
     CopyInstalled,
     /// Copies a file of the repository to a path of the image.
     CopyFile(String, String),

@@ -7,7 +7,7 @@ use crate::node::{GPU, Node, PLUGIN, PLUGIN_CONTAINER, output_of};
 const OVER_MEMORY: &str = "linkwise_nvml_agent_ends_total{cause=\"memory\"}";
 
 #[tokio::test]
-async fn commands_read_a_library_that_maps_a_gibibyte() {
+async fn commands_work_with_a_library_that_maps_a_gibibyte() {
     let node = Node::start("dgx1-v100").await;
     node.tell("runtime");
     let pod = node.deploy(PLUGIN, &[]).await;

@@ -157,8 +157,8 @@ impl Node {
     }
 
     /// The mounts that NVIDIA's container runtime adds for NVIDIA_VISIBLE_DEVICES: the driver's library, programs and
-    /// device nodes. The nodes are /dev/null, because without a driver the kernel opens no others. The folder of the
-    /// control socket is added too, as the only writable mount.
+    /// device nodes. The device nodes are /dev/null, because without a driver the kernel opens no others. Our library
+    /// needs two mounts more: the machine's file and, as the only writable one, the control socket's folder.
     pub fn nvidia_mounts(&self) -> Vec<(PathBuf, String, &'static str)> {
         let programs = ["nvidia-cuda-mps-control", "nvidia-smi"];
         let programs = programs.map(|name| (repository("tests/mps").join(name), format!("/usr/bin/{name}")));
@@ -257,7 +257,7 @@ impl Node {
         loop {
             match self.dra.start_pod(&claims).await {
                 Ok(containers) => {
-                    // The kubelet appends the devices of each answer, so that one may occur twice.
+                    // The kubelet appends the devices of each answer, so a device may occur twice.
                     let names: BTreeSet<String> = containers["main"].iter().cloned().collect();
                     return names.into_iter().collect();
                 }
@@ -310,7 +310,7 @@ pub async fn until(pod: &mut Pod, what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = tokio::time::Instant::now() + LIMIT;
     while !holds() {
         pod.assert_running();
-        assert!(tokio::time::Instant::now() < deadline, "no {what}\n{}", pod.logs());
+        assert!(tokio::time::Instant::now() < deadline, "waited in vain for {what}\n{}", pod.logs());
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }

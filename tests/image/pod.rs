@@ -283,7 +283,7 @@ impl Maker<'_> {
         all.into_iter().map(|(name, value)| format!("{name}={value}")).collect()
     }
 
-    fn mounts(&self, container: &Value, is_nvidias: bool, privileged: bool) -> Vec<Value> {
+    fn mounts(&self, container: &Value, gets_driver: bool, privileged: bool) -> Vec<Value> {
         let of_kernel = |destination: &str, kind: &str, options: &[&str]| {
             let source = kind;
             json!({"destination": destination, "type": kind, "source": source, "options": options})
@@ -305,7 +305,7 @@ impl Maker<'_> {
             let kind = "bind";
             json!({"destination": destination, "type": kind, "source": source, "options": options})
         };
-        if is_nvidias {
+        if gets_driver {
             let nvidias = self.node.nvidia_mounts();
             mounts.extend(nvidias.iter().map(|(source, to, access)| bind(to, source, &["rbind", access])));
         }

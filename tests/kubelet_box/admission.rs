@@ -28,7 +28,7 @@ async fn pod_gets_devices_and_allocate_answer() {
     assert_eq!(answer.device_specs, [DeviceSpec { container_path, host_path, permissions: "rw".into() }]);
     assert_eq!(answer.mounts, [Mount { container_path: "/m".into(), host_path: "/h".into(), read_only: true }]);
     assert_eq!(answer.cdi_names, ["nvidia.com/gpu=a", "nvidia.com/gpu=b"]);
-    assert!(grant.asked.is_none() && !grant.reused, "this plugin offers no advice");
+    assert!(grant.asked.is_none() && !grant.reused, "{grant:?}");
     assert_eq!(kubelet.state().resources[GPU].allocated["pod"]["main"], ids("a b"));
     let calls = kubelet.state().resources[GPU].calls;
     assert_eq!((calls.list_and_watch, calls.preferred, calls.allocate), (1, 0, 1));

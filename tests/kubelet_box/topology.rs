@@ -27,7 +27,7 @@ fn refusal(error: AdmissionError) -> String {
 }
 
 #[tokio::test]
-async fn policies_except_none_offer_one_numa_node() {
+async fn best_effort_and_single_node_offer_one_numa_node() {
     for (policy, offered) in [(Policy::None, "a b c d"), (Policy::BestEffort, "a b"), (Policy::SingleNumaNode, "a b")] {
         let (_dir, kubelet, _plugin) = two_nodes(policy, Scope::Container).await;
         let admitted = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
