@@ -1,4 +1,4 @@
-//! Requests that cannot be answered: one line on standard error that names the cause, and an exit code other than 0.
+//! Requests that cannot be answered: an error that names the cause, and an exit code other than 0.
 
 use std::path::PathBuf;
 
@@ -28,7 +28,7 @@ fn assert_refused(args: &[&str], named: &[&str]) {
     assert!(one_line && is_plain && named.iter().all(|name| error.contains(name)), "{args:?}: no {named:?} in {error}");
 }
 
-/// The commands that take a machine.
+/// Commands that take a machine.
 fn with_machine(machine: &str) -> [Vec<&str>; 5] {
     let allocate = ["allocate", "--size", "1", "--node", machine];
     let claim = ["claim", "--gpus", "1", "--node", machine];

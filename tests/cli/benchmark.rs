@@ -6,11 +6,11 @@ use crate::cli::linkwise;
 use crate::cli::top::Neighbour;
 use crate::nccl::table;
 
-const H100: &str = "GPU-00000002-0000-4000-8000-00000000000";
+const UUID_PREFIX: &str = "GPU-00000002-0000-4000-8000-00000000000";
 
 /// One container's GPUs of a DGX H100, by index.
 fn held(pod: &str, container: &str, gpus: &[u32]) -> Value {
-    let gpus: Vec<String> = gpus.iter().map(|index| format!("{H100}{index}")).collect();
+    let gpus: Vec<String> = gpus.iter().map(|index| format!("{UUID_PREFIX}{index}")).collect();
     json!({"namespace": "team-a", "pod": pod, "container": container, "gpus": gpus})
 }
 
@@ -66,7 +66,7 @@ fn unusable_pod_is_named_with_the_cause() {
     }
     // The machine of --node lacks the GPU that the socket names.
     let (text, succeeded) = output(&neighbour, &["expect", "--node", "dgx-a100", "--pod", "team-a/one"]);
-    assert!(!succeeded && text.contains(&format!("no GPU {H100}0 on this machine")), "{text}");
+    assert!(!succeeded && text.contains(&format!("no GPU {UUID_PREFIX}0 on this machine")), "{text}");
     // MIG devices are refused, because there is no bandwidth model for them.
     let gpus = [0, 1].map(|index| format!("GPU-00000000-0000-0000-0000-{index:012}"));
     let held = json!([{"namespace": "team-a", "pod": "mixed", "container": "main", "gpus": gpus}]);

@@ -95,7 +95,7 @@ fn row_without_time_and_run_of_one_rank_are_refused() {
 }
 
 #[test]
-fn unknown_nvlinks_are_not_taken_as_none() {
+fn unknown_nvlinks_are_named_by_each_command() {
     let files = Files::new();
     let cloud = files.put(
         "cloud.xml",

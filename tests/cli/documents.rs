@@ -1,4 +1,5 @@
-//! `linkwise completions` and `linkwise man`, read by the shells and by `man`. A test without its program is ignored.
+//! `linkwise completions` and `linkwise man`, read by the shells and by `man`. Tests that need zsh, fish, man or mandoc
+//! are ignored without it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -53,7 +54,7 @@ fn every_command_has_page_and_completions() {
     written.sort_unstable();
     expected.sort_unstable();
     assert_eq!(written, expected);
-    // The agent's command is hidden: only `linkwise run` starts it.
+    // The agent's command is hidden, because only linkwise starts it.
     assert!(texts.iter().all(|text| !text.contains("nvml-agent") && !text.contains("agent-program")));
     let page = fs::read_to_string(pages.join("linkwise-top.1")).unwrap();
     for words in [".TH linkwise-top 1", "\\-\\-interval", "LINKWISE_ADMIN_SOCKET", "\\-\\-once"] {

@@ -32,7 +32,7 @@ fn linkwise(args: &[impl AsRef<OsStr>]) -> Command {
     command
 }
 
-/// Lets NVML and hwloc report a built-in machine as the one that the command runs on.
+/// Lets NVML report the GPUs of a built-in machine, and hwloc a host with two packages, to the command.
 fn this_is(command: &mut Command, machine: &str) {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("crates/host/src/machines/{machine}.yaml"));
     command.env("LINKWISE_NVML_LIBRARY", fake_nvml::library_path()).env("FAKE_NVML_MACHINE", file);

@@ -29,7 +29,7 @@ fn check(topology: &Value) {
     for (number, gpu) in gpus.iter().enumerate() {
         assert_eq!(gpu["index"], number);
         assert!(gpu["uuid"].as_str().unwrap().starts_with("GPU-"), "{gpu}");
-        // Not every source names the product: the key may be null, but not missing.
+        // Not every source names the model: the key may be null, but not missing.
         assert!(gpu["pci"].is_string() && gpu.get("model").is_some(), "{gpu}");
         // A kernel may report no NUMA node (-1), a guest no package.
         for key in ["numa", "package"] {

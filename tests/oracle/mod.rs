@@ -207,8 +207,8 @@ impl<'a> Oracle<'a> {
         })
     }
 
-    /// The total Mbit/s of the NICs nearest to the members up to PHB, each NIC once, 10 Gbit/s if unknown. Of equally
-    /// near NICs a slower one does not count.
+    /// The total rate, in Mbit/s, of the members' nearest NICs at PHB or closer. Each NIC counts once, with 10 Gbit/s
+    /// if its rate is unknown. Of equally near NICs a slower one does not count.
     fn nics(&self, set: Set) -> u64 {
         let level = |nic: usize, gpu: usize| self.node.nics()[nic].level[gpu].number();
         let all = 0..self.node.nics().len();

@@ -188,7 +188,7 @@ impl Script<'_> {
             }
         };
         let cdi = self.prepare(pod, &reference).await?;
-        let results = allocation["devices"]["results"].as_array().context("an allocation has results")?;
+        let results = allocation["devices"]["results"].as_array().context("the allocation has no results")?;
         let got: Vec<String> = results.iter().map(|result| text(&result["device"]).to_owned()).collect();
         ensure!(got.len() == count, "{pod} got {} devices instead of {count}", got.len());
         for (other, running) in &tally.running {
@@ -233,7 +233,7 @@ impl Script<'_> {
         let available: Vec<DeviceId> = self.gpus(devices).iter().map(|(_, gpu)| DeviceId::from(&gpu.uuid)).collect();
         let request = AllocationRequest { size: available.len(), available, must_include: Vec::new() };
         let (_, report) = preferred_allocation(&self.tables, &request, AllocationPolicy::default());
-        report.values.map(|values| values.collective).context("a set has a collective")
+        report.values.map(|values| values.collective).context("the allocator has no collective of the set")
     }
 
     /// Describes the alternative of the claim that the scheduler took, and the group of its devices.

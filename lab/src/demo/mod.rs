@@ -2,7 +2,7 @@
 //!
 //! A node of linkwise and a kubelet in a box talk over real sockets and real gRPC in a temporary folder. Nothing is
 //! simulated between the kubelet's call and the plugin's answer. `script` is the sequence of events, `show` the text
-//! about them, and `style` its colours. `dra` plays the same events on a node that offers its GPUs through DRA.
+//! about them, and `style` its colours. `dra` plays most of these events on a node that offers its GPUs through DRA.
 
 #[cfg(feature = "cluster")]
 mod cluster;

@@ -12,8 +12,7 @@ impl Draws {
         Self(seed)
     }
 
-    /// Returns a number below `bound`, or 0 for a bound of 0. The chances of two numbers differ by at most 2^-64 times
-    /// the bound.
+    /// Returns a number below `bound`, or 0 for a bound of 0. The chances of two numbers differ by at most 2^-64.
     pub fn below(&mut self, bound: u64) -> u64 {
         u64::try_from((u128::from(self.next()) * u128::from(bound)) >> 64).unwrap_or(0)
     }

@@ -147,14 +147,14 @@ pub fn word_of(value: &impl ValueEnum) -> String {
 }
 
 fn weighted(text: &str) -> Result<MachineWeight, String> {
-    const MAX_COUNT: u32 = 1_000_000;
+    const MAX_WEIGHT: u32 = 1_000_000;
     let (machine, weight) = text.rsplit_once('=').unwrap_or((text, "1"));
     if machine.is_empty() {
         return Err("no machine before the '='".to_owned());
     }
     match weight.parse() {
-        Ok(weight) if (1..=MAX_COUNT).contains(&weight) => Ok(MachineWeight { machine: machine.to_owned(), weight }),
-        _ => Err(format!("the weight of {} is not a whole number from 1 to {MAX_COUNT}", excerpt(machine))),
+        Ok(weight) if (1..=MAX_WEIGHT).contains(&weight) => Ok(MachineWeight { machine: machine.to_owned(), weight }),
+        _ => Err(format!("the weight of {} is not a whole number from 1 to {MAX_WEIGHT}", excerpt(machine))),
     }
 }
 

@@ -88,7 +88,7 @@ async fn killed_prepare_is_undone_by_unprepare() {
 }
 
 #[tokio::test]
-async fn claim_that_exists_survives_the_sweep() {
+async fn claim_survives_sweeps_while_the_api_server_fails() {
     let (mut node, devices) = killed(STATES[5]).await;
     node.settings.sweep = Duration::from_millis(1);
     node.set_answer("a", Answer::Failed);

@@ -148,8 +148,8 @@ fn node() -> (Node, Shared) {
         while let Some(request) = requests.recv().await {
             let mut driver = shared.lock().unwrap();
             driver.orders.push(request.order.clone());
-            let lists = !matches!(driver.behaviour, Behaviour::Silent | Behaviour::Late);
-            let obeys = lists && request.order.task == MigTask::List;
+            let spares_lists = !matches!(driver.behaviour, Behaviour::Silent | Behaviour::Late);
+            let obeys = spares_lists && request.order.task == MigTask::List;
             let behaviour = if obeys { Behaviour::Obeys } else { driver.behaviour };
             if matches!(behaviour, Behaviour::HangsBefore | Behaviour::Silent) {
                 driver.held.push(request);
@@ -325,7 +325,7 @@ async fn plugin_killed_while_making_makes_one_device() {
 }
 
 #[tokio::test]
-async fn half_made_device_is_destroyed_at_the_next_start() {
+async fn device_of_a_begun_claim_is_destroyed_at_start() {
     for behaviour in [Behaviour::HangsAfter, Behaviour::HangsSeen] {
         let (mut node, driver) = node();
         kill_during_order(&mut node, &driver, behaviour).await;
@@ -547,7 +547,7 @@ async fn claim_over_another_claims_device_is_refused() {
 }
 
 #[tokio::test]
-async fn disabled_setting_still_destroys_made_devices() {
+async fn made_device_is_destroyed_with_the_setting_off() {
     let Prepared { mut node, driver, kubelet, claim } = prepared().await;
     node.halt(&kubelet).await;
     node.settings.makes_mig = false;

@@ -75,7 +75,7 @@ async fn changed_options_and_driver_reach_prepared_claims() {
     let got = || super::node::resolve(&kubelet, &names).unwrap();
     until(|| got().env.get("DRIVER").is_some_and(|version| version == "next")).await;
     let got = got();
-    assert_eq!((got.env.len(), super::node::hardware(&got)), (2, vec![node.gpu(0)]), "not DRIVER and the device's own");
+    assert_eq!((got.env.len(), super::node::hardware(&got)), (2, vec![node.gpu(0)]), "{got:?}");
     // After a Prepare too, nothing of the old options is left.
     restart(&kubelet).await;
     assert_eq!(start_container(&kubelet, &claim).await.unwrap(), got);

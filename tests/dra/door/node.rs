@@ -87,15 +87,15 @@ impl Deref for StateCell {
 }
 
 impl StateCell {
-    /// Replaces the state, keeps the claims of the last one in it, and returns the last one.
+    /// Replaces the state, keeps the claims of the previous state, and returns the previous state.
     pub fn send_replace(&self, state: Arc<NodeState>) -> Arc<NodeState> {
-        let mut last = state;
+        let mut swapped = state;
         self.state.send_modify(|now| {
             let claims = Event::Prepared(now.ledger().claims_with("", None));
-            let next = NodeState::clone(&last).apply(claims, Duration::ZERO).0;
-            last = std::mem::replace(now, Arc::new(next));
+            let next = NodeState::clone(&swapped).apply(claims, Duration::ZERO).0;
+            swapped = std::mem::replace(now, Arc::new(next));
         });
-        last
+        swapped
     }
 
     /// Keeps claims from being entered until the guard is dropped.
@@ -361,7 +361,7 @@ impl Node {
         self.cdi.send_replace(Some(Arc::default()));
     }
 
-    /// The file names of the claims' CDI specs.
+    /// The file names of the CDI specs that claims have for their requests.
     pub fn claim_specs(&self) -> Vec<String> {
         let own = |name: &String| name.starts_with("linkwise.dev-claim-");
         file_names(&self.settings.cdi_folder).into_iter().filter(own).collect()
@@ -371,7 +371,7 @@ impl Node {
         file_names(&self.settings.checkpoints)
     }
 
-    /// The number of checkpoints, and that of claims' CDI specs.
+    /// The number of checkpoints, and that of [`Self::claim_specs`].
     pub fn file_counts(&self) -> (usize, usize) {
         (self.checkpoints().len(), self.claim_specs().len())
     }

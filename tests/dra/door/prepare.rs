@@ -15,7 +15,7 @@ use super::node::{
 };
 
 #[tokio::test]
-async fn claim_gets_its_gpus_by_its_own_cdi_name() {
+async fn claim_gets_its_gpus_by_its_own_cdi_names() {
     let (node, kubelet) = Node::serving().await;
     let claim = node.claim("a", &[("gpus", "gpu-3"), ("gpus", "gpu-0")]);
     let got = start_container(&kubelet, &claim).await.unwrap();
@@ -64,7 +64,7 @@ fn pod_with_claims(claims: &[ClaimName]) -> PodClaims {
 #[tokio::test]
 async fn two_claims_that_race_for_a_gpu_do_not_share_it() {
     let (node, kubelet) = Node::serving().await;
-    // One call has both claims, so that they are read and planned at once. The sets have one GPU in common.
+    // One call has both claims, so that they are read and planned at once. The claims have one GPU in common.
     let claims = [
         node.claim("a", &[("gpus", "gpu-0"), ("gpus", "gpu-1")]),
         node.claim("b", &[("gpus", "gpu-1"), ("gpus", "gpu-2")]),
@@ -152,7 +152,7 @@ async fn nearest_nics_are_in_the_claims_spec() {
     };
     node.host.send_replace(Arc::new(HostDevices { rdma: Some(rdma), ..HostDevices::default() }));
     let kubelet = node.serve().await;
-    // CDI names contain the request without its alternative.
+    // CDI names contain the request without its subrequest.
     node.started_claim(&kubelet, "a", &[("near/one", "gpu-0"), ("far", "gpu-7")]).await;
     let path = node.settings.cdi_folder.join("linkwise.dev-claim-a.json");
     let spec: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();

@@ -70,7 +70,7 @@ async fn unreadable_checkpoint_of_a_deleted_claim_is_swept() {
     node.start();
     let reads = node.reads("a");
     until(|| node.reads("a") > reads + 2).await;
-    assert_eq!(node.checkpoints(), ["a.json"], "swept, and its container may still run");
+    assert_eq!(node.checkpoints(), ["a.json"], "the checkpoint is swept, and the claim's container may still run");
     node.kubelet_lists_nothing();
     until(|| node.checkpoints().is_empty() && node.claim_specs().is_empty()).await;
 }
@@ -97,7 +97,7 @@ async fn brief_disk_failure_loses_no_claim() {
     fs::remove_dir(&path).unwrap();
     fs::rename(&aside, &path).unwrap();
     node.set_answer("a", Answer::Failed);
-    assert_eq!(start(&kubelet, &name("a")).await.unwrap(), [node.gpu(0)], "not from the checkpoint");
+    assert_eq!(start(&kubelet, &name("a")).await.unwrap(), [node.gpu(0)], "the claim lost its device");
     assert_refused(&kubelet, &rival, &["is prepared for the claim ml/claim-a"]).await;
 }
 

@@ -40,8 +40,8 @@ fn is_up(state: &State, at: usize, number: c_uint) -> Answer<bool> {
 }
 
 /// A GPU's registration with the fabric, which is complete unless a command set another state. For a GPU without a
-/// fabric the call succeeds with the state NOT_SUPPORTED, as driver 580.159.04 did on an H200 without NVLinks. For a
-/// GPU before Hopper the call itself fails with that code.
+/// fabric the call succeeds with the state NOT_SUPPORTED, as driver 580.159.04 did on an H200 without NVLinks. If the
+/// GPU is older than Hopper, the call itself fails with NOT_SUPPORTED.
 fn fabric(state: &State, at: usize) -> Answer<nvmlGpuFabricInfo_t> {
     let commanded = state.fabrics.get(&at).map(|(joined, status, _)| (*joined, *status));
     let Some(fabric) = state.machine.gpus.get(at).and_then(|gpu| gpu.fabric.as_ref()) else {

@@ -16,8 +16,8 @@ use crate::state::Answer;
 const INVALID: nvmlReturn_t = nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT;
 const UNSUPPORTED: nvmlReturn_t = nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED;
 
-/// Defines C functions. The commands `fail`, `hang`, `hold` and `crash` use the same names. `[device => state, at]` is
-/// the handle of a GPU: the function begins with the state of the driver and the position of that GPU.
+/// Defines C functions. The control socket's commands use the same names. `[device => state, at]` is the handle of a
+/// GPU: the function begins with the state of the driver and the position of that GPU.
 macro_rules! exports {
     ($(fn $name:ident(
         $([$device:ident => $state:pat, $at:pat],)? $($arg:ident: $type:ty),* $(,)?
