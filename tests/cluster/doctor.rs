@@ -20,7 +20,7 @@ impl Host {
         Self { cluster: Cluster::start().await, root: tempfile::tempdir().unwrap() }
     }
 
-    /// The doctor of a node with `gpus` (`all` or `none`) as the setting `dra.gpus`.
+    /// The doctor of a node whose `dra.gpus` is `gpus`.
     fn program(&self, gpus: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
         let root = self.root.path();
@@ -141,7 +141,7 @@ async fn missing_policy_for_unchanged_pods_is_named() {
     host.assert_finding("DRA", "warning", "linkwise-unchanged-pods has no binding").await;
     host.cluster.server.put("kubectl", &ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS.key(None, name), json!({}));
     host.assert_finding("DRA", "ok", "linkwise-unchanged-pods makes claims of nvidia.com/gpu: N").await;
-    // The doctor reads no other policy: it gets this one by name.
+    // The doctor reads only this policy, by name.
     let requests = host.cluster.server.requests();
     let others = requests.iter().filter(|it| it.uri.contains(kind) && !it.uri.contains(name));
     assert_eq!(others.count(), 0, "{requests:?}");

@@ -1,4 +1,4 @@
-//! Switches a node from every setting of the chart to every other and back, in the containers of the chart: no pod ends
+//! Switches a node from every setting of `node_settings` to every other, in the containers of the chart: no pod ends
 //! by itself, each becomes ready and serves, and soon no GPU is offered through two doors. The slices of the previous
 //! setting may outlast the change for a moment, in which a claim for their devices is refused.
 //!

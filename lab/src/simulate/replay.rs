@@ -40,7 +40,7 @@ pub(super) struct Figures {
     pub numa_nodes: BTreeMap<usize, u64>,
     /// The number of jobs with a GPU whose NUMA node is unknown.
     pub numa_unknown: u64,
-    /// The mean time in the queue over all jobs that ran, in seconds, rounded down.
+    /// The mean wait of the jobs that ran, in seconds, rounded down.
     pub mean_wait_seconds: u64,
     /// The longest time in the queue, in seconds.
     pub max_wait_seconds: u64,

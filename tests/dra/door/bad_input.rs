@@ -156,7 +156,7 @@ async fn device_missing_from_scans_fails_the_claim_by_name() {
     restart(&kubelet).await;
     let error = refusal(&kubelet, &name("a")).await;
     assert!(error.starts_with(not_found), "{error}");
-    assert_eq!(node.checkpoints(), ["a.json"], "the checkpoint is lost, and the claim's pod may still run");
+    assert_eq!(node.checkpoints(), ["a.json"], "the checkpoint of a claim in use is lost");
 }
 
 #[tokio::test]

@@ -151,7 +151,7 @@ async fn claim_is_refused_until_its_daemon_serves() {
     daemons.behaviour.send_replace(Behaviour::Away);
     restart(&kubelet).await;
     assert_refused(&kubelet, &asks, &["is not ready"]).await;
-    assert_eq!(node.checkpoints(), ["a.json", "b.json"], "a.json is lost, and the claim's containers may still run");
+    assert_eq!(node.checkpoints(), ["a.json", "b.json"], "the checkpoint of a claim in use is lost");
     assert_eq!(daemons.wanted().len(), 1);
 }
 

@@ -70,7 +70,7 @@ async fn unreadable_checkpoint_of_a_deleted_claim_is_swept() {
     node.start();
     let reads = node.reads("a");
     until(|| node.reads("a") > reads + 2).await;
-    assert_eq!(node.checkpoints(), ["a.json"], "the checkpoint is swept, and the claim's container may still run");
+    assert_eq!(node.checkpoints(), ["a.json"], "the checkpoint of a claim in use is swept");
     node.kubelet_lists_nothing();
     until(|| node.checkpoints().is_empty() && node.claim_specs().is_empty()).await;
 }

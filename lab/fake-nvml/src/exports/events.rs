@@ -1,4 +1,4 @@
-//! Event sets. A wait ends early if an event is posted or a fault applies, and after `loss-ends-waits` if a GPU is lost.
+//! Event sets. A wait ends early for an event or a fault, and after `loss-ends-waits` for a lost GPU.
 
 use std::ffi::{c_uint, c_ulonglong};
 use std::sync::PoisonError;
