@@ -158,7 +158,7 @@ impl Node {
 
     /// The mounts that NVIDIA's container runtime adds for NVIDIA_VISIBLE_DEVICES: the driver's library, programs and
     /// device nodes. The device nodes are /dev/null, because without a driver the kernel opens no others. Our library
-    /// also needs the machine's file, and the control socket's folder, which is the only writable mount.
+    /// also needs the machine's file and the control socket's folder, the only writable mount.
     pub fn nvidia_mounts(&self) -> Vec<(PathBuf, String, &'static str)> {
         let programs = ["nvidia-cuda-mps-control", "nvidia-smi"];
         let programs = programs.map(|name| (repository("tests/mps").join(name), format!("/usr/bin/{name}")));

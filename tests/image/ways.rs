@@ -1,6 +1,6 @@
 //! Switches a node from every setting of `node_settings` to every other, in the containers of the chart: no pod ends
-//! by itself, each becomes ready and serves, and soon no GPU is offered through two doors. The slices of the previous
-//! setting may outlast the change for a moment, in which a claim for their devices is refused.
+//! by itself, each becomes ready and serves, and soon no GPU is offered through two doors. The previous setting's
+//! slices may outlast the change for a moment, in which claims for their devices are refused.
 //!
 //! `tests/cluster/way_back.rs` tests each GPU, claim and pod during a change with processes, for which it can shorten a
 //! grace period of 60 s.

@@ -211,7 +211,7 @@ async fn poll_survives_each_code_of_each_call() {
             let poll = polled(&mut agent, 0, |poll| !full(poll)).await;
             assert_eq!(differences(&poll, &before), call.poll, "{} {code}", call.name);
             machine.tell(&format!("unfail 0 {}", call.name));
-            // After these codes an agent may skip the call for 12 polls.
+            // After these codes an agent may skip the call in later polls.
             if matches!(code, 2 | 3 | 13) {
                 agent = machine.agent();
             }
@@ -242,7 +242,7 @@ async fn missing(agent: &mut Agent, wanted: impl Fn(&[Missing]) -> bool) -> Vec<
 async fn poll_survives_each_code_of_calls_that_find_gpus() {
     let (machine, mut agent) = up().await;
     for call in ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetUUID", COUNT] {
-        // After the codes 1, 9 and 18 of the count, only a new agent gets answers, which another test covers.
+        // These codes of the count end the agent: see `unloaded_driver_is_named_and_ends_the_agent`.
         for code in codes().filter(|code| call != COUNT || !matches!(code, 1 | 9 | 18)) {
             let which = if call == COUNT { "*" } else { "0" };
             machine.tell(&format!("fail {which} {call} {code}"));

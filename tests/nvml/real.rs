@@ -23,7 +23,7 @@ fn codes(text: &str) -> BTreeMap<(String, String), BTreeSet<String>> {
     codes
 }
 
-/// Commands that give our library counters of the recorded drivers that it lacks by default.
+/// Commands that give our library the recorded drivers' counters, which it lacks by default.
 const AT_REST: [&str; 3] = ["recovery * 0", "rows * false false", "uncorrectable * 0"];
 
 fn recordings() -> Vec<PathBuf> {

@@ -64,7 +64,7 @@ fn pod_with_claims(claims: &[ClaimName]) -> PodClaims {
 #[tokio::test]
 async fn two_claims_that_race_for_a_gpu_do_not_share_it() {
     let (node, kubelet) = Node::serving().await;
-    // One call has both claims, so that they are read and planned at once. The claims have one GPU in common.
+    // One call has both claims, so they are prepared at the same time. They have one GPU in common.
     let claims = [
         node.claim("a", &[("gpus", "gpu-0"), ("gpus", "gpu-1")]),
         node.claim("b", &[("gpus", "gpu-1"), ("gpus", "gpu-2")]),
