@@ -185,7 +185,7 @@ async fn operators_gfd_writes_its_node_feature() {
 
 /// The DRA driver's DaemonSet of a GPUCluster prepares a claim, and knows it after the pod's restart.
 #[tokio::test]
-async fn gpu_cluster_prepares_claims_at_each_driver_place() {
+async fn gpu_cluster_prepares_claims_for_each_driver_place() {
     for driver in DRIVERS {
         gpu_cluster_prepares(driver).await;
     }
