@@ -214,6 +214,7 @@ impl DraKubelet {
         let (end, tasks, connections, drivers) = Default::default();
         let life = Arc::new(Life { core: Arc::clone(&self.core), end, tasks, connections, drivers });
         life.core.change(|books| books.restarted());
+        life.core.state.send_modify(|state| state.running = true);
         life.spawn(watcher::watch(Arc::clone(&life)));
         *current = Some(life);
         Ok(())
@@ -356,10 +357,7 @@ impl Core {
         let mut books = lock(&self.books);
         let result = f(&mut books);
         let claims = books.seen();
-        self.state.send_modify(|state| {
-            state.running = true;
-            state.claims = claims;
-        });
+        self.state.send_modify(|state| state.claims = claims);
         result
     }
 
