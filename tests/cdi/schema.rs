@@ -120,11 +120,11 @@ pub fn check(text: &str) -> Vec<String> {
     // The version must be the lowest that has every feature in use, by the CDI project's table.
     let has_mount_types = edits().any(|edits| edits.mounts.iter().any(|mount| mount.r#type.is_some()));
     let has_host_paths = edits().any(|edits| edits.device_nodes.iter().any(|node| node.host_path.is_some()));
-    let has_names_with_digit = spec.devices.iter().any(|device| !device.name.starts_with(char::is_alphabetic));
+    let begins_with_digit = spec.devices.iter().any(|device| !device.name.starts_with(char::is_alphabetic));
     let annotated = !spec.annotations.is_empty() || spec.devices.iter().any(|device| !device.annotations.is_empty());
     let minimum = if annotated || class.contains('.') {
         "0.6.0"
-    } else if has_host_paths || has_names_with_digit {
+    } else if has_host_paths || begins_with_digit {
         "0.5.0"
     } else if has_mount_types {
         "0.4.0"

@@ -137,7 +137,7 @@ fn check_expression(expression: &Value) -> Result<(), String> {
     check_label(key, None)
 }
 
-/// Checks that the levels of a topology occur once each, the node last.
+/// Checks the levels of a topology: known labels of linkwise, each level once, [`HOST`] only at the end.
 fn check_levels(levels: &[&Value]) -> Result<(), String> {
     let levels: Vec<&str> = levels.iter().map(|level| text(&level["nodeLabel"])).collect();
     check(levels.iter().collect::<BTreeSet<_>>().len() == levels.len(), "a level twice")?;
@@ -187,13 +187,13 @@ fn check_object(schemas: &[Schema], object: &Value, all: &[Value]) -> Result<(),
             let faults = schema.faults(&config);
             check(faults.is_empty(), faults.join("; "))?;
             for discovery in list(&config, "/networkTopologyDiscovery") {
-                check(discovery["enabled"] == true, "not the discovery by labels")?;
+                check(discovery["enabled"] == true, "the discovery is not enabled")?;
                 for (name, levels) in discovery["config"]["networkTopologyTypes"].as_object().into_iter().flatten() {
                     check(name.len() <= 20, format!("{name} is longer than 20 characters"))?;
                     let levels = list(levels, "");
                     let is_level =
                         |level: &&Value| level.as_object().is_some_and(|level| level.keys().eq(["nodeLabel"]));
-                    check((1..=16).contains(&levels.len()) && levels.iter().all(is_level), "1 to 16 levels")?;
+                    check((1..=16).contains(&levels.len()) && levels.iter().all(is_level), "not 1 to 16 node labels")?;
                     check_levels(&levels)?;
                 }
             }

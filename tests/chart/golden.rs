@@ -135,10 +135,10 @@ fn programs_are_switched_on_and_off() {
     assert_snapshot!("gpu_feature_discovery", changes(&base, &entries));
 }
 
-/// An older API server does not know the policy's API, and refuses the release. Exact claims need no policy.
+/// Templates bring the policy if they have alternatives and the API server knows it. `dra.severalClaims` overrides this.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-fn policy_for_several_claims_needs_kubernetes_1_36() {
+fn claim_templates_bring_policy_from_kubernetes_1_36() {
     let shipped: Vec<Value> =
         resources("manifests/dra/several-claims").into_iter().map(|one| one["spec"].clone()).collect();
     let (templates, unchanged) = ("dra.claimTemplates.namespaces={a}", "dra.unchangedPods.enabled=true");
@@ -206,11 +206,11 @@ fn examples_of_nvidias_readme_are_taken() {
         &["devicePlugin.enabled=false"],
         &["allowDefaultNamespace=true", "nfd.enabled=false", "migStrategy=mixed", "devicePlugin.enabled=false"],
     ];
-    // The files are compared with that of the first example, which sets the defaults.
+    // Examples with files are compared with `only`, whose file sets the defaults.
     let file = lines(&helm.objects(&[&only]));
     let mut text = changes(&[], &without);
     text.extend(with_file.map(|values| section(values, &file, &lines(&helm.objects(values)))));
     assert_snapshot!(text);
-    let same = changes(&["config.map.config=version: v1"], &[&[&only]]);
-    assert!(!same.contains("SYS_ADMIN"), "{same}");
+    let changed = changes(&["config.map.config=version: v1"], &[&[&only]]);
+    assert!(!changed.contains("SYS_ADMIN"), "{changed}");
 }

@@ -11,6 +11,6 @@ pub mod helm;
 mod monitoring;
 mod privileges;
 mod refusals;
+mod rollout;
 mod settings;
-mod surge;
 mod swap;

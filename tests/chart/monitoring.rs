@@ -1,4 +1,4 @@
-//! Tests that the chart renders the rules and dashboards of manifests/monitoring unchanged.
+//! Tests that the chart renders the rules and dashboards of manifests/monitoring, and links to runbooks.
 
 use std::fs;
 
@@ -23,13 +23,12 @@ fn rules_are_those_of_the_manifests() {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn runbook_links_follow_the_value() {
-    let place = "https://git.example.com/linkwise/";
-    let objects =
-        Helm::found().objects(&["prometheusRule.enabled=true", &format!("prometheusRule.runbookUrl={place}")]);
+    let url = "https://git.example.com/linkwise/";
+    let objects = Helm::found().objects(&["prometheusRule.enabled=true", &format!("prometheusRule.runbookUrl={url}")]);
     let rule = object(&objects, "PrometheusRule", "nvdp-nvidia-device-plugin").to_string();
     let alerts = rule.matches("\"alert\"").count();
     assert!(alerts > 10, "{rule}");
-    assert_eq!(rule.matches(&format!("\"runbook_url\":\"{place}docs/runbooks.md#linkwise")).count(), alerts);
+    assert_eq!(rule.matches(&format!("\"runbook_url\":\"{url}docs/runbooks.md#linkwise")).count(), alerts);
 }
 
 #[test]

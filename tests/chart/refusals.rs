@@ -147,7 +147,7 @@ fn removed_values_are_refused_with_what_to_use() {
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn sets_as_devices_are_refused_unless_off() {
     let helm = Helm::found();
-    // The value made sets of GPUs devices.
+    // The value published sets of GPUs as devices.
     for value in ["dra.sets=auto", "dra.sets=on", "dra.sets=true"] {
         refused(&helm, &[value], &["dra.sets", "nvidia.com/gpu", "docs/dra-pods.md", "linkwise claim --gpus 4"]);
     }
@@ -159,7 +159,7 @@ fn sets_as_devices_are_refused_unless_off() {
 
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-fn values_of_wrong_type_are_refused_by_name() {
+fn values_against_the_schema_are_refused_by_name() {
     let helm = Helm::found();
     for (value, name) in [
         ("migStrategy=all", "migStrategy"),

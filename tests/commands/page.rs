@@ -15,7 +15,7 @@ pub struct Typed {
     pub place: String,
     /// The whole text; continued lines are joined.
     pub text: String,
-    /// The mark of a command that no test can run: what it needs, and where it was tried.
+    /// The mark, if any: what the command needs, then where it was tried or which test runs it.
     pub mark: Option<String>,
     /// The output in the page.
     pub prints: Option<String>,
@@ -70,7 +70,7 @@ fn blocks(text: &str) -> Vec<Vec<(usize, String)>> {
     blocks
 }
 
-/// Reads a mark: what the command needs, then where it was tried or which test runs it. Panics at a bad mark.
+/// Reads a mark ([`Typed::mark`]). Panics at a bad one.
 fn mark(comment: &str) -> Option<String> {
     let text = comment.trim_start_matches(['#', ' ']);
     if !text.starts_with("Needs ") && !text.starts_with("Takes ") {

@@ -21,7 +21,7 @@ pub struct Setting {
     pub node_name: bool,
     /// True if the container gets the kubelet's folders of DRA plugins.
     pub sockets: bool,
-    /// The variables that choose what is offered.
+    /// The container's variables among [`VARIABLES`].
     pub env: &'static [(&'static str, &'static str)],
     /// The configuration file.
     pub file: Option<&'static str>,
@@ -109,7 +109,7 @@ pub const SETTINGS: [Setting; 7] = [
     },
 ];
 
-/// The names of the variables in [`Setting::env`].
+/// The names of all variables in [`Setting::env`].
 pub const VARIABLES: [&str; 4] = ["LINKWISE_DRA_GPUS", "DEVICE_LIST_STRATEGY", "LINKWISE_EVENTS", "MIG_STRATEGY"];
 
 /// The four rights of a [`Setting`], in its order: `cdi`, `token`, `node_name`, `sockets`.
@@ -132,10 +132,10 @@ pub fn rights(container: &serde_json::Value, volumes: &[&serde_json::Value], aut
     };
     let has = |path: &str| all("volumeMounts").iter().any(|mount| mount["mountPath"] == path);
     let sockets = ["/var/lib/kubelet/plugins_registry", "/var/lib/kubelet/plugins/gpu.nvidia.com"].map(writes);
-    assert!(sockets[0] == sockets[1], "both folders of DRA plugins, or neither");
+    assert!(sockets[0] == sockets[1], "one folder of DRA plugins alone");
     let token = automounts || has("/var/run/secrets/kubernetes.io/serviceaccount");
     let node_name = all("env").iter().any(|env| env["name"] == "NODE_NAME" && env["valueFrom"].is_object());
-    assert!(writes("/var/lib/kubelet/device-plugins"), "the folder of the kubelet's socket is mounted, writable");
-    assert!(has("/var/lib/kubelet/pod-resources"), "the folder of the PodResources socket is mounted");
+    assert!(writes("/var/lib/kubelet/device-plugins"), "the folder of the kubelet's socket is not mounted writable");
+    assert!(has("/var/lib/kubelet/pod-resources"), "the folder of the PodResources socket is not mounted");
     [writes("/var/run/cdi"), token, node_name, sockets[0]]
 }

@@ -227,7 +227,7 @@ async fn start(world: &World, scheduled: &Scheduled, is_new: bool) -> Option<(Ve
     Some((Vec::new(), world.disruptions()))
 }
 
-/// Restarts a pod's container as the kubelet does without linkwise when a container ends. The CDI names that the
+/// Restarts a pod's container as the kubelet does when a container ends, without linkwise. The CDI names that the
 /// kubelet keeps must resolve to the same hardware, unless the node rebooted or the MIG device was lost.
 fn restart(world: &World, scheduled: &Scheduled, hardware: &[String], (began, losses): (Disruptions, u64)) {
     let Scheduled { name, kind, claim, .. } = scheduled;

@@ -24,18 +24,18 @@ use crate::dra::cluster::{mig, takeover};
 use crate::run::node::{GPU, LIMIT, Process, children, kib, put_on_bus, replace, signal, sockets_in, try_get, until};
 
 pub const GPUS: u32 = 8;
-/// The GPU in MIG mode, its devices made for claims.
+/// The GPU in MIG mode, whose devices are made for claims.
 pub const MIG: u32 = 0;
 /// The GPU that is offered in shares to claims and to pods of the plugin.
 pub const SHARED: u32 = 3;
-/// The interval at which a state is polled that has no notification.
+/// The interval of polls of a state without notifications.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// The most files that a process may have open at the end beyond those at the start.
 const MAX_MORE_FILES: usize = 16;
 /// The most memory in KiB that a process may hold at the end beyond its memory at the start.
 const MAX_MORE_MEMORY: u64 = 16 * 1024;
 
-/// Counts of the events after which a container may have other hardware.
+/// Counts of the events after which claims are prepared again or their hardware may change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Disruptions {
     pub kubelet_restarts: u64,
@@ -406,7 +406,7 @@ impl Soak {
         try_get(address(&self.process)?, path).await.ok()
     }
 
-    /// The value of a series; `None` if there is no such series.
+    /// The value of a series; `None` without such a series or an answer.
     pub async fn metric(&self, series: &str) -> Option<u64> {
         let text = self.get("/metrics").await?.body;
         text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' ')?.parse().ok())

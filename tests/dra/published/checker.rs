@@ -21,7 +21,7 @@ pub fn check(slices: &[Value]) {
         counters.map(|counter| (set[name].to_string(), counter.clone())).collect()
     };
     for slice in slices {
-        assert_eq!(slice["pool"], slices[0]["pool"], "one pool");
+        assert_eq!(slice["pool"], slices[0]["pool"], "several pools");
         assert_eq!(slice["pool"]["resourceSliceCount"], slices.len());
         let object = json!({"metadata": {"name": "slice"}, "spec": slice});
         let kept = stored(&ResourceType::RESOURCE_SLICES, None, Gates::default(), &object);

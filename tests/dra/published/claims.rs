@@ -130,7 +130,7 @@ fn claims_are_printed_as_documented() {
 }
 
 #[test]
-fn claims_on_rails_ask_for_as_many_gpus_on_each() {
+fn claims_on_rails_ask_for_equally_many_gpus_on_each() {
     for (gpus, rails, numbers) in [(4, "0-3", &[0, 1, 2, 3][..]), (8, "0-3", &[0, 1, 2, 3]), (2, "7,5", &[7, 5])] {
         let args = ["--gpus", &gpus.to_string(), "--rails", rails];
         let devices = claim(&args)["spec"]["devices"].clone();

@@ -38,7 +38,7 @@ pub fn published(observed: &NodeObservation, reasons: &[UnhealthyReason]) -> Vec
     devices
 }
 
-/// A machine of which each GPU has every fact and is in a fabric.
+/// A machine with facts that a built-in one may lack, such as a fabric for each GPU.
 pub fn with_all_facts(mut observed: NodeObservation) -> NodeObservation {
     observed.driver_version = Some("580.95.05".to_owned());
     observed.cuda_version = Some(CudaVersion { major: 13, minor: 0 });
@@ -162,7 +162,7 @@ fn gpu_in_mig_mode_is_published_by_its_mig_devices() {
     assert_eq!(mig.len(), 3);
     assert!(mig.iter().all(|device| !device.attributes.keys().any(|key| key.contains("pair"))));
     assert_eq!(published.len(), 7 + 3);
-    assert!(published[..7].iter().all(|device| !device.name.contains("mig")), "whole GPUs come first");
+    assert!(published[..7].iter().all(|device| !device.name.contains("mig")), "a MIG device before a whole GPU");
 }
 
 proptest! {

@@ -1,4 +1,4 @@
-//! Taints of devices as the node's state changes: a fault sets one, and its end removes it.
+//! The published devices and their taints as the node's state changes.
 
 use linkwise_core::publish::dra::{
     DraFacts, DraSettings, LayoutCache, SliceDevice, Taint, TaintEffect, devices, offered_now,

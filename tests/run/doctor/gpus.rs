@@ -1,4 +1,4 @@
-//! The doctor's findings about the GPUs' health: from NVML, from a running linkwise, from the last one's health record.
+//! The doctor's findings about the GPUs: from NVML, from a running linkwise, from the last one's health record.
 
 use linkwise_core::state::HealthRecord;
 
@@ -89,7 +89,7 @@ async fn reasons_of_running_linkwise_are_reported() {
     let report = look(setup, &[]).await;
     found(&report, "gpus", "skipped", "NVML unavailable");
     check(&report, &uuid(1, 2), "failed", "XID 79", "linkwise admin clear");
-    assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
+    assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the plugin registered again");
 }
 
 #[tokio::test]
@@ -113,7 +113,7 @@ async fn health_record_counts_on_same_boot() {
     record.identity.boot = Some("another".to_owned());
     fs::write(&file, serde_json::to_string(&record).unwrap()).unwrap();
     check(&look(setup, &[]).await, &uuid(1, 2), "ok", "Tesla V100", "");
-    // An invalid file is left as it is.
+    // A file that the doctor cannot use is left as it is.
     for (text, status, words) in [
         ("{", "warning", "linkwise_health.json: the file is not a health record"),
         ("{\"version\": 7}", "skipped", "of version 7"),
@@ -159,7 +159,7 @@ async fn plan_that_cannot_be_met_is_named() {
 }
 
 #[tokio::test]
-async fn mig_layout_that_does_not_fit_offers_nothing() {
+async fn mixed_mig_under_strategy_single_offers_nothing() {
     let (setup, _kubelet) = with_host(four_gpus());
     let socket = setup.admin_socket();
     let node = setup.arg("--mig-strategy=single").arg("--admin-socket").arg(socket).start().await;
@@ -170,7 +170,7 @@ async fn mig_layout_that_does_not_fit_offers_nothing() {
 }
 
 #[tokio::test]
-async fn plan_that_dra_meets_in_part_fails_no_node() {
+async fn plan_that_dra_meets_in_part_warns() {
     let (setup, _kubelet) = healthy();
     let (account, socket) = (setup.at("account"), setup.admin_socket());
     fs::create_dir(&account).unwrap();
