@@ -1,4 +1,4 @@
-//! The server of the control socket, and the journal: a thread inside the process that loaded the library.
+//! The journal, and the server of the control socket: a thread inside the process that loaded the library.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Seek, SeekFrom, Write};

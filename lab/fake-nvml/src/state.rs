@@ -20,7 +20,7 @@ pub static FAKE: LazyLock<Fake> = LazyLock::new(Fake::default);
 #[derive(Default)]
 pub struct Fake {
     state: Mutex<State>,
-    /// Notified after each command, because it may post an event or release a blocked call.
+    /// Notified after each command, which may post an event or release a call, and when `hold` begins or ends.
     pub changed: Condvar,
     /// Notified when a function is called or blocked. It is separate from `changed`, on which blocked calls wait.
     called: Condvar,
@@ -49,7 +49,7 @@ pub struct State {
     /// The row remapping, by GPU: true if pending, true if failed.
     pub rows: BTreeMap<usize, (bool, bool)>,
     pub uncorrectable: BTreeMap<usize, u64>,
-    /// The links whose state differs from the machine file.
+    /// The states that commands gave links.
     pub links: BTreeMap<(usize, u32), Option<u32>>,
     /// Set if the driver has no field with the state of a link.
     pub without_link_fields: bool,

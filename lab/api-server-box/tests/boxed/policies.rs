@@ -111,7 +111,7 @@ async fn patches_change_the_pod_in_order() {
         path: '/spec/containers/0/resources/requests/' + jsonpatch.escapeKey('nvidia.com/gpu')}]";
     let pod = admitted(policy(&[], &[LABEL, seen, removed])).await.unwrap();
     assert_eq!(pod["metadata"]["labels"], json!({"a": "b", "c": "b"}));
-    assert_eq!(pod["spec"]["containers"][0]["resources"]["requests"], limits, "the default comes back");
+    assert_eq!(pod["spec"]["containers"][0]["resources"]["requests"], limits, "the default is not filled in again");
     let pod = admitted(policy(&["false"], &[LABEL])).await.unwrap();
     assert!(pod["metadata"]["labels"].is_null());
 }

@@ -81,7 +81,7 @@ pub struct TopologyManager {
 }
 
 impl Default for TopologyManager {
-    /// A kubelet's own settings on a machine with one NUMA node: policy none, scope container.
+    /// A kubelet's default settings on a machine with one NUMA node: policy none, scope container.
     fn default() -> Self {
         Self { policy: Policy::None, scope: Scope::Container, numa_nodes: vec![0] }
     }

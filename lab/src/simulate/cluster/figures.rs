@@ -7,7 +7,7 @@ use crate::simulate::replay::whole;
 
 /// The number of requests that change objects for one pod with a claim from a template (Kubernetes 1.36). The
 /// controller of claims creates the claim, writes its name to the pod's status, ends the reservation and the
-/// allocation, removes the finalizer and deletes the claim (`pkg/controller/resourceclaim/controller.go`). The
+/// allocation in one, removes the finalizer and deletes the claim (`pkg/controller/resourceclaim/controller.go`). The
 /// scheduler adds the finalizer and writes the allocation (`bindClaim`).
 const WRITES_PER_CLAIM: u64 = 7;
 
@@ -19,7 +19,7 @@ pub(super) struct Figures {
     pub jobs: u64,
     /// The counted jobs whose pods have several GPUs.
     pub several: u64,
-    /// The mean of the collective against the best that any node of the cluster had free at that moment.
+    /// The mean of the collective against the best that any node of the cluster had free when the job started.
     pub collective_of_cluster: Option<u64>,
     /// The share of the jobs of which each pod got the best that any node of the cluster had free.
     pub best_of_cluster: Option<u64>,

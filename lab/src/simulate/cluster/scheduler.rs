@@ -118,7 +118,7 @@ impl<'a> Scheduler<'a> {
         Ok(())
     }
 
-    /// The score of LeastAllocated (NodeResourcesFit): the share of CPU and memory, as of GPUs, that would stay free.
+    /// The score of LeastAllocated (NodeResourcesFit): the free percentage of CPU and memory, equal to that of GPUs.
     fn least_allocated(&self, state: &State, answer: Answer) -> i64 {
         let whole = self.states.machines.get(state.machine).map_or(0, |machine| machine.whole.len());
         let free = state.free.len().saturating_sub(answer.set.map_or(0, GpuSet::len));

@@ -70,7 +70,7 @@ impl<'a> States<'a> {
         Ok(Self { door, ..Self::with_claims(machines, shapes, claims.collect::<Result<_>>()?)? })
     }
 
-    /// The states of nodes that serve these claims, one for each shape. Without claims the device plugin serves pods.
+    /// The states of nodes that serve `claims`, one for each shape. Without claims the device plugin serves pods.
     pub fn with_claims(machines: &'a [Machine], shapes: &'a Shapes, claims: Vec<Value>) -> Result<Self> {
         let model = |machine: &Machine| {
             Cluster::new(&machine.slices(NODE), &classes(), &[])
