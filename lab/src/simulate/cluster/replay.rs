@@ -94,7 +94,7 @@ impl<'a, 'b> Replay<'a, 'b> {
         Ok(())
     }
 
-    /// Starts waiting jobs that fit. Tries those of which a pod fits the node with freed GPUs, because no other can fit.
+    /// Starts waiting jobs that fit. Tries those of which a pod fits the node with freed GPUs: no other can fit.
     fn serve(&mut self, node: usize) -> Result<()> {
         loop {
             let fronts = self.waiting.iter().enumerate().filter_map(|(shape, queue)| Some((*queue.front()?, shape)));
