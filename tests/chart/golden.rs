@@ -1,4 +1,4 @@
-//! Golden files of the objects that the chart renders for NVIDIA's default values, and of the lines that each value
+//! Golden files of the objects that the chart renders for its default values, and of the lines that each value
 //! changes, so that a change of the chart shows as a change of the cluster's objects.
 
 use insta::assert_snapshot;

@@ -55,9 +55,9 @@ fn commands_of_the_notes_name_installed_objects() {
             (is_in_release, !is_in_release),
             "{release}:\n{text}"
         );
-        let verbs = ["helm test", "get pods", "exec", "describe", "label namespace"];
-        for verb in verbs {
-            assert!(commands.iter().any(|typed| typed.text.contains(verb)), "no {verb} in\n{text}");
+        let parts = ["helm test", "get pods", "exec", "describe", "label namespace"];
+        for part in parts {
+            assert!(commands.iter().any(|typed| typed.text.contains(part)), "no {part} in\n{text}");
         }
         for typed in commands {
             let words = typed.parts().remove(0);
