@@ -22,6 +22,10 @@ fn openshift_constraints_are_those_of_the_overlay() {
     for (values, volumes) in [
         (&["openshift.enabled=true"][..], &["configMap", "emptyDir", "hostPath"][..]),
         (&["openshift.enabled=true", "gfd.enabled=true"], &["configMap", "emptyDir", "hostPath", "projected"]),
+        (
+            &["openshift.enabled=true", "nodeCondition.enabled=true"],
+            &["configMap", "emptyDir", "hostPath", "projected"],
+        ),
         (&["openshift.enabled=true", "dra.enabled=true"], &["configMap", "emptyDir", "hostPath", "projected"]),
         (&["openshift.enabled=true", "config.map.a=version: v1"], &["configMap", "emptyDir", "hostPath", "projected"]),
     ] {
