@@ -15,7 +15,7 @@ use proptest::sample::Index;
 use serde_json::{Value, json};
 
 const NOW: Duration = Duration::from_secs(1_000_000);
-/// The number of GPUs that a configuration can name. Each machine has two more, of which a filter may exclude one.
+/// The number of GPUs that rows can list. Each machine has two more, of which a filter may exclude one.
 const GPUS: u32 = 4;
 /// The most slots of a resource.
 const MAX_SLOTS: u64 = 16_384;
@@ -24,7 +24,7 @@ fn uuid(gpu: u32) -> String {
     format!("GPU-{gpu:08}-0000-4000-8000-000000000000")
 }
 
-/// Names of resources: some have devices by default, some by a pattern, one never.
+/// Names of resources: some have devices by default or by the MIG strategy, some by a pattern, one never.
 const NAMES: [&str; 5] =
     ["nvidia.com/gpu", "nvidia.com/a100", "nvidia.com/mig-1g.10gb", "nvidia.com/slice", "nvidia.com/other"];
 
@@ -65,7 +65,7 @@ fn machine(kind: Kind) -> NodeObservation {
 static MACHINES: LazyLock<[NodeObservation; 4]> =
     LazyLock::new(|| [Kind::Plain, Kind::Patterned, Kind::Mig(1), Kind::Mig(2)].map(machine));
 
-/// Values of a row's keys that make most configurations invalid.
+/// Values for keys of a row. Many make a configuration invalid.
 fn faults() -> Vec<(&'static str, Value)> {
     let of = |key, values: Value| values.as_array().unwrap().iter().map(|value| (key, value.clone())).collect();
     let faults: [Vec<_>; 4] = [
@@ -188,7 +188,7 @@ fn expected(configuration: &Value, row: &Value) -> (String, u64) {
     };
     let devices = match &row["devices"] {
         Value::Number(count) if naming => count.as_u64().unwrap(),
-        // No machine has both: its GPUs are whole or in MIG mode.
+        // All GPUs of a machine are whole, or all are in MIG mode.
         Value::Array(list) if naming => {
             let mig = list.iter().filter(|device| device.as_str().is_some_and(|text| text.contains(':'))).count();
             u64::try_from(mig.max(list.len() - mig)).unwrap()

@@ -159,8 +159,8 @@ fn linkwise_without_pod_resources_waits_for_no_list() {
     let world = World::with(NodeState::default().without_lists(), [planned(Door::Dra), observed()]);
     assert_eq!(world.through_dra(), [0, 1, 2]);
     for claims in [&[1][..], &[]] {
-        let off = [all_of_dra(), prepared(claims), planned(Door::Plugin), observed()];
-        let world = World::with(NodeState::default().without_lists(), off);
+        let events = [all_of_dra(), prepared(claims), planned(Door::Plugin), observed()];
+        let world = World::with(NodeState::default().without_lists(), events);
         let allocated = [0, 1, 2].map(|at| world.allocates(at));
         assert_eq!(allocated, [true, claims.is_empty(), true], "only linkwise's own claims keep GPUs");
         assert_eq!(world.state.record().dra, claims.iter().map(|at| uuid(*at)).collect());
@@ -201,7 +201,7 @@ fn claims_keep_their_gpus_from_the_device_plugin() {
     assert_eq!(world.reason(0), Some(claimed(0)));
     world.apply(prepared(&[]));
     world.apply(listed(&[], &[1]));
-    assert_eq!([0, 1, 2].map(|at| world.allocates(at)), [true, false, true], "GPU 0 does not wait for a list");
+    assert_eq!([0, 1, 2].map(|at| world.allocates(at)), [true, false, true], "GPU 0 waits for no second list");
     world.apply(no_holders());
     assert!(world.allocates(1));
     assert!(world.state.record().dra.is_empty());

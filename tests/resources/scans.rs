@@ -25,7 +25,7 @@ impl Driver {
         Self { _folder: folder, control: fake_nvml::Control::new(socket), command }
     }
 
-    /// Sends a command to the fake library, with which the agent of the next scan starts.
+    /// Gives the fake library a command, which the agent of the next scan reads from the library's journal.
     pub fn tell(&self, command: &str) {
         self.control.send(command).unwrap();
     }

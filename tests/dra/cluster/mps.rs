@@ -139,7 +139,7 @@ async fn claim_has_its_own_control_daemon_until_its_end() {
     node.wait_registered(2).await;
     assert_eq!(node.start_pod("p", &two).await, hardware);
     assert_eq!(text(folder.join("pipe/nvidia-cuda-mps-control.pid")), pid);
-    // The privileged process is killed. A pod that starts afterwards waits for the next one.
+    // The privileged process is killed. A pod that starts afterwards waits for the next process.
     privileged.process.kill().await.unwrap();
     node.dra.restart().await.unwrap();
     node.wait_registered(3).await;

@@ -136,7 +136,7 @@ async fn slices_follow_the_pool() {
     assert_eq!(
         (cluster.slices().len(), cluster.count("GET", "nodes/n")),
         (1, 2),
-        "the slice went, or the Node was read again"
+        "the slice went, or the Node was not read twice"
     );
 }
 

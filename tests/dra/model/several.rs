@@ -12,7 +12,7 @@ use crate::unchanged_pods::{ON, put_template, read, server};
 
 /// The devices of each node that kube-scheduler 1.36.2 examines in half a second on 100 nodes: it took 8.2 s
 /// (docs/scale.md) where the model counts 205,000 devices of each node.
-const HALF_A_SECOND: u64 = 12_500;
+const STEPS_IN_HALF_A_SECOND: u64 = 12_500;
 
 /// The most devices that the model examines in an attempt.
 const MAX_STEPS: u64 = 20_000_000;
@@ -52,13 +52,13 @@ fn steps(cluster: &Cluster, node: &str, claims: &[Value]) -> u64 {
     }
 }
 
-/// The highest cost of a pod without the policy, as a multiple of that of plain claims. Panics if the policy does not
-/// bound the cost of a pod.
+/// The highest cost (examined devices) of a pod without the admission policy, as a multiple of the cost of plain
+/// claims (`…-any`). Panics if the policy does not bound the cost.
 async fn worst(name: &'static str, server: &ApiServerBox, lists: &[Value], pods: &[&[u32]]) -> u64 {
     let node = node(name);
     let (cluster, claims, mut worst) = (node.cluster(&[]).with_most_steps(MAX_STEPS), claims(lists), 0);
     for sizes in pods {
-        // One GPU too few is free, because the scheduler then tries the most sets.
+        // One GPU fewer is free than the pod needs or the node has: then the scheduler tries the most sets.
         let free = sizes.iter().sum::<u32>().min(node.gpus()) - 1;
         let cluster = node.occupied(&cluster, (1 << free) - 1);
         let templates: Vec<String> = sizes.iter().map(|gpus| format!("linkwise-gpus-{gpus}")).collect();
@@ -68,7 +68,7 @@ async fn worst(name: &'static str, server: &ApiServerBox, lists: &[Value], pods:
         };
         let plain = cost(names.iter().map(|name| format!("{name}-any")).collect());
         let bounded = cost(admitted_claims(server, ON, &names));
-        let most = (2 * plain).max(HALF_A_SECOND);
+        let most = (2 * plain).max(STEPS_IN_HALF_A_SECOND);
         assert!(bounded <= most, "{name} {sizes:?}: {bounded} devices, {plain} by plain claims");
         worst = worst.max(cost(templates) / plain);
     }

@@ -83,7 +83,7 @@ fn strict_claim_takes_the_same_group_or_waits() {
                 (None, None) => {}
             }
         }
-        // If all sets are equally good, a strict claim never waits.
+        // If all sets are equally good, a strict claim waits only when the usual one does.
         let is_uniform = ["workstation-a6000", "dgx-h100"].contains(&name);
         assert!(taken > 0 && (waits == 0) == is_uniform, "{name}: {taken} taken, {waits} wait");
     }
