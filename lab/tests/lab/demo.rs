@@ -16,7 +16,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const POLICIES: [&str; 4] = ["none", "best-effort", "restricted", "single-numa-node"];
 const SCOPES: [&str; 2] = ["container", "pod"];
-/// The most demos at a time. More would compete for the two workers, and the kubelet waits only 20 s for a plugin.
+/// The most demos at a time. More would compete for the two workers, and `KubeletBox::wait` gives up after 20 s.
 const MAX_CONCURRENT: usize = 2;
 
 #[derive(Parser)]
@@ -116,7 +116,7 @@ async fn demo_succeeds_on_odd_machines() {
 }
 
 #[test]
-fn piped_demo_prints_plain_lines_of_100_columns() {
+fn piped_demo_is_plain_and_within_100_columns() {
     for machine in machines::built_in() {
         let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise-lab"));
         command.args(["demo", "--machine", machine.name, "--topology-manager-policy", "restricted"]);

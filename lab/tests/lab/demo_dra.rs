@@ -7,8 +7,7 @@ use linkwise_host::machines::{self, Machine};
 use crate::demo::play;
 use crate::oracle::Oracle;
 
-/// Adds up the printed collectives of the sets with groups and without. An independent search must find the same
-/// values.
+/// Adds up the printed collectives of the sets with groups and without. Asserts that they are the oracle's.
 fn sum_collectives(machine: &Machine, printed: &str) -> (u64, u64) {
     let (topology, _) = NodeTopology::assemble(&machine.observed);
     let oracle = Oracle::new(&topology);

@@ -1,4 +1,5 @@
-//! Tests of the laboratory: demos on every machine, with and without DRA, NUMA hints, the node's page and simulations.
+//! Tests of the laboratory: demos on every machine with and without DRA, the node's page, simulations, and GPUs under
+//! the Topology Manager.
 
 #![allow(
     clippy::unwrap_used,

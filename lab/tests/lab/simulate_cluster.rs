@@ -75,7 +75,7 @@ fn docs_have_the_figures_of_rails() {
     }
 }
 
-/// Each pod that starts or ends is a line, and no device is given twice.
+/// Each start and each end of a pod is a line, and no two pods have a device at once.
 #[test]
 fn choices_are_lines_of_csv() {
     let text = printed(&[&SMALL[..], &["--door", "dra-groups,dra-fleet", "--format", "choices"]].concat());

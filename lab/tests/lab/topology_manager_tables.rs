@@ -1,6 +1,6 @@
-//! The GPUs that requests for 1, 2, 4 and 8 GPUs get on every built-in machine under every policy of the Topology
-//! Manager: on an idle node, and on a node where another pod holds every second GPU, by index. The scope is container,
-//! and devices report their own NUMA nodes.
+//! The GPUs that requests for 1, 2, 4 and 8 GPUs get on every built-in machine with GPUs under every policy of the
+//! Topology Manager: on an idle node, and on a node where another pod holds every second GPU, by index. The scope is
+//! container, and devices report their own NUMA nodes.
 //!
 //! A node of linkwise and a kubelet in a box give the answers, and `golden/topology-manager` has the tables. If the
 //! Topology Manager leaves a worse set than linkwise would choose of the same free GPUs, the table has both.

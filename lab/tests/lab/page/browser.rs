@@ -1,6 +1,6 @@
 //! A real Chromium, driven by the DevTools protocol over a pair of named pipes.
 //!
-//! <https://chromedevtools.github.io/devtools-protocol/>. A browser has one tab here. Its methods wait for states.
+//! <https://chromedevtools.github.io/devtools-protocol/>. A browser has one tab here.
 
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
@@ -102,7 +102,7 @@ impl Browser {
         }
     }
 
-    /// All events of this method so far: the browser sends them before it answers the call.
+    /// All events of this method so far. The browser sends them before it answers a later call.
     pub fn events(&mut self, method: &str) -> Vec<Value> {
         self.call("Runtime.evaluate", json!({"expression": "0"}));
         self.events.iter().filter(|event| event["method"] == method).map(|event| event["params"].clone()).collect()

@@ -1,7 +1,8 @@
 //! The node's page in a real Chromium, which `make tools` installs. Without it these tests are ignored, with the
 //! reason.
 //!
-//! With `PAGE_IMAGES=docs/images`, `page_looks_right_at_each_size_and_colour` writes the pictures of docs/node-page.md.
+//! If `PAGE_IMAGES` names a folder, `page_looks_right_at_each_size_and_colour` writes pictures there. Three of them are
+//! docs/images/node-page*.png.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing, reason = "a test may panic")]
 #![allow(clippy::disallowed_methods, reason = "the tests read their environment, and poll another process")]

@@ -1,5 +1,5 @@
-//! The page as people see it: the holders after each step of the demo, sizes and colours, the keyboard, and names for
-//! screen readers.
+//! The page as people see it: the holders after each step of the demo, sizes and colours, the keyboard, names for
+//! screen readers, and a page that is hidden, has lost its node or runs no script.
 
 use std::collections::{BTreeMap, BTreeSet};
 
