@@ -2,8 +2,8 @@
 //!
 //! The rules are those of Kubernetes 1.36 (`plugin/pkg/admission/limitranger/admission.go`, and
 //! `SetDefaults_LimitRangeItem` in `pkg/apis/core/v1/defaults.go`): a maximum is also the default if there is no other.
-//! The defaults are filled in again after each mutating policy. Only whole numbers are compared; ratios are not
-//! modelled.
+//! The defaults are filled in again after each mutating policy. Only whole numbers are compared; ratios and init
+//! containers are not checked.
 
 use serde_json::{Map, Value};
 

@@ -1,4 +1,5 @@
-//! ResourceClaims, ResourceClaimTemplates and DeviceClasses: defaults, limits, immutable fields.
+//! ResourceClaims, ResourceClaimTemplates and DeviceClasses: defaults, limits, immutable fields. The allocation mode
+//! `All` and `distinctAttribute` are not modelled, and refused.
 
 use std::collections::BTreeSet;
 
@@ -94,7 +95,7 @@ pub(super) fn admit_status(key: &Key, live: &Value, object: &mut Value) -> Resul
     checks.end(key)
 }
 
-/// Drops the field of the gate `DRAConsumableCapacity` while the gate is off, unless the stored claim has the field.
+/// Drops the field of the gate `DRAConsumableCapacity` while the gate is off, unless the stored object has it.
 fn drop_capacity(gates: Gates, requests: Option<&mut Value>, before: Option<&Value>) {
     let has_capacity = |requests: &Value| all_requests(requests).any(|request| !request["capacity"].is_null());
     if gates.consumable_capacity || before.is_some_and(has_capacity) {

@@ -1,7 +1,7 @@
 //! The part of the books about connections to plugins: those of a resource, and the one whose end stops the resource.
 //!
 //! Each method is a step that a kubelet's registration server or device manager makes under one lock. So anything that
-//! can happen between two steps in a kubelet can happen between two methods here. Read in
+//! can happen between two steps in a kubelet can happen between two methods here. The source is
 //! pkg/kubelet/cm/devicemanager (`manager.go`, `plugin/v1beta1/handler.go`, `client.go`) of 1.36.2 and of the
 //! development branch after it.
 

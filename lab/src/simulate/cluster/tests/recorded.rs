@@ -128,7 +128,7 @@ fn exact_claims_are_scheduled_as_recorded() {
 }
 
 /// The nodes are those of the mixed fleet, with 128 CPUs and 2 TiB each. Pods request 16 CPUs and 256 GiB for each GPU,
-/// so that both scores and their weights decide on the node.
+/// so that the scores of alternatives and of CPU, by their weights, decide on the node.
 #[test]
 fn pods_with_cpu_are_scheduled_as_recorded() {
     let (record, csv) = (include_str!("recorded/mixed-fleet-cpu.json"), include_str!("recorded/mixed-fleet-cpu.csv"));
