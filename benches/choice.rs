@@ -3,8 +3,8 @@
 //! Prints a row for each machine and size of request: median and worst time over all sets of free GPUs (a sample for
 //! more than 8 GPUs), the most sets that a request compared, the share of answers proven best, and the time of the
 //! brute force on the idle machine (`-` if it would take minutes). The time to build the tables follows each machine.
-//! It judges nothing: README.md has the budgets. Run it with `cargo bench --bench choice`, and quote a figure with its
-//! machine.
+//! It judges nothing: benches/README.md has the budgets. Run it with `cargo bench --bench choice`, and quote a figure
+//! with its machine.
 
 #![allow(
     clippy::unwrap_used,

@@ -34,8 +34,9 @@ const DRIVER: &str = "gpu.nvidia.com";
 const STARTS: usize = 5;
 /// Claims after the first.
 const CLAIMS: usize = 100;
-/// The MIG devices of each GPU of the node with many devices, and the claims that its pods use at once.
+/// The MIG devices of each GPU in [`many_devices`].
 const MIG_DEVICES: u32 = 7;
+/// The claims that pods use at once in [`many_devices`].
 const CONCURRENT_CLAIMS: usize = 32;
 const CHANGES: u32 = 1000;
 /// The time after which the threads of the start have ended.

@@ -69,7 +69,7 @@ async fn main() {
     let node = Node::start("");
     node.wait_listed(8).await;
     tokio::time::sleep(SETTLE_DELAY).await;
-    node.memory("8 GPUs");
+    node.print_memory("8 GPUs");
     let pids = [node.process.id(), child_of(node.process.id())];
     let both = |of: fn(u32) -> u64| pids.map(of).iter().sum::<u64>();
     let (ticks, wakes) = (both(cpu), pids.map(wake_ups));
@@ -89,7 +89,7 @@ async fn main() {
     let node = Node::start(&format!("version: v1\nsharing:\n  timeSlicing:\n    {sharing}\n"));
     node.wait_listed(8 * REPLICAS).await;
     tokio::time::sleep(SETTLE_DELAY).await;
-    node.memory(&format!("8 GPUs in {} slots", 8 * REPLICAS));
+    node.print_memory(&format!("8 GPUs in {} slots", 8 * REPLICAS));
     drop(node);
     without_gpus().await;
 }
@@ -173,7 +173,7 @@ impl Node {
         self.kubelet.wait(|state| state.resources[RESOURCE].healthy.len() == devices).await.unwrap();
     }
 
-    fn memory(&self, what: &str) {
+    fn print_memory(&self, what: &str) {
         let pids = [self.process.id(), child_of(self.process.id())];
         let ([rss, child], pss) = (pids.map(|pid| memory(pid, "Rss:")), pids.map(|pid| memory(pid, "Pss:")));
         let (total, share) = (mib(rss + child), mib(pss[0] + pss[1]));
