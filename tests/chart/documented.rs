@@ -8,15 +8,15 @@ use serde_json::Value;
 use crate::chart::helm::repository;
 
 /// Collects the paths of all values in a values file.
-fn places(values: &Value, prefix: &str, places: &mut BTreeSet<String>) {
+fn collect_paths(values: &Value, prefix: &str, paths: &mut BTreeSet<String>) {
     for (key, value) in values.as_object().unwrap() {
-        let place = format!("{prefix}{key}");
+        let path = format!("{prefix}{key}");
         // The fields below these are Kubernetes' and not the chart's.
         let theirs = ["affinity", "podSecurityContext", "resources", "updateStrategy"].contains(&key.as_str());
         match value {
-            Value::Object(fields) if !fields.is_empty() && !theirs => self::places(value, &format!("{place}."), places),
+            Value::Object(fields) if !fields.is_empty() && !theirs => collect_paths(value, &format!("{path}."), paths),
             _ => {
-                places.insert(place);
+                paths.insert(path);
             }
         }
     }
@@ -25,7 +25,7 @@ fn places(values: &Value, prefix: &str, places: &mut BTreeSet<String>) {
 fn values() -> BTreeSet<String> {
     let text = fs::read_to_string(repository("charts/linkwise/values.yaml")).unwrap();
     let mut found = BTreeSet::new();
-    places(&serde_saphyr::from_str(&text).unwrap(), "", &mut found);
+    collect_paths(&serde_saphyr::from_str(&text).unwrap(), "", &mut found);
     found
 }
 
@@ -34,14 +34,14 @@ fn schema() -> Value {
     serde_json::from_str(&text).unwrap()
 }
 
-/// Values that values.yaml does not list: helm's `global`, and those that NVIDIA's templates read without listing them.
+/// Values that values.yaml does not list: helm's `global`, and those that NVIDIA's chart reads without listing them.
 const UNLISTED: [&str; 4] = ["global", "nfd.enabled", "noTimestamp", "sleepInterval"];
 
 /// Removed values. The chart's refusal of one names its replacement.
 const REMOVED: &[&str] = &[
     "devicePlugin.standby",
     "dra.groups",
-    // It made sets of GPUs devices.
+    // It published sets of GPUs as devices.
     "dra.sets",
 ];
 
@@ -49,11 +49,11 @@ const REMOVED: &[&str] = &[
 fn schema_has_exactly_the_values() {
     fn in_schema(schema: &Value, prefix: &str, found: &mut BTreeSet<String>) {
         for (key, entry) in schema["properties"].as_object().unwrap() {
-            let place = format!("{prefix}{key}");
+            let path = format!("{prefix}{key}");
             match entry.get("properties") {
-                Some(_) => in_schema(entry, &format!("{place}."), found),
+                Some(_) => in_schema(entry, &format!("{path}."), found),
                 None => {
-                    found.insert(place);
+                    found.insert(path);
                 }
             }
         }
@@ -72,19 +72,19 @@ fn schema_has_exactly_the_values() {
 fn nvidias_values_are_all_in_values_yaml() {
     let text = fs::read_to_string(repository("tests/chart/nvidia-values.yaml")).unwrap();
     let mut theirs = BTreeSet::new();
-    places(&serde_saphyr::from_str(&text).unwrap(), "", &mut theirs);
+    collect_paths(&serde_saphyr::from_str(&text).unwrap(), "", &mut theirs);
     let ours = values();
-    let known = |place: &&String| {
-        place.starts_with("nfd.") || ours.iter().any(|own| place == &own || place.starts_with(&format!("{own}.")))
+    let known = |path: &&String| {
+        path.starts_with("nfd.") || ours.iter().any(|own| path == &own || path.starts_with(&format!("{own}.")))
     };
-    let missing: Vec<&String> = theirs.iter().filter(|place| !known(place)).collect();
+    let missing: Vec<&String> = theirs.iter().filter(|path| !known(path)).collect();
     assert!(missing.is_empty(), "{missing:?}");
 }
 
 #[test]
 fn documentation_has_every_value() {
     let text = fs::read_to_string(repository("docs/chart.md")).unwrap();
-    let is_missing = |place: &&String| !text.contains(&format!("`{place}`"));
+    let is_missing = |path: &&String| !text.contains(&format!("`{path}`"));
     let all: BTreeSet<String> = values().into_iter().chain(UNLISTED[1..].iter().map(|&name| name.to_owned())).collect();
     let missing: Vec<&String> = all.iter().filter(is_missing).collect();
     assert!(missing.is_empty(), "docs/chart.md lacks {missing:?}");

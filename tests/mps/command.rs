@@ -153,7 +153,7 @@ fn children(parent: u32) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn first_process_reaps_orphaned_mps_servers() {
+async fn init_process_reaps_orphaned_mps_servers() {
     let (node, gpu) = (Node::new(), ResourceName::gpu());
     order(&node, Some(10));
     let mut daemon = Daemon::with_args(&node, &["--init"]);

@@ -123,7 +123,7 @@ impl Node {
 }
 
 impl Drop for Node {
-    /// Kills the control daemons that the test left running, and unmounts their shared memory.
+    /// Unmounts the shared memory of the control daemons that the test left running, and kills them.
     fn drop(&mut self) {
         let _ = unmount_own_shms(self.layout(), |_| false);
         kill_groups(self.layout().root());

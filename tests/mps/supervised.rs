@@ -174,7 +174,7 @@ async fn failed_start_restores_compute_mode_at_shutdown() {
 }
 
 #[tokio::test]
-async fn partly_set_compute_mode_is_restored() {
+async fn no_compute_mode_is_set_before_all_are_recorded() {
     let node = Node::new();
     fs::create_dir_all(node.layout().exclusive().join("GPU-1")).unwrap();
     let mut gpu = node.supervise(shared("nvidia.com/gpu", [0, 1], 2));
