@@ -34,7 +34,7 @@ use support::percentile;
 
 /// The repetitions of each request and each build of tables. The median counts: the machine has other work too.
 const ROUNDS: usize = 9;
-/// The most sets of free GPUs in a sample; beyond 16 GPUs a third of them.
+/// The most sets of free GPUs in a sample; beyond 16 GPUs a third as many.
 const MAX_SETS: usize = 300;
 /// The repetitions of the brute force.
 const BRUTE_FORCE_ROUNDS: usize = 3;
