@@ -1,5 +1,4 @@
-//! Tests of the laboratory: demos on every machine with and without DRA, the node's page, simulations, and GPUs under
-//! the Topology Manager.
+//! Tests of the laboratory: demos with and without DRA, the node's page, simulations, and GPUs under Topology Managers.
 
 #![allow(
     clippy::unwrap_used,

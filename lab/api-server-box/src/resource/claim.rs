@@ -1,5 +1,5 @@
-//! ResourceClaims, ResourceClaimTemplates and DeviceClasses: defaults, limits, immutable fields. The allocation mode
-//! `All` and `distinctAttribute` are not modelled, and refused.
+//! ResourceClaims, ResourceClaimTemplates and DeviceClasses: defaults, limits, immutable fields. Not modelled:
+//! `allocationMode: All` and `distinctAttribute`, which are refused.
 
 use std::collections::BTreeSet;
 

@@ -45,8 +45,8 @@ impl Gates {
     pub const OFF: Self = Self { device_taints: false, partitionable_devices: false, consumable_capacity: false };
 }
 
-/// Checks an object that a client sent, and fills in or drops fields before the server stores the object. `now` is the
-/// server's time.
+/// Drops and fills in fields of an object that a client sent, and checks the object before the server stores it. `now`
+/// is the server's time.
 pub(super) fn admit(
     gates: Gates,
     key: &Key,

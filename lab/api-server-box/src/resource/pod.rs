@@ -12,7 +12,7 @@ use linkwise_scheduler_box::Quantity;
 /// The lists of containers that have resources.
 const CONTAINER_LISTS: [&str; 2] = ["initContainers", "containers"];
 
-/// Writes quantities in the server's form, and fills in the scheduler's name, and requests from limits.
+/// Fills in the scheduler's name, writes quantities in the server's form, and fills in requests from limits.
 ///
 /// # Errors
 ///
