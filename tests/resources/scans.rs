@@ -25,7 +25,7 @@ impl Driver {
         Self { _folder: folder, control: fake_nvml::Control::new(socket), command }
     }
 
-    /// Gives the fake library a command, which the agent of the next scan reads from the library's journal.
+    /// Sends a command to the fake library that the agent of the next scan will load.
     pub fn tell(&self, command: &str) {
         self.control.send(command).unwrap();
     }

@@ -142,7 +142,7 @@ pub async fn wait_ready(address: SocketAddr) {
     .await;
 }
 
-/// Lets a claim come and go with its pod, and returns the duration of the longer of the two calls.
+/// Lets a claim come and go with its pod. Returns the longer of the times to prepare and to unprepare it.
 async fn one_claim(node: &Node, pod: &str, devices: &[&str], is_patient: bool) -> Duration {
     let claim = node.claim(pod, devices);
     let began = Instant::now();

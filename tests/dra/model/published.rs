@@ -26,7 +26,7 @@ pub struct Node {
     pub topology: Arc<NodeTopology>,
     /// The slices as the API server stores them.
     pub slices: Vec<Value>,
-    /// The device name of each GPU, by the GPU's place; empty if no slice has the GPU.
+    /// The device name of each GPU, by the GPU's place; empty if unpublished.
     pub devices: Vec<String>,
 }
 

@@ -52,8 +52,8 @@ fn steps(cluster: &Cluster, node: &str, claims: &[Value]) -> u64 {
     }
 }
 
-/// The highest cost (examined devices) of a pod without the admission policy, as a multiple of the cost of plain
-/// claims (`…-any`). Panics if the policy does not bound the cost.
+/// The highest cost (examined devices) of a pod without the admission policy, as a multiple of that of plain claims.
+/// Panics if the policy does not bound the cost.
 async fn worst(name: &'static str, server: &ApiServerBox, lists: &[Value], pods: &[&[u32]]) -> u64 {
     let node = node(name);
     let (cluster, claims, mut worst) = (node.cluster(&[]).with_most_steps(MAX_STEPS), claims(lists), 0);
