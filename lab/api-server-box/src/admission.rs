@@ -327,8 +327,8 @@ enum Failed {
     Server(Refusal),
 }
 
-/// Applies a policy with one parameter, and returns true if its conditions hold. Changes by earlier mutations stay if
-/// a later one fails.
+/// Applies a policy with one parameter, and returns true if its conditions hold. If a mutation fails, the changes of
+/// the others stay.
 fn invoke(store: &Store, policy: &PolicySpec, object: &mut Value, params: Option<&Value>) -> Result<bool, Failed> {
     let failed =
         |expression: &str, why: String| Failed::Policy(format!("expression '{expression}' resulted in error: {why}"));

@@ -31,7 +31,7 @@ struct Owner {
     fields: Fields,
 }
 
-/// The object after `manager` applied `config` to `live`. Unless `force` is set, fails if other managers own fields of
+/// The object after `manager` applied `config` to `live`. Unless `force` is set, fails if other owners have fields of
 /// `config` with other values; the error names these fields.
 pub(super) fn apply(live: Option<&Value>, config: &Value, manager: &str, force: bool) -> Result<Value, Vec<String>> {
     let empty = json!({"metadata": {}});
@@ -97,7 +97,7 @@ pub(super) fn update(live: Option<&Value>, new: &Value, manager: &str) -> Value 
     object
 }
 
-/// Copies the kind, the name and the namespace from the applied configuration.
+/// Copies API version, kind, name and namespace from the applied configuration.
 fn identify(object: &mut Value, config: &Value) {
     for path in [&["apiVersion"][..], &["kind"], &["metadata", "name"], &["metadata", "namespace"]] {
         let path: Vec<String> = path.iter().map(|key| (*key).to_owned()).collect();

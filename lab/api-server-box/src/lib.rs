@@ -1,13 +1,13 @@
-//! A Kubernetes API server inside the test's process: it serves HTTPS, keeps objects in memory, and injects faults.
+//! A Kubernetes API server inside the caller's process: it serves HTTPS, keeps objects in memory, and injects faults.
 //!
-//! Tests run linkwise's clients of the API server against it, and so does `linkwise-lab demo --dra`. The server stores
-//! JSON objects of any group, version and resource. It implements the mechanisms that a client relies on: resource
-//! versions, watches that continue or expire, server-side apply with owners of fields, conflicts, bearer tokens. It
-//! enforces the rules of `resource.k8s.io/v1` (limits, names, immutable fields, gates that drop fields). Its
+//! Tests, benchmarks, the GPU kit and `linkwise-lab demo --dra` run linkwise's clients of the API server against it.
+//! The server stores JSON objects of any group, version and resource. It implements the mechanisms that a client relies
+//! on: resource versions, watches that continue or expire, server-side apply with owners of fields, conflicts, bearer
+//! tokens. It enforces the rules of `resource.k8s.io/v1` (limits, names, immutable fields, gates that drop fields). Its
 //! MutatingAdmissionPolicies change the pods that a client creates, and its ValidatingAdmissionPolicies refuse
 //! requests. Of other objects it validates only pods and events, in part. The server shares no code with linkwise.
 
-#![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "only tests and the demo run it")]
+#![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "production does not run it")]
 
 mod admission;
 mod apply;

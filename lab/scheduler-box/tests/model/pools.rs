@@ -117,7 +117,7 @@ fn claim_gets_at_most_32_devices() {
     devices(&slices, &count(33)).unwrap_err();
 }
 
-/// The real scheduler stops such a search after a time (DRASchedulerFilterTimeout), the model after a number of steps.
+/// The real scheduler stops a search after a time (DRASchedulerFilterTimeout), the model after a number of steps.
 /// A request for 12 of 24 equal devices has many combinations, and no device satisfies the second request.
 #[test]
 fn search_stops_at_the_most_steps() {
