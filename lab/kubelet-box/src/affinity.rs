@@ -1,6 +1,6 @@
 //! Reads a container's or a pod's devices from the [`Book`], and lets the pure `topology_manager` choose their hint.
 //!
-//! Called by `admission` if the policy is not none. Changes nothing.
+//! Called by `admission` if the caller gives no hint and the policy is not none. Changes nothing.
 
 use std::collections::BTreeMap;
 

@@ -282,8 +282,8 @@ impl Book {
         }
     }
 
-    /// Starts a kubelet with this checkpoint. Resources of the checkpoint get a stopped endpoint. Returns the stamps of
-    /// these stops. `containers_run` is true if the containers still run.
+    /// Starts a kubelet with these books as its checkpoint. Registered resources get a stopped endpoint. Returns the
+    /// stamps of these stops. `containers_run` is true if the containers still run.
     pub(super) fn kubelet_started(&mut self, containers_run: bool) -> Vec<(String, StopStamp)> {
         self.seen.running = true;
         // The kubelet believes the file until its list of pods is complete.

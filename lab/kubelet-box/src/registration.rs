@@ -1,7 +1,7 @@
 //! The Registration service on `kubelet.sock`.
 //!
 //! Started with the box. Registrations that pass its checks go to `life`, which dials. The service writes only the
-//! counts of calls in the books. Injected faults act here, before the request is checked.
+//! counts of calls in the books. Injected faults but [`Fault::Forget`] act here, before the request is checked.
 
 use std::fs;
 use std::io;

@@ -113,7 +113,7 @@ pub struct Violation {
 /// A plugin's mistake about a device that it lists, or no longer lists.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ViolationKind {
-    /// The id is longer than the 63 characters that the API allows, and the device was left out.
+    /// The id is longer than the 63 bytes that the API allows, and the device was left out.
     IdTooLong,
     /// The id is in one list twice.
     DuplicateId,
