@@ -227,7 +227,7 @@ fn large_machines_match_brute_force_on_samples() {
     }
 }
 
-/// Compares some requests to a machine of many GPUs: the values of given sets, and choices among few GPUs.
+/// Compares some requests to a machine of many GPUs: the values of given sets, and choices of a third of the free GPUs.
 fn sample(tables: &AllocationTables, numbers: &mut Numbers) {
     let oracle = Oracle::new(tables.topology());
     let sets = 1 << tables.topology().gpus().len();

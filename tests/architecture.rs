@@ -1,6 +1,6 @@
 //! Checks rules that the compiler does not: which crate may use which, which files may read the environment, spawn
-//! tasks or be `unsafe`, how long files and functions may be, how docs begin, and that each dependency has its reason.
-//! ARCHITECTURE.md has the picture.
+//! tasks or be `unsafe`, how long files, functions and pages may be, how docs begin, that dependencies have reasons and
+//! documented tests exist, and that `make test` runs the tests of each member. ARCHITECTURE.md has a picture of crates.
 //!
 //! The checks read the sources line by line. Those of words and functions skip comments and tests.
 
@@ -297,7 +297,7 @@ fn documented_tests_exist() {
     let readme = fs::read_to_string(repository("tests/README.md")).expect("tests/README.md can be read");
     let (_, faults) = readme.split_once("## Faults and their tests").expect("tests/README.md lists faults");
     let sources = sources(&["src", "tests", "crates", "lab"]);
-    // `module::test` or `test`, between backticks; shorter words are not tests.
+    // `module::test` or `test`, between backticks; text below 12 bytes does not name a test.
     let names = faults.split('`').skip(1).step_by(2).map(|text| text.rsplit("::").next().unwrap_or(text));
     let is_name = |name: &&str| name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
     let names: Vec<&str> = names.filter(|name| name.len() >= 12).filter(is_name).collect();

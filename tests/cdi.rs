@@ -37,7 +37,7 @@ fn observed(snapshot: NodeState, gpus: &[(u32, &str, &str, Option<u32>)]) -> Nod
 const TWO: [(u32, &str, &str, Option<u32>); 2] =
     [(0, "GPU-a", "0000:01:00.0", Some(0)), (1, "GPU-b", "0000:41:00.0", Some(1))];
 
-/// A host with the driver in a container: the driver root has other paths on the host and in our container.
+/// A host with the driver in a container: the driver root has one path on the host, another in our container.
 fn in_driver_container(folder: &TempDir) -> Roots {
     let here = folder.path().to_owned();
     let sysfs = here.join("sys");
@@ -118,7 +118,7 @@ fn nvidia_ctk_has_hooks_as_subcommands() {
 }
 
 #[test]
-fn disabled_hooks_are_replaced_by_mounts() {
+fn disabled_hooks_are_left_out_and_links_mounted() {
     let (folder, root) = full();
     root.hook();
     // The hooks of the spec, and whether libcuda.so.1, the name of a link, is mounted.

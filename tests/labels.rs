@@ -249,7 +249,7 @@ proptest! {
     }
 
     #[test]
-    fn island_is_the_largest_set_that_is_linked_alike(observed in random_node::node(8)) {
+    fn link_island_and_numa_labels_match_brute_force(observed in random_node::node(8)) {
         let mut observed = observed;
         for gpu in &mut observed.gpus {
             gpu.nvlinks.get_or_insert_default();

@@ -1,6 +1,6 @@
 //! The tests of the program and its neighbours, in one binary because each binary links the whole program.
 //!
-//! README.md lists the modules. The tests of the image are a target of their own, because they need other programs.
+//! README.md describes most modules. The tests of the image are a target of their own: they need other programs.
 
 #![allow(
     clippy::unwrap_used,

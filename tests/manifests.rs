@@ -1,5 +1,5 @@
-//! The manifests parse, the files that they name exist, and linkwise accepts their settings. With kubectl or kustomize
-//! overlays, base and monitoring are rendered and checked as the cluster would get them.
+//! The manifests parse, the files that they name exist, and linkwise accepts their settings. kubectl or kustomize, if
+//! installed, renders overlays, base and monitoring, which are checked as the cluster would get them.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -222,7 +222,7 @@ fn check_bound(binding: &Value, role: &Value) -> String {
 
 /// linkwise reads claims and its Node, and writes the slices of its own node.
 #[test]
-fn dra_has_the_least_rights_and_its_own_node() {
+fn dra_has_the_least_rights_for_its_own_node() {
     let of = |name: &str| read(&manifests().join(format!("overlays/dra/{name}.yaml")));
     let role = of("clusterrole");
     let rules = list(&role, "/rules").into_iter().map(|rule| (rule["resources"][0].clone(), rule["verbs"].clone()));
@@ -334,7 +334,7 @@ fn rendered_manifests_are_complete() {
             check_references(&folder, &[set]);
             for container in ["initContainers", "containers"].iter().flat_map(|of| list(set, &format!("{POD}/{of}"))) {
                 assert_eq!(container["image"], "linkwise:dev", "{}: {container}", folder.display());
-                // The API server refuses a container that is privileged but must not escalate privileges.
+                // The API server refuses a container that is privileged, or has SYS_ADMIN, but must not escalate.
                 let security = &container["securityContext"];
                 let privileged = security["privileged"] == true || format!("{security}").contains("SYS_ADMIN");
                 let refused = privileged && security["allowPrivilegeEscalation"] == false;

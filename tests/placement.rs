@@ -160,7 +160,7 @@ fn unknown_id_leaves_no_collective() {
 }
 
 #[test]
-fn device_held_twice_is_shown_twice_and_free_once() {
+fn device_held_twice_is_shown_twice_and_counted_once() {
     let node = node("dgx1-v100");
     let state = after(&node, held(&node, &[0b11, 0b11]));
     let shown = Placements::of(&state);

@@ -1,8 +1,8 @@
 //! Recorded files (hwloc's and NCCL's) of machines in the field, compared with the fact sheets of those machines.
 //!
-//! The folder `shared/topologies` beside this repository has a fact sheet for each machine, and in `raw` the recorded
+//! The folder `shared/topologies` beside this repository has fact sheets of most machines, and in `raw` the recorded
 //! files, which we may not copy. Without it these tests are ignored; our own dumps test the same readers in
-//! `crates/host`. Each recorded file has a row in [`TABLE`], with the reason for each difference.
+//! `crates/host`. Each XML file has a row in [`TABLE`], with the reason for each difference.
 
 use std::path::{Path, PathBuf};
 
@@ -15,7 +15,7 @@ use crate::sheets::sheet::{Gpu, Sheet};
 enum Expect {
     /// The sheet's matrix, NVLinks included.
     Matrix(&'static str),
-    /// The sheet's matrix of PCIe alone, and the reason why the file has no NVLinks.
+    /// The sheet's matrix of PCIe alone, and the reason why the file has no valid NVLinks.
     Pcie(&'static str, &'static str),
     /// The PCIe matrix of a similar machine's sheet, whose addresses differ, and the reason.
     Sibling(&'static str, &'static str),
@@ -175,7 +175,7 @@ fn recorded_files_match_fact_sheets() {
 
 #[test]
 #[cfg_attr(not(has_recorded), ignore = "no recorded files in ../shared/topologies/raw")]
-fn each_recorded_file_has_a_row() {
+fn each_recorded_xml_file_has_a_row() {
     let folder = folder();
     for file in std::fs::read_dir(folder.join("raw")).unwrap() {
         let name = file.unwrap().file_name().into_string().unwrap();

@@ -49,7 +49,7 @@ impl Schema {
             "amount" => is_amount(value),
             "amounts" => value.as_object().is_some_and(|map| map.values().all(is_amount)),
             "map" => value.as_object().is_some_and(|map| map.values().all(Value::is_string)),
-            other => panic!("{path}: {other}"),
+            other => panic!("{path}: unknown type {other}"),
         };
         if !is_kind {
             return faults.push(format!("{path}: {value} is not of type {kind}"));
@@ -102,7 +102,7 @@ fn is_met(rule: &str, value: &Value) -> bool {
         "max" => size <= limit.parse().unwrap(),
         "longest" => text.len() <= limit.parse::<usize>().unwrap(),
         "form" => has_form(limit, text),
-        other => panic!("{other}"),
+        other => panic!("unknown rule {other}"),
     }
 }
 
@@ -120,7 +120,7 @@ fn has_form(form: &str, text: &str) -> bool {
             let (prefix, name) = text.split_once('/').unwrap_or(("none", text));
             prefix.split('.').all(is_label) && ends(name, &['-', '_', '.'], |one| one.is_ascii_alphanumeric())
         }
-        other => panic!("{other}"),
+        other => panic!("unknown form {other}"),
     }
 }
 
@@ -138,7 +138,7 @@ pub fn schemas() -> Vec<Schema> {
         assert!(!schema.version.is_empty() && schema.licence == "Apache-2.0", "{}", schema.kind);
     }
     let kinds: BTreeSet<(&str, &str)> = schemas.iter().map(|it| (it.api_version.as_str(), it.kind.as_str())).collect();
-    assert_eq!(kinds.len(), schemas.len(), "one schema for each kind");
+    assert_eq!(kinds.len(), schemas.len(), "a kind has two schemas");
     schemas
 }
 

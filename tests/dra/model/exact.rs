@@ -52,7 +52,7 @@ fn exact_claim_gets_its_bandwidth_if_a_set_is_free() {
             let promised = of_groups.map(|set| oracle.collective(set)).min().unwrap();
             let all = (1 << node.gpus()) - 1;
             let best = of_size(all, count).map(|set| oracle.collective(set)).max().unwrap();
-            // In a group of four of a hybrid cube mesh, some three GPUs have two single links, others only one.
+            // In a group of four of a hybrid cube mesh, some sets of three GPUs have two single links, others only one.
             assert_eq!(promised == best, (name, count) != ("dgx1-v100", 3), "{name}: {count}: {promised} of {best}");
             let (mut states, mut waits) = (0, 0);
             for free in node.availabilities().into_iter().filter(|free| free.count_ones() >= count) {
