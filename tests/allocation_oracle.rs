@@ -216,7 +216,7 @@ proptest! {
     }
 }
 
-/// Samples the requests to machines of more than eight GPUs, because all of them would take too long.
+/// Samples the requests to machines of more than eight GPUs, because all requests would take too long.
 #[test]
 fn large_machines_match_brute_force_on_samples() {
     let mut numbers = Numbers(0x9e37_79b9_7f4a_7c15);
@@ -242,7 +242,7 @@ fn sample(tables: &AllocationTables, numbers: &mut Numbers) {
     }
 }
 
-/// A small generator of numbers (xorshift), which yields the same ones in every run.
+/// A generator (xorshift) of the same numbers in every run.
 struct Numbers(u64);
 
 impl Numbers {

@@ -1,6 +1,6 @@
 //! Checks rules that the compiler does not: which crate may use which, which files may read the environment, spawn
 //! tasks or be `unsafe`, how long files, functions and pages may be, how docs begin, that dependencies have reasons and
-//! documented tests exist, and that `make test` runs the tests of each member. ARCHITECTURE.md has a picture of crates.
+//! documented tests exist, and that `make test` runs the tests of each member.
 //!
 //! The checks read the sources line by line. Those of words and functions skip comments and tests.
 

@@ -117,7 +117,7 @@ fn kit_reports_calls_admission_claim_and_faults() {
         "ok: fault misaligned (exit status: 0): its XID 13 is logged and counted: 0, then 1",
         "ok: after the faults 8 of 8 GPUs are healthy",
         "ok: processes with the driver's library or nodes: 1, after the release 0",
-        "ok: NVML is available after the resume; processes with the driver's library or nodes: 1",
+        "ok: NVML is available after the resume; processes using the driver: 1",
         "ok: after the resume the kubelet has the same healthy devices, and the pod its own",
         "ok: an XID after the resume is counted",
         &format!("ok: XIDs during a takeover: {}, unseen: 0; counted ", takeover.len()),

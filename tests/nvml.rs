@@ -436,7 +436,6 @@ async fn change_causes_a_scan_without_a_request() {
         links.flat_map(|links| links.links.clone()).collect::<Vec<u32>>()
     };
     assert_eq!((down(&before[0]), down(&gpus[0])), (vec![2], vec![2, 3]));
-    // A GPU goes, and comes back.
     machine.tell("remove 1");
     let (gpus, _) = ready(&mut agent).await;
     assert_eq!(gpus.iter().map(|gpu| gpu.uuid.clone()).collect::<Vec<_>>(), [0, 2, 3].map(uuid));

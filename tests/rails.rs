@@ -157,7 +157,7 @@ fn lost_nics_and_down_links_change_no_other_rail() {
     assert_eq!(rails(&observed), before);
     let topology = NodeTopology::assemble(&observed).0;
     assert_eq!((topology.rails().len(), topology.gpus_per_rail()), (8, 1));
-    // GPU 7 loses its NIC: the other GPUs keep their rails, and the rails no longer have equally many GPUs.
+    // Without its NIC GPU 7 has no rail. The other GPUs keep theirs.
     each_device(&mut observed, &mut |device| device.nics.retain(|nic| nic.name != "mlx5_11"));
     let topology = NodeTopology::assemble(&observed).0;
     assert_eq!(rails(&observed), [&before[..7], &[None]].concat());

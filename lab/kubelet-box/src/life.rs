@@ -71,7 +71,7 @@ impl Core {
         f(&lock(&self.book))
     }
 
-    /// Changes the books, writes the checkpoint file if that is due, and publishes the visible change.
+    /// Changes the books, writes a due checkpoint file, and publishes the visible change.
     pub(super) fn change<T>(&self, f: impl FnOnce(&mut Book) -> T) -> T {
         let mut book = lock(&self.book);
         let result = f(&mut book);

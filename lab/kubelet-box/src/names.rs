@@ -1,6 +1,6 @@
 //! The resource names and endpoint names that a kubelet accepts in a registration.
 //!
-//! Called by `registration`. Pure. The rules are those of Kubernetes' extended resource names.
+//! Called by `registration` and a test of linkwise. Pure. The rules are those of Kubernetes' extended resource names.
 
 /// The prefix under which quotas name a resource. It counts towards [`MAX_DOMAIN`].
 const QUOTA_PREFIX: &str = "requests.";

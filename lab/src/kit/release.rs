@@ -47,9 +47,7 @@ pub(super) async fn play(
     report.promise(is_released, &text)?;
     admin("resume").await?;
     let is_up = linkwise.wait_for_log(UP, agents + 1).await.is_ok();
-    let processes = in_use();
-    let text = format!("NVML is available after the resume; processes with the driver's library or nodes: {processes}");
-    report.promise(is_up, &text)?;
+    report.promise(is_up, &format!("NVML is available after the resume; processes using the driver: {}", in_use()))?;
     let is_kept = kubelet.wait(|now| is_as_before(before, now)).await.is_ok();
     report.promise(is_kept, "after the resume the kubelet has the same healthy devices, and the pod its own")?;
     match args.fault.first() {

@@ -72,8 +72,8 @@ impl Draws {
     }
 }
 
-/// Lets claims for 1, 2 and 4 GPUs come and end at random on a cluster that gets about half full. Returns the shares of
-/// the claims for 2 and 4.
+/// Lets claims for 1, 2 and 4 GPUs come and end at random on a cluster that is about half full. Returns the shares of
+/// those for 2 and 4.
 fn shares(machines: &[&Node], rounds: usize, claims: &BTreeMap<u32, Value>) -> BTreeMap<u32, Shares> {
     let (members, mut draws) = (members(machines), Draws(machines.len() as u64));
     let oracles: Vec<Oracle<'_>> = machines.iter().map(|node| Oracle::new(&node.topology)).collect();
