@@ -244,7 +244,7 @@ publish-chart: ## push a tagged commit's chart, packed by make release (needs a 
 soak: setup ## inject random faults while pods and claims come and go, and check all (SOAK_SECONDS=300, SOAK_SEED=)
 	SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) $(CARGO) test --locked --test all -- --ignored --nocapture soak::
 
-# No sanitizer: our only unsafe code is in nvml/raw.rs, which no target reaches, and without a sanitizer a stable
+# No sanitizer: the only unsafe code of the crates is in nvml/raw.rs, which no target reaches, and without a sanitizer a stable
 # compiler is enough. Inputs that reach new code are kept in fuzz/target, failing ones in fuzz/artifacts.
 FUZZ_TARGETS := $(basename $(notdir $(wildcard fuzz/fuzz_targets/*.rs)))
 

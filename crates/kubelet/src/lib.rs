@@ -1,5 +1,5 @@
 //! The parts that talk with the kubelet: the device plugin, the DRA plugin with its claims, and the readiness of the
-//! node's parts, for the kubelet's probe.
+//! node's parts.
 //!
 //! Wire types of `linkwise_kubelet_api` stop here. Other crates call the API server, through the channels of `dra`.
 
