@@ -27,7 +27,7 @@ const IN_NAMESPACE: &str = "mount --bind \"$0\" /dev/shm && exec \"$@\"";
 #[derive(Clone, Debug)]
 pub struct Control {
     program: PathBuf,
-    /// Variables by which nvidia-cuda-mps-control finds its daemon.
+    /// The environment of nvidia-cuda-mps-control, as the daemon and for commands to it.
     environment: Vec<(&'static str, OsString)>,
     /// The shared memory that is mounted as the daemon's /dev/shm; `None` if the daemon has that of this process.
     shm: Option<PathBuf>,
@@ -37,7 +37,7 @@ pub struct Control {
 /// The reason why a command to a control daemon failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
-    /// There is no answer.
+    /// The program of the command failed or did not answer.
     #[error("cannot send '{0}'")]
     NoAnswer(String, #[source] ProgramError),
     /// A limit that was set reads back as another one: the command, its answer, and the answer that confirms the limit.

@@ -20,8 +20,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use tokio::process::{Child, Command};
 use tokio::time::{Instant, sleep, timeout};
 
-use super::control;
-use super::control::{Control, ControlError, ProgramError, is_memory, is_percentage};
+use super::control::{self, Control, ControlError, ProgramError, is_memory, is_percentage};
 use super::layout::Layout;
 use super::limits::Limits;
 use super::orders::exclusive_gpus;
@@ -51,7 +50,7 @@ pub struct Pace {
     pub answer: Duration,
     /// The limit from the daemon's start until it answers.
     pub start: Duration,
-    /// The limit from the command to quit until the daemon has ended; then it is killed.
+    /// The limit from the command to quit until the daemon has ended; our own daemon is then killed.
     pub quit: Duration,
     /// The time between two probes of a daemon that serves.
     pub probe: Duration,
@@ -132,8 +131,8 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// Waits until the daemon fails, and returns the reason. Each probe enforces the thread limit, and the memory limit
-    /// of one GPU after another. Cancel safe.
+    /// Waits until the daemon fails, and returns the reason. Each probe enforces the thread limit; the probes take
+    /// turns at the GPUs' memory limits. Cancel safe.
     pub async fn watch(&mut self) -> MpsError {
         let probes = async {
             for limit in self.limits.iter().cycle() {

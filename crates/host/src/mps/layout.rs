@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn resource_without_room_for_its_socket_is_refused() {
+    fn resource_that_can_have_no_folder_is_refused() {
         let check = |name: &str| {
             Layout::new(MPS_CONTAINER_ROOT).check(&name.parse().unwrap()).map_err(|error| error.to_string())
         };

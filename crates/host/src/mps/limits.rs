@@ -15,7 +15,7 @@ use linkwise_core::topology::GpuUuid;
 pub struct Limits {
     /// The part of a GPU's threads, in percent.
     pub thread_percentage: u32,
-    /// The memory of each GPU, in the order in which the daemon numbers them.
+    /// The memory limits, in the order in which the daemon numbers the GPUs.
     pub memory: Vec<MemoryLimit>,
     /// True if the daemon sees only these GPUs.
     pub shown_only: bool,
@@ -46,7 +46,7 @@ pub struct MemoryLimit {
     pub device: u32,
     /// The GPU.
     pub gpu: GpuUuid,
-    /// The memory in MiB; `None` for a GPU whose memory is unknown.
+    /// The limit in MiB; `None` for no limit, as for a GPU whose memory is unknown.
     pub mib: Option<u64>,
 }
 

@@ -2,8 +2,8 @@
 //! the MPS root.
 //!
 //! The plugin (`linkwise run`) derives the file from its configuration, its GPUs and the claims' checkpoints, and
-//! writes it; `linkwise mps-control-daemon` follows it and needs none of them. The file is written whole, and its
-//! earlier content does not count: the next plugin corrects everything that a killed one left behind.
+//! writes it; `linkwise mps-control-daemon` follows it and needs none of them. The file is written whole, so that the
+//! next plugin corrects what a killed one left behind. Earlier orders of claims with unread checkpoints stay.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

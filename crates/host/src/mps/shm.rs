@@ -114,7 +114,7 @@ pub fn keeps_own_shm(layout: &Layout, resource: &ResourceName) -> bool {
     layout.own_shm_record(resource).exists()
 }
 
-/// Unmounts the shared memory that earlier processes mounted for daemons, except for those that are wanted.
+/// Unmounts the shared memory of all daemons of claims, except for those that are wanted.
 pub fn unmount_own_shms(layout: &Layout, is_wanted: impl Fn(&ResourceName) -> bool) -> io::Result<()> {
     let folders = fs::read_dir(layout.root().join(CLAIMS_DOMAIN)).into_iter().flatten().flatten();
     let names = folders.filter_map(|folder| folder.file_name().into_string().ok());
