@@ -2,8 +2,8 @@
 //!
 //! [`InjectionOptions::inject`] is pure and runs on the path of an admission. It takes the chosen hardware, the
 //! operator's options and the last host scan. The device plugin writes the result into the kubelet's API
-//! (`device_plugin/convert.rs`). The strategies are those of the NVIDIA device plugin (`internal/plugin/server.go` of
-//! NVIDIA/k8s-device-plugin).
+//! (`device_plugin/convert.rs`), `claims::containers` into the CDI devices of claims. The strategies are those of the
+//! NVIDIA device plugin (`internal/plugin/server.go` of NVIDIA/k8s-device-plugin).
 //!
 //! The folders of an MPS client ([`MpsClient`]) and the RDMA NICs nearest to the GPUs ([`RdmaNodes`], `--expose-nics`)
 //! are parts of an injection. The MPS daemon enforces the limits. `inject` does not repeat them, so that a
@@ -170,7 +170,7 @@ impl InjectionOptions {
         Ok(injection)
     }
 
-    /// Adds the GPUs themselves, by each strategy that is enabled.
+    /// Makes the injection of the GPUs themselves, by each enabled strategy.
     fn gpus(&self, devices: &[ChosenDevice<'_>], host: &HostDevices) -> Result<Injection, InjectionError> {
         let mut injection = Injection::default();
         let ids: Vec<String> = devices.iter().map(|device| device.id(self.ids)).collect();

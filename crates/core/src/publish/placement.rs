@@ -53,7 +53,8 @@ pub struct Allocation {
     pub nvls: Option<u64>,
     /// The best collective of that many GPUs on this machine, MB/s; `None` without a collective.
     pub best: Option<u64>,
-    /// The best collective of that many GPUs among those that were free at the admission, MB/s; `None` if unknown.
+    /// The best collective of that many GPUs among those that were free at the admission, MB/s; `None` if unknown, and
+    /// without a collective.
     pub best_at_admission: Option<u64>,
     /// The reasons why the collective is below the machine's best; empty if it is not, or if they are unknown.
     pub why: Vec<Shortfall>,
@@ -106,8 +107,8 @@ pub struct Outlook {
 }
 
 impl Placements {
-    /// Computes the placements of a snapshot. It costs a choice for each size, and a comparison of all sets of each
-    /// size that a container has.
+    /// Computes the placements of a snapshot. It costs a choice for each size of the outlook, and a comparison of all
+    /// sets of each size in outlook and allocations.
     pub fn of(state: &NodeState) -> Self {
         let mut reader = Reader { state, tables: state.tables(), best: BTreeMap::new() };
         let free = state.free_gpus();
@@ -118,9 +119,9 @@ impl Placements {
         }
     }
 
-    /// The fragmentation as numerator and denominator, MB/s: the largest `best / collective` of an [`Outlook`], which
-    /// is the machine's best collective over that of the free GPUs. (1, 1) if no size has a larger quotient than 1,
-    /// also if fewer than two GPUs are free. `None` if the holders are unknown.
+    /// The fragmentation as numerator and denominator, MB/s: the largest `best / collective` of an [`Outlook`]. (1, 1)
+    /// if no size has a larger quotient than 1, also if fewer than two GPUs are free. `None` if the holders are
+    /// unknown, or there is no GPU.
     pub fn fragmentation(&self) -> Option<(u64, u64)> {
         if self.free.is_empty() {
             return None;

@@ -142,8 +142,8 @@ pub struct GpuView {
     pub numa: Option<u32>,
     /// Its rail.
     pub rail: Option<u32>,
-    /// The API through which the node's GPUs are offered, on a node with DRA: `plugin` or `dra`. A GPU that is held
-    /// through the other API is unhealthy, and its reason names the holder.
+    /// The API through which the node's GPUs are offered, on a node with DRA: `plugin` or `dra`; missing if a filter
+    /// leaves the GPU out. A GPU that is held through the other API is unhealthy, and its reason names the holder.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub door: Option<Word>,
     /// True if it or a device on it may be allocated; a cordon does not count.
@@ -206,8 +206,8 @@ pub struct ChoiceView {
 }
 
 /// Computes the view of a snapshot, and of the process with its `plugins`. `process` has the facts that the state
-/// lacks: the version, the node's name, the unready parts, the other parts, the last choices, and the reason why the
-/// node is idle. That reason is shown only while there is neither a plugin nor DRA.
+/// lacks: the version, the node's name, the unready parts, the driver's release, the other parts, the last choices, and
+/// the reason why the node is idle. That reason is shown only while there is neither a plugin nor DRA.
 pub fn view(
     state: &NodeState,
     placements: &Placements,
