@@ -116,7 +116,7 @@ impl Question {
             one.rank.cmp(&other.rank).then_with(by_nics).then_with(by_pairs).then_with(by_list).is_gt()
         };
         let mut candidates = subsets(self.free, self.need()).map(candidate);
-        // `Question::new` checks that there is a set. An empty set would mean a bug there.
+        // The question's maker checks that there is a set.
         let mut best = candidates.next().unwrap_or_default();
         let mut second = None;
         let mut compared = 1;

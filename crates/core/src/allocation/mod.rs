@@ -1,8 +1,8 @@
 //! The choice: takes topology, request and policy, and returns the best set of GPUs and a report.
 //!
 //! Pure: no I/O, no clock, no environment, no logging, no floats. It cannot panic on any request. Budgets count
-//! compared sets, never time. The kubelet's adapter calls it with a snapshot of the state, and commands call it. Of
-//! the core's layers it uses `topology` alone.
+//! compared sets, never time. The core's `state` and `publish` call it for a snapshot, and commands call it. Of the
+//! core's layers it uses `topology` alone.
 
 mod choose;
 mod collective;
@@ -72,7 +72,7 @@ pub struct AllocationRequest {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AllocationPolicy {
-    /// The best set of whole GPUs, by the order of `Value`.
+    /// Units of distinct GPUs first; among equals the best set of GPUs, by the order of `Value`.
     #[default]
     BestEffort,
     /// Units of distinct GPUs first, the least used GPUs first; among equals the best set of GPUs.

@@ -77,7 +77,7 @@ pub(super) fn room_table(topology: &NodeTopology) -> Vec<u8> {
 }
 
 /// The number of GPUs of a set in whole groups that fit a package: over group sizes j and packages, the sum of
-/// `members / j * j`, rounded down to a whole number of groups. It is at most three times the set's size.
+/// `members / j * j`, with each quotient rounded down. It is at most three times the set's size.
 pub(super) fn room(packages: &[GpuSet], set: GpuSet) -> u8 {
     let whole = |group: usize| packages.iter().map(move |package| package.intersection(set).len() / group * group);
     u8::try_from(GROUPS.into_iter().flat_map(whole).sum::<usize>()).unwrap_or(u8::MAX)

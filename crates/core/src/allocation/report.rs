@@ -1,8 +1,7 @@
 //! [`AllocationReport`]: why a set was chosen. The log, `linkwise allocate --explain` and the golden tests print it.
 //!
 //! [`Explanation`] is the part that `--explain` adds: the best set of this size on the idle machine, the best sets
-//! among the GPUs that stay free, the nearest NICs. Commands make one, admissions do not, because it repeats the choice
-//! for the idle machine and for the GPUs that stay free.
+//! among the GPUs that stay free, the nearest NICs. Only commands make one, because it takes more choices.
 
 use crate::prelude::*;
 use core::fmt;
@@ -31,7 +30,7 @@ pub enum Value {
     /// Minus the sum of the ranks of the set's pairs.
     Closeness,
     /// The number of free GPUs in whole groups that fit a package: over group sizes of 2, 4 and 8 and over packages,
-    /// the sum of the free GPUs there, rounded down to whole groups.
+    /// the sum of the free GPUs there, each number rounded down to whole groups.
     Room,
     /// Minus the smallest sum of ranks that a division of the free GPUs into pairs has.
     RemainingCloseness,

@@ -76,7 +76,7 @@ pub(super) fn answer(topology: &NodeTopology, tree: &Tree, question: &Question) 
         found.sort_by(|a, b| b.compare(a));
     }
     let mut found = found.into_iter();
-    // `Question::new` checks that there is a set, and the search finds one. An empty set would mean a bug.
+    // The question's maker checks that there is a set, and the search finds one.
     let first = found.next().unwrap_or_else(|| search.value(GpuSet::default()));
     question.report(topology, first, found.next(), compared, is_complete == Some(true) && tree.exact)
 }

@@ -95,7 +95,7 @@ fn slot_key(id: &DeviceId) -> (&str, u64) {
 ///   request; units of `must_include` count. If a round needs fewer GPUs than there are, the least used GPUs take part.
 ///   Among equally used GPUs the choice of whole GPUs decides: its set must include the GPUs that take part already and
 ///   may include the equally used ones. For its remaining value, only the equally used GPUs outside the set count as
-///   free, because the next request gets those first. More used GPUs do not count, nor do GPUs that take part.
+///   free, because the next request gets those first.
 /// - `best-effort`: the same, but ignores how much the GPUs are used.
 /// - `packed`: fills the most used GPU, then the next; units taken for this request count as used. Among equally used
 ///   GPUs it prefers those that have a unit of this request, then those with more free units, then those that the

@@ -36,8 +36,8 @@ pub(super) enum SetValues {
 
 /// One row for each set of GPUs.
 ///
-/// A row keeps each value as its rank among all values of its kind. There are at most 2^16 sets, so four ranks of 16
-/// bits make one number that compares as the four values do, one after another.
+/// A row keeps each value before the NICs as a rank among its kind; a closeness shares the rank of the value before it.
+/// There are at most 2^16 sets, so four ranks of 16 bits make one number that compares as these values do.
 #[derive(Clone, Debug)]
 pub(super) struct SetTables {
     /// The ranks of collective and pairs of a chosen set, each with 16 free bits below it.
@@ -119,7 +119,7 @@ impl AllocationTables {
     }
 
     /// The best collective of any `size` of these GPUs, MB/s; `None` for a size below two, and if there are fewer GPUs.
-    /// On a mesh of NVLinks of more than [`Self::EXACT_GPUS`] GPUs it is the best one found.
+    /// On a mesh of NVLinks of more than [`Self::EXACT_GPUS`] GPUs it is the best one found, `None` for large sizes.
     pub fn best_collective(&self, gpus: GpuSet, size: usize) -> Option<u64> {
         match &self.values {
             _ if !(2..=gpus.len()).contains(&size) => None,
