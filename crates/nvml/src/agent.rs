@@ -76,8 +76,8 @@ fn give_up(what: &str, error: &dyn std::error::Error) -> ! {
     raw::exit_now(1)
 }
 
-/// Runs until the parent is gone. `command` is the [`AgentCommand`] as JSON. If the library does not load or
-/// initialise, the parent gets the reason, and the process ends with code 1.
+/// Runs until the parent is gone. `command` is the [`AgentCommand`] as JSON. If the driver is released, or the library
+/// does not load or initialise, the parent gets the reason, and the process ends with code 1.
 pub fn main(command: &str) -> anyhow::Result<()> {
     let command: AgentCommand = serde_json::from_str(command).context("cannot read the argument of 'nvml-agent'")?;
     let sockets = inherited_socket().and_then(|socket| Ok((socket.try_clone()?, socket)));

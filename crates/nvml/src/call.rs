@@ -182,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_the_call_and_the_code() {
+    fn error_names_the_call_and_the_code() {
         let failed = |error| answer::<()>("nvmlDeviceGetName", Err(error)).unwrap_err().to_string();
         assert_eq!(failed(NvmlError::GpuLost), "nvmlDeviceGetName: NVML_ERROR_GPU_IS_LOST (15)");
         assert_eq!(

@@ -3,9 +3,9 @@
 //! Only the loop that waits for events does not report its calls; the wait has a limit of its own. A report is one
 //! small write to a socket: an agent makes some hundreds at its start, some dozens in each poll.
 //!
-//! With `--nvml-calls`, a file gets a line for each call that has returned: the function, the GPU's index or `-`, the
-//! return code (`0`, the error, or `not offered`), and the time in microseconds, with tabs between them. Users attach
-//! the file to a report about hardware that the developers lack.
+//! With `--nvml-calls`, a file gets a line for each reported call that has returned: the function, the GPU's index or
+//! `-`, the return code (`0`, the error, or `not offered`), and the time in microseconds, with tabs between them. Users
+//! attach the file to a report about hardware that the developers lack.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -58,7 +58,7 @@ impl Calls {
         self.unreported(call, make)
     }
 
-    /// Makes a call that was reported before.
+    /// Makes a call without a report; [`Self::report`] made one before.
     pub fn unreported<T>(&self, call: &'static str, make: impl FnOnce() -> Answer<T>) -> Answer<T> {
         let begin = Instant::now();
         let answer = make();

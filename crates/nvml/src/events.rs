@@ -45,7 +45,7 @@ pub struct Waiting(Mutex<WaitState>);
 struct WaitState {
     /// The start of the current wait.
     since: Option<Instant>,
-    /// The registrations that failed.
+    /// The failed calls of the registrations.
     unregistered: Vec<CallFailure>,
     /// The error of a wait that keeps failing.
     failing: Option<CallFailure>,

@@ -1,8 +1,8 @@
 //! The full scan: every fact that NVML offers about each GPU, answer by answer.
 //!
-//! Called by `watch` at the agent's start and whenever a scan is due. A call that fails costs one fact. A GPU without
-//! UUID or PCI address is not listed; it is reported as missing, with a failure that names it. The scan must not panic,
-//! and it must not wait for anything except NVML.
+//! Called by `watch`, and by `agent` for the first list. A call that fails costs one fact. A GPU without UUID or PCI
+//! address is not listed; it is reported as missing, with a failure that names it. The scan must not panic, and it must
+//! not wait for anything except NVML and the kernel.
 
 use std::ffi::c_ulong;
 use std::path::Path;
@@ -88,7 +88,6 @@ fn identify<'nvml>(
     let index = place.index;
     let calls = calls.about(place, None);
     let device = required(&calls, HANDLE, || nvml.device_by_index(index))?;
-    // A GPU without a PCI address cannot be used.
     let info = required(&calls, PCI, || device.pci_info())?;
     let pci: PciAddress = info.bus_id.parse().map_err(|error| CallError::in_words(PCI, error))?;
     *subject = pci.to_string();

@@ -1,7 +1,7 @@
 //! MIG as NVML and the kernel describe it: the mode, the MIG devices, their profiles and capabilities.
 //!
-//! `full_scan` calls [`scan`] for each GPU. An NVML call that fails costs one fact. If it was for a required fact of a
-//! MIG device, such as the UUID, the error takes the device's place.
+//! Called by `full_scan`, `poll` and `mig_order`. In a scan, an NVML call that fails costs one fact. If it was for a
+//! required fact of a MIG device, such as the UUID, the error takes the device's place.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -88,7 +88,7 @@ pub fn uuids(device: &Device<'_>, calls: &Calls) -> Result<Vec<MigUuid>, CallErr
     Ok(uuids)
 }
 
-/// A MIG device's handle. `Ok(None)` if the index has no device: this is not a failure.
+/// A MIG device's handle; `Ok(None)` if the index has no device.
 pub fn handle<'nvml>(parent: &Device<'nvml>, calls: &Calls, index: u32) -> Answer<Device<'nvml>> {
     match calls.ask(HANDLE, || parent.mig_device_by_index(index)) {
         Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_NOT_FOUND) => Ok(None),

@@ -73,7 +73,7 @@ impl Unoffered {
 pub struct Polled {
     /// The facts for the parent.
     pub health: HealthPoll,
-    /// Each NVLink that answered, with true if it is up; `None` if links cannot be asked, or in MIG mode.
+    /// Each NVLink that answered, with true if it is up; `None` if every call failed, or in MIG mode.
     pub links: Option<Vec<(u32, bool)>>,
     /// The MIG devices in NVML's order, if all answered; `Some(None)` if MIG is off.
     pub mig: Option<Option<Vec<MigUuid>>>,
@@ -175,7 +175,7 @@ fn fabric_health(fabric: Fabric) -> Option<FabricHealth> {
     }
 }
 
-/// Each NVLink that answered, with true if it is up; `None` if links cannot be asked.
+/// Each NVLink that answered, with true if it is up; `None` if every call failed.
 fn links(gpu: &Gpu<'_>, unoffered: &mut Unoffered) -> Option<Vec<(u32, bool)>> {
     let all = unoffered.fact(links::STATE_FIELD, |_| links::states(&gpu.device, &gpu.calls));
     if let Some(all) = all {

@@ -44,7 +44,7 @@ pub enum FromAgent {
         /// The physical GPU.
         gpu: GpuUuid,
     },
-    /// A poll of every GPU, in one message. It also shows that the agent is alive.
+    /// A poll of every GPU, in one message.
     Polled {
         /// The answers of each GPU.
         gpus: BTreeMap<GpuUuid, HealthPoll>,
@@ -57,7 +57,7 @@ pub enum FromAgent {
     },
     /// The result of an order ([`ToAgent::Mig`]). A [`FromAgent::Ready`] follows.
     MigDone(Result<Vec<MigUuid>, MigOrderError>),
-    /// A call of the thread that waits for events failed. The agent goes on, and tries again.
+    /// A wait for events failed, or an event cannot be reported. The agent goes on, and waits again.
     Failed(CallFailure),
     /// The agent ends because only another process can reach NVML: the library does not load or initialise, or the
     /// driver is gone or released.
@@ -90,7 +90,7 @@ pub struct CalledGpu {
 pub struct Missing {
     /// The GPU; `None` stands for every GPU that was not polled, because NVML could not count the GPUs.
     pub place: Option<Place>,
-    /// The outcome of the call for its UUID or address.
+    /// The outcome of the call that failed.
     pub reach: Reach,
 }
 

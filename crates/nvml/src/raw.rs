@@ -256,7 +256,7 @@ impl<'a, 'nvml> GpuInstanceHandle<'a, 'nvml> {
 
     /// Lists the GPU instances of a profile, by the driver's id of it.
     pub fn of_profile(device: &'a Device<'nvml>, profile: u32) -> Answer<Vec<Self>> {
-        /// The room for answers, nine times the seven instances that a GPU can have.
+        /// The room for answers, more than the seven instances that a GPU can have.
         const MAX_INSTANCES: u32 = 64;
         let Ok(call) = &device.nvml().lib().nvmlDeviceGetGpuInstances else { return Ok(None) };
         let (mut handles, mut count) = ([std::ptr::null_mut(); MAX_INSTANCES as usize], MAX_INSTANCES);
