@@ -1,8 +1,8 @@
 //! The decision, at the start of a process, about its part in DRA.
 //!
 //! With the door DRA and all rights, the process publishes GPUs, and prepares and unprepares claims. Otherwise its GPUs
-//! go through the device plugin: it unprepares the claims that are left, with the rights that exist, and prepares none.
-//! If no claim is left, the DRA plugin does nothing.
+//! go through the device plugin. The process then prepares no claim, and unprepares those that are left, with the
+//! rights that exist. If no claim is left, the DRA plugin does nothing.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -17,7 +17,7 @@ use linkwise_core::state::Door;
 use linkwise_host::cdi;
 use linkwise_kubelet::dra::has_checkpoints;
 
-/// The longest time that a start waits for the disk.
+/// The longest time that a start waits for one answer of the disk.
 const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A right or a value that a process lacks, and without which no GPU goes through DRA.

@@ -43,7 +43,7 @@ fn settings(folder: &std::path::Path) -> NodeSettings {
     NodeSettings::new(kubelet::Settings::new(folder.join("kubelet.sock")))
 }
 
-/// Waits for the task that ends next; returns true if that was the withdrawal of a resource.
+/// Waits until a task ends; returns true if it ran the plugin of a withdrawn resource.
 async fn await_withdrawal(node: &mut Node) -> bool {
     let ended = timeout(Duration::from_secs(20), node.tasks.join_next()).await.unwrap();
     let (name, result) = ended.unwrap().unwrap();
