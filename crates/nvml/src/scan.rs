@@ -1,8 +1,8 @@
-//! One full scan of the GPUs, answer by answer, completed from the last scan where a call failed. Pure.
+//! One full scan of the GPUs, answer by answer; where a call failed, the previous scan's answer stays. Pure.
 //!
 //! The agent fills a [`NodeScan`] and sends it; the program, the doctor and `linkwise snapshot` complete it with
-//! [`NodeScan::after`] and read it as observations. A failed call affects only its own fact: the answer of the
-//! previous scan stays. "Not offered" is an answer, and replaces a known value.
+//! [`NodeScan::after`] and read it as observations. A failed call affects only its own fact. "Not offered" is an
+//! answer, and replaces a known value.
 
 use std::collections::BTreeMap;
 
@@ -150,7 +150,7 @@ pub fn known<T>(answer: &Answer<T>) -> Option<&T> {
     answer.as_ref().ok().and_then(Option::as_ref)
 }
 
-/// Moves the errors of one subject to the failures, and puts the previous answers in their place.
+/// Adds the errors of one subject to the failures, and puts the previous answers, if known, in their place.
 struct Retained<'a> {
     subject: String,
     failures: &'a mut Vec<CallFailure>,
@@ -182,7 +182,7 @@ impl Retained<'_> {
 }
 
 impl NodeScan {
-    /// A scan that lists these GPUs, with a driver of which nothing else is known.
+    /// A scan that lists these GPUs, with a driver of which nothing is known.
     #[cfg(test)]
     pub fn bare(gpus: Vec<GpuScan>) -> Self {
         Self {
@@ -235,7 +235,7 @@ impl NodeScan {
         self
     }
 
-    /// Retains the common ancestors of pairs whose call failed, and of pairs with a GPU that this scan does not have.
+    /// Retains the common ancestors of pairs whose call failed, and of pairs with a GPU that is itself retained.
     fn retain_ancestors(&mut self, before: &[GpuScan]) {
         let listed: Vec<GpuUuid> = self.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
         for gpu in &mut self.gpus {
@@ -249,7 +249,7 @@ impl NodeScan {
         }
     }
 
-    /// The GPU at a place, if NVML ever named it.
+    /// The GPU at a place, if this scan lists it.
     pub fn at(&self, place: Place) -> Option<&GpuScan> {
         self.gpus.iter().find(|gpu| self.count == Some(place.of) && gpu.index == place.index)
     }

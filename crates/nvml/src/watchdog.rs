@@ -44,7 +44,7 @@ pub struct Watchdog {
     pub open_call: Option<Called>,
     /// The time that the deadline allows.
     pub limit: Duration,
-    /// The deadline for the next message; an event's message does not count.
+    /// The deadline for the next message; messages about events do not count.
     pub deadline: Instant,
     stage: Stage,
 }

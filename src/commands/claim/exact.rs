@@ -58,7 +58,7 @@ fn choose<'a>(names: &'a [String], kinds: &[Kind]) -> Option<&'a str> {
         }
         (at_best, worth, Reverse(waits))
     };
-    // `max_by_key` returns the last of equal names, so the reversed order makes the first one win.
+    // `max_by_key` returns the last of equally good names, so the reversed order makes the first one win.
     let exists = |name: &&str| kinds.iter().any(|kind| kind.claim(name).is_some());
     names.iter().rev().map(String::as_str).filter(exists).max_by_key(|name| rank(name))
 }

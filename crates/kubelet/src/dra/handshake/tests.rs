@@ -209,7 +209,7 @@ proptest! {
 proptest! {
     #![proptest_config(Config { cases: 64, failure_persistence: None, ..Config::default() })]
 
-    /// A world that fails everything at once causes only a few actions a second.
+    /// Steps that fail without delay cause only a few actions a second.
     #[test]
     fn instant_failures_make_no_storm(
         fails in prop::collection::vec(0_u8..6, 1..4),
