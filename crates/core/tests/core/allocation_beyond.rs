@@ -29,12 +29,12 @@ fn ask(tables: &AllocationTables, available: GpuSet, must: GpuSet, size: usize) 
         size,
     };
     let again = preferred_allocation(tables, &turned, AllocationPolicy::BestEffort);
-    assert_eq!(again, (answer.clone(), report.clone()), "the order of the lists does not count");
+    assert_eq!(again, (answer.clone(), report.clone()), "the order or a repeated id changed the answer");
     let possible = (must.len().max(1)..=must.union(available).len()).contains(&size);
     assert_eq!(report.fallback.is_none(), possible, "{report}");
     if possible {
         let taken = chosen(tables, &report.devices);
-        assert_eq!(ids(taken), answer.devices, "in the order of PCI addresses");
+        assert_eq!(ids(taken), answer.devices, "not in the order of PCI addresses");
         assert_eq!(taken.len(), size, "{report}");
         assert!(must.without(taken).is_empty() && taken.without(must.union(available)).is_empty(), "{report}");
         assert_eq!(report.remains, available.without(taken), "{report}");

@@ -15,7 +15,7 @@ use proptest::prelude::*;
 
 use crate::health::{scan, uuid};
 
-/// Two GPUs with events and one without any, so that no failure hits all GPUs.
+/// Two GPUs with faults of their own and one without any, so that no poll fails for all GPUs.
 const GPUS: usize = 3;
 const START: Duration = Duration::from_secs(1_700_000_000);
 
@@ -36,7 +36,7 @@ enum Step {
     Poll(Box<[HealthPoll; 2]>),
     /// A number of good polls, 10 s apart.
     Good(u8),
-    /// A scan that finds some of the two.
+    /// A scan that finds GPU 2, and GPUs 0 and 1 if true.
     Scan([bool; 2]),
     Identified(u8, u8),
     Restart,
@@ -175,7 +175,7 @@ struct Owed {
 }
 
 impl Owed {
-    /// Counts a poll. Returns true if the GPU is still joining its fabric.
+    /// Counts a poll. Returns true if the GPU is joining its fabric, unless an operator accepted that.
     fn poll(&mut self, poll: &HealthPoll, now: Timestamp) -> bool {
         let gap = self.last_poll.map_or(Duration::ZERO, |last| now.saturating_sub(last)).min(Duration::from_secs(20));
         self.last_poll = Some(now);
@@ -264,7 +264,7 @@ struct World {
     identity: NodeIdentity,
     owed: [Owed; GPUS],
     has_action: bool,
-    /// The only GPU whose events happen; `None` for all.
+    /// The only GPU whose own steps and polls happen; `None` for all.
     only: Option<usize>,
     verdicts: Vec<[bool; GPUS]>,
 }
@@ -518,7 +518,7 @@ proptest! {
 
     /// The record is read from a disk and may have any content.
     #[test]
-    fn any_record_is_accepted_without_panic(
+    fn any_record_is_read_without_panic(
         version in 0_u32..3, flaps in any::<Option<u32>>(), since in any::<u64>(), links in any::<BTreeSet<u32>>(),
     ) {
         let reasons = serde_json::json!([{"reason": {"xid": {"code": 79, "instance": null}}, "since": since}]);

@@ -165,7 +165,7 @@ fn links_to_missing_gpu_are_no_second_shortfall() {
     let mut world = World::expecting(Expectation::default(), mesh(&[0, 1, 2, 3]));
     assert_eq!(world.boots("1", mesh(&[0, 1, 3])), [format!("+ {MISSING}")]);
     assert_eq!(world.boots("2", mesh(&[0, 1, 2, 3])), [format!("- {MISSING}")]);
-    // Links of a GPU in MIG mode, and links to a GPU whose absence is accepted, are no shortfall either.
+    // Links of or to a GPU in MIG mode, and links to a GPU whose absence is accepted, are no shortfall either.
     let mut divided: Vec<Value> = mesh(&[0, 1, 2, 3]);
     divided
         .iter_mut()
@@ -233,8 +233,8 @@ fn inventory_of_another_machine_is_forgotten() {
     let record = world.state.record();
     world.start(record, "2");
     world.apply(Event::Identified(machine("two")));
-    assert_eq!(world.scan(other(&[1])), Vec::<String>::new());
-    assert_eq!(world.scan(other(&[2])).len(), 0, "the new machine's inventory begins empty");
+    assert_eq!(world.scan(other(&[1])), Vec::<String>::new(), "the other machine's GPU 10 is missing");
+    assert_eq!(world.scan(other(&[2])).len(), 0, "all GPUs and slots are new again");
 }
 
 #[test]
