@@ -1,6 +1,6 @@
 //! YAML for people: errors in plain words, and output that is safe to print on a terminal.
 //!
-//! Called wherever linkwise reads YAML that a person wrote, or prints YAML. serde-saphyr limits nodes, depth and the
+//! Called wherever linkwise shows an error of YAML, or prints YAML. serde-saphyr limits nodes, depth and the
 //! multiplication of aliases, so that a small hostile file cannot take much memory.
 
 use std::borrow::Cow;

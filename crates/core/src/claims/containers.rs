@@ -15,8 +15,8 @@ use crate::state::{ClientLimits, Prepared};
 /// The edits of a container that uses one request of a claim.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RequestEdits {
-    /// The node's CDI devices whose edits the container gets: the GPUs of the request, in the order of the allocation,
-    /// then the devices that come with every GPU.
+    /// The node's CDI devices whose edits the container gets: those of the request's GPUs and MIG devices, in the order
+    /// of the allocation, then those that come with every GPU.
     pub devices: Vec<NodeDevice>,
     /// The other edits: environment, device nodes and mounts.
     pub own: Injection,

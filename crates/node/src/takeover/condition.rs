@@ -17,8 +17,8 @@ use linkwise_system::or_never;
 
 /// The longest time that a new owner waits for its plugins to register again, before another process may take over.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(3);
-/// The longest time that a standby whose plugins serve waits for a call of the kubelet to hold, before the owner's
-/// plugins end.
+/// The longest time that a standby whose plugins serve waits for a call of the kubelet that it can hold, before the
+/// owner's plugins end.
 const CALL_TIMEOUT: Duration = Duration::from_millis(200);
 /// The longest time that calls are held. The end of the owner's plugins takes some milliseconds.
 const MAX_HOLD: Duration = Duration::from_millis(500);

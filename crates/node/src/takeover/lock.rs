@@ -20,12 +20,12 @@ use linkwise_system::files;
 const FILE: &str = "owner.lock";
 /// The longest content that is read, in bytes.
 const MAX_CONTENT: u64 = 1 << 16;
-/// The most pods that handed over and are kept in the file.
+/// The most pods of earlier owners that are kept in the file.
 const MAX_RETIRED: usize = 16;
 /// The longest time that one call waits for the disk to answer an attempt to take the lock.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The content of the lock's file: the owner, and the pods that handed over, which do not take over from a living
+/// The content of the lock's file: the owner, and the pods of earlier owners, which do not take over from a living
 /// owner. People may read it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
@@ -33,7 +33,7 @@ pub struct Owner {
     /// The UID of the owner's pod; empty where the owner is in no pod, or does not know its UID.
     pub pod: String,
     pub version: String,
-    /// The UIDs of pods that handed over, the last one last.
+    /// The UIDs of earlier owners' pods, the last one last.
     pub retired: Vec<String>,
 }
 
@@ -59,7 +59,7 @@ impl Owner {
         self
     }
 
-    /// Returns true if this pod has handed over. A new process of such a pod does not take over from a living owner.
+    /// Returns true if an earlier owner was in this pod. A new process there does not take over from a living owner.
     fn is_retired(&self, pod: &str) -> bool {
         !pod.is_empty() && self.retired.iter().any(|retired| retired == pod)
     }
@@ -125,7 +125,7 @@ impl StateFolder {
     }
 
     /// Tries to take the lock, or waits for the attempt that is under way. `None`: the disk has not answered in time;
-    /// the attempt goes on, and the next call has its result. `Ok(None)`: another process holds the lock. Cancel-safe.
+    /// the attempt goes on, and a later call has its result. `Ok(None)`: another process holds the lock. Cancel-safe.
     pub async fn try_take(&mut self) -> Option<io::Result<Option<Lock>>> {
         let path = &self.path;
         let attempt = self.attempt.get_or_insert_with(|| {
@@ -140,7 +140,7 @@ impl StateFolder {
         }))
     }
 
-    /// Returns true if this process can take over from the owner: its pod has not handed over before. Logs the owner.
+    /// Returns true if this process can take over from the owner: its pod is not retired. Logs the owner.
     pub fn can_take_over(&self) -> bool {
         let takes_over = !self.owner.is_retired(&self.pod);
         let Owner { pod, version, .. } = &self.owner;

@@ -71,8 +71,8 @@ pub struct Duties {
 pub enum Input {
     /// The lock was free, and this process has it.
     Free,
-    /// Another process has the lock, and this process learns that late, because its disk hung or could not lock the
-    /// folder. With `can_take_over`, this process asks to take over.
+    /// Another process has the lock, and this process learns that late, because its disk hung or the folder could not
+    /// be locked. With `can_take_over`, this process asks to take over.
     Held { can_take_over: bool },
     /// This process knows the node's GPUs; false: it sees none, because the driver fails or is released.
     SeesGpus(bool),

@@ -1,6 +1,6 @@
 //! MIG devices made for a claim when it is prepared, and destroyed when it is unprepared.
 //!
-//! Called at the claim's turn. Only the checkpoints show who made a GPU instance. The steps are:
+//! Both happen at the claim's turn. Only the checkpoints show who made a GPU instance. The steps are:
 //!
 //! 1. The checkpoint Started, with GPU, profile and place, is written while nothing is in that place.
 //! 2. The driver is ordered to make the instance.

@@ -1,15 +1,16 @@
 //! Prepares and unprepares claims: reads the claim, has the node's loop plan it and enter it into the ledger, and
 //! carries the plan out. linkwise may be killed in each step without harm.
 //!
-//! Called by `service` for the kubelet and by `turn` for claims that are gone. The ledger in the node's state says what
-//! each claim has, from before anything is done for it until all is undone, so that no other claim gets its GPUs. The
-//! manager keeps the checkpoints, from which the next process makes the ledger. One caller at a time works on a claim.
-//! Claims hardly wait for each other: during a wait for a disk or the API server, only the claim's own turn is held.
+//! Called by `service` for the kubelet, and by `turn` to sweep claims and renew CDI specs. The ledger in the node's
+//! state says what each claim has, from before anything is done for it until all is undone, so that no other claim gets
+//! its GPUs. The manager keeps the checkpoints, from which the next process makes the ledger. One caller at a time works
+//! on a claim. Claims hardly wait for each other: during a wait for a disk or the API server, only the turns of the
+//! claims concerned are held.
 //!
-//! The answer names a CDI device for each request of the claim. The kubelet keeps every name that it was given for a
-//! claim, over its restarts and reboots, and passes old and new names to the runtime together. So the names never
-//! change. Their spec follows the claim's hardware: it is written at each preparation, and when the node's CDI devices
-//! change.
+//! The answer names a CDI device for each request of the claim and one for each device. The kubelet keeps every name
+//! that it was given for a claim, over its restarts and reboots, and passes old and new names to the runtime together.
+//! So the names never change. The spec of the requests follows the claim's hardware: it is written at each preparation,
+//! and when the node's CDI devices change.
 
 mod metadata;
 mod mig;
