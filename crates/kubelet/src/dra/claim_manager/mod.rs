@@ -3,9 +3,9 @@
 //!
 //! Called by `service` for the kubelet, and by `turn` to sweep claims and renew CDI specs. The ledger in the node's
 //! state says what each claim has, from before anything is done for it until all is undone, so that no other claim gets
-//! its GPUs. The manager keeps the checkpoints, from which the next process makes the ledger. One caller at a time works
-//! on a claim. Claims hardly wait for each other: during a wait for a disk or the API server, only the turns of the
-//! claims concerned are held.
+//! its GPUs. The manager keeps the checkpoints, from which the next process makes the ledger. One caller at a time
+//! works on a claim. Claims hardly wait for each other: during a wait for a disk or the API server, only the turns of
+//! the claims concerned are held.
 //!
 //! The answer names a CDI device for each request of the claim and one for each device. The kubelet keeps every name
 //! that it was given for a claim, over its restarts and reboots, and passes old and new names to the runtime together.
