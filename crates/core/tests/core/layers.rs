@@ -1,5 +1,5 @@
-//! Checks the layers of the core: a file imports only its own layer, inner layers, and modules of no layer, so no
-//! circle of imports joins two layers. Cargo ensures the same between crates.
+//! Checks the layers of the core: a file of a layer imports only this layer, inner layers, and modules of no layer,
+//! which are not checked. Cargo forbids circles of crates.
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -45,7 +45,7 @@ type Turn = Arc<(OwnedMutexGuard<()>, Right)>;
 #[derive(Default)]
 struct Slot {
     turn: Arc<tokio::sync::Mutex<()>>,
-    /// The file of the claim: its checkpoint, or the unreadable file in its place.
+    /// The claim's checkpoint, written or to be written, or the unreadable file in its place.
     found: Option<Found>,
     /// The time at which the checkpoint was read or last changed.
     since: Option<Instant>,
@@ -182,7 +182,7 @@ impl ClaimManager {
         lock(&self.slots).retain(|_, slot| slot.found.is_some() || Arc::strong_count(&slot.turn) > 1);
     }
 
-    /// Orders the MPS control daemons, and reports the number of claims.
+    /// Orders the MPS control daemons, and reports the numbers of claims and devices.
     fn changed(&self) {
         let slots = lock(&self.slots);
         let known = || slots.values().filter_map(Slot::known);

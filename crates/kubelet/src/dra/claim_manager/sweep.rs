@@ -1,9 +1,9 @@
 //! Sweeps: undoes claims that are over and that the kubelet never unprepared, and restores CDI specs that are missing.
 //!
 //! A checkpoint that cannot be read (a disk that fails, a later version's file, a file torn by a crash of the machine)
-//! stays until the kubelet unprepares its claim, or the cluster and the kubelet's list show that the claim is over. It
-//! holds the GPUs, MIG devices and MPS control daemons that can be read in it. If nothing can be read, the kubelet's
-//! list says which devices its claim has.
+//! stays until the kubelet unprepares its claim, or the cluster and the kubelet's list show that the claim is over. A
+//! new preparation replaces a torn file. The checkpoint holds the GPUs, MIG devices and MPS control daemons that can be
+//! read in it. If nothing can be read, the kubelet's list says which devices its claim has.
 
 use std::sync::Arc;
 use std::time::Duration;
