@@ -48,7 +48,6 @@ pub struct NodeScan {
 pub struct GpuScan {
     pub index: u32,
     pub uuid: GpuUuid,
-    /// The address on the PCI bus.
     pub pci: PciAddress,
     pub model: Answer<String>,
     /// The board's serial number.

@@ -1,5 +1,5 @@
 //! The agent's polls: cheap calls to each GPU at an interval, and a full scan whenever a poll shows that the node has
-//! changed, the parent asks for one, or a MIG order was carried out.
+//! changed, the parent asks, or a MIG order was carried out.
 //!
 //! It runs on a thread of its own, so that it delays neither the wait for events nor reads of the parent's socket.
 //! Called by `agent`.
@@ -60,7 +60,6 @@ pub struct Watch {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Fingerprint(BTreeMap<Fact, String>);
 
-/// A fact that a poll sees.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Fact {
     Count,

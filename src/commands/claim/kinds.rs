@@ -59,7 +59,6 @@ pub(super) struct Kind {
     pub product: Option<String>,
     /// True if its GPUs are of several models.
     pub is_mixed: bool,
-    /// The number of its GPUs.
     pub gpus: usize,
 }
 

@@ -114,7 +114,7 @@ impl World {
         })
     }
 
-    /// Returns true if the list offers GPU 0 as healthy; it must offer GPU 1 so.
+    /// Returns true if GPU 0 is healthy on the list; GPU 1 must be.
     fn healthy(&self) -> bool {
         assert!(self.snapshot.offers().is_healthy(&ResourceName::gpu(), &id(1)), "GPU 1 is unhealthy");
         self.snapshot.offers().is_healthy(&ResourceName::gpu(), &id(0))
@@ -546,7 +546,7 @@ fn xid_storm_is_one_transition_and_few_log_lines() {
     assert!(!world.polls(4, &well()).healthy());
 }
 
-/// A node whose health checks are disabled, except for these XIDs.
+/// A node with health checks disabled, except for these XIDs.
 fn silenced(enabled: XidSet) -> World {
     let policy = XidPolicy { disabled: XidSet::All, enabled, ..XidPolicy::default() };
     World::of(NodeState::default().with_xids(policy))
@@ -606,7 +606,7 @@ fn gone_gpu_leaves_the_list_once_unheld() {
     };
     world.apply(scan([1])).apply(Event::Holders(None)).apply(Event::Holders(None));
     assert_eq!((listed(&world), world.reason().as_str()), (2, "the device is gone from the node"));
-    // The first holders may be older than the last pod, and those after a failure may be another kubelet's.
+    // The first list of holders may be older than the last pod, and one after a failure another kubelet's.
     world.apply(held(&[])).apply(held(&[0])).apply(held(&[1])).apply(Event::Holders(None)).apply(held(&[1]));
     assert_eq!(listed(&world), 2);
     world.effects.clear();

@@ -15,7 +15,7 @@ use proptest::prelude::*;
 
 use crate::health::{scan, uuid};
 
-/// Two GPUs with faults of their own and one without any, so that no poll fails for all GPUs.
+/// Two GPUs with faults and one without, so that no poll fails for all GPUs.
 const GPUS: usize = 3;
 const START: Duration = Duration::from_secs(1_700_000_000);
 
@@ -36,7 +36,7 @@ enum Step {
     Poll(Box<[HealthPoll; 2]>),
     /// A number of good polls, 10 s apart.
     Good(u8),
-    /// A scan that finds GPU 2, and GPUs 0 and 1 if true.
+    /// A scan that finds some of GPUs 0 and 1.
     Scan([bool; 2]),
     Identified(u8, u8),
     Restart,
@@ -264,7 +264,7 @@ struct World {
     identity: NodeIdentity,
     owed: [Owed; GPUS],
     has_action: bool,
-    /// The only GPU whose own steps and polls happen; `None` for all.
+    /// The only GPU whose steps and polls happen; `None` for all.
     only: Option<usize>,
     verdicts: Vec<[bool; GPUS]>,
 }

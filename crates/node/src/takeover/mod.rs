@@ -1,5 +1,4 @@
-//! The takeover: one of several linkwise processes on a node serves, and another takes over from it. This module has
-//! the lock, the messages between the processes, and the state machine.
+//! The takeover: one of several linkwise processes on a node serves, and another takes over from it.
 //!
 //! The process that holds the lock is the owner: it registers, writes the node's files and prepares claims. A process
 //! that dies gives up the lock. A takeover passes the lock over the takeover socket, and both processes hold it until

@@ -26,7 +26,6 @@ pub(super) const FOLDER: &str = "linkwise.dev-metadata-";
 /// The metadata of one request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Metadata {
-    /// The JSON.
     text: String,
     /// True if the node publishes all devices of the request now. If not, an earlier file stays: it says more.
     is_whole: bool,

@@ -4,13 +4,13 @@
 //! Called by `service` for the kubelet, and by `turn` to sweep claims and renew CDI specs. The ledger in the node's
 //! state says what each claim has, from before anything is done for it until all is undone, so that no other claim gets
 //! its GPUs. The manager keeps the checkpoints, from which the next process makes the ledger. One caller at a time
-//! works on a claim. Claims hardly wait for each other: during a wait for a disk or the API server, only the turns of
-//! the claims concerned are held.
+//! works on a claim. Claims hardly wait for each other: a wait for a disk or the API server holds only the turns of the
+//! claims concerned.
 //!
-//! The answer names a CDI device for each request of the claim and one for each device. The kubelet keeps every name
-//! that it was given for a claim, over its restarts and reboots, and passes old and new names to the runtime together.
-//! So the names never change. The spec of the requests follows the claim's hardware: it is written at each preparation,
-//! and when the node's CDI devices change.
+//! The answer names a CDI device for each of the claim's requests and devices. The kubelet keeps every name that it was
+//! given for a claim, over its restarts and reboots, and passes old and new names to the runtime together. So the names
+//! never change. The requests' spec follows the claim's hardware: it is written at each preparation, and when the
+//! node's CDI devices change.
 
 mod metadata;
 mod mig;
@@ -45,7 +45,7 @@ type Turn = Arc<(OwnedMutexGuard<()>, Right)>;
 #[derive(Default)]
 struct Slot {
     turn: Arc<tokio::sync::Mutex<()>>,
-    /// The claim's checkpoint, written or to be written, or the unreadable file in its place.
+    /// The claim's checkpoint, maybe not written yet, or the unreadable file in its place.
     found: Option<Found>,
     /// The time at which the checkpoint was read or last changed.
     since: Option<Instant>,
@@ -182,7 +182,7 @@ impl ClaimManager {
         lock(&self.slots).retain(|_, slot| slot.found.is_some() || Arc::strong_count(&slot.turn) > 1);
     }
 
-    /// Orders the MPS control daemons, and reports the numbers of claims and devices.
+    /// Orders the MPS control daemons, and counts claims and devices.
     fn changed(&self) {
         let slots = lock(&self.slots);
         let known = || slots.values().filter_map(Slot::known);

@@ -2,8 +2,8 @@
 //!
 //! A checkpoint that cannot be read (a disk that fails, a later version's file, a file torn by a crash of the machine)
 //! stays until the kubelet unprepares its claim, or the cluster and the kubelet's list show that the claim is over. A
-//! new preparation replaces a torn file. The checkpoint holds the GPUs, MIG devices and MPS control daemons that can be
-//! read in it. If nothing can be read, the kubelet's list says which devices its claim has.
+//! new preparation replaces a torn file. The GPUs, MIG devices and MPS control daemons that can be read stay held. If
+//! nothing can be read, the kubelet's list says which devices its claim has.
 
 use std::sync::Arc;
 use std::time::Duration;
