@@ -13,7 +13,7 @@ pub enum TopologyLevel {
     Internal,
     /// One PCIe switch is above both (NVML 10), PIX.
     Single,
-    /// Several PCIe switches of one tree are above both (NVML 20), PXB.
+    /// Several PCIe switches and no host bridge are on the path (NVML 20), PXB.
     Multiple,
     /// One PCI host bridge is above both (NVML 30), PHB.
     HostBridge,

@@ -103,7 +103,7 @@ pub struct MigDeviceObservation {
     /// Its multiprocessors and engines; `None` in node files written before these were kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engines: Option<MigEngines>,
-    /// The minors of its nodes under /dev/nvidia-caps; `None` if the kernel does not list them.
+    /// The minors of its device nodes under /dev/nvidia-caps; `None` if the kernel does not list them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub capabilities: Option<MigCapabilities>,
 }
@@ -196,7 +196,7 @@ impl MigExtension {
     }
 }
 
-/// The minors of a MIG device's nodes: the N of /dev/nvidia-caps/nvidia-capN.
+/// The minors of the device nodes of a MIG device: the N of /dev/nvidia-caps/nvidia-capN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MigCapabilities {
@@ -250,7 +250,7 @@ pub struct MigDevice {
 }
 
 impl MigDevice {
-    /// Its GPU instance; `None` where the driver does not report the profile and the place.
+    /// Its GPU instance; `None` if the driver does not report both profile and place.
     pub fn slot(&self) -> Option<MigSlot> {
         let (profile_id, placement) = self.facts.profile_id.zip(self.facts.placement)?;
         Some(MigSlot { profile_id, placement })

@@ -229,8 +229,8 @@ impl NodeTopology {
         self.gpus.len() < 2 || self.gpus.iter().all(|gpu| gpu.nvlinks_known)
     }
 
-    /// Returns true if the NVLinks of all GPUs and the rates of their links are known. A GPU's model or compute
-    /// capability gives the rates; for a GPU without NVLinks its PCIe link is enough.
+    /// Returns true if the NVLinks of all GPUs and the rates of their links are known, or there are fewer than two
+    /// GPUs. A GPU's model or compute capability gives the rates; for a GPU without NVLinks its PCIe link is enough.
     pub fn knows_rates(&self) -> bool {
         let has_none = |place: usize| (0..self.gpus.len()).all(|other| self.nvlink_count(place, other) == 0);
         let has_rate = |(place, gpu): (usize, &Gpu)| {

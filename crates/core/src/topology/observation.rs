@@ -413,8 +413,7 @@ pub struct HostBridgeObservation {
     /// Its package, if its NUMA node does not give it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub package: Option<PackageId>,
-    /// The kernel's name of its root bus, such as `pci0000:17`: the first folder below /sys/devices of the devices
-    /// below it.
+    /// The kernel's name of its root bus, such as `pci0000:17`: the folder in /sys/devices with the devices below it.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "text_if_known")]
     pub root: Option<String>,
     /// The devices directly below.

@@ -31,7 +31,7 @@ pub(super) struct Function<'a> {
     /// The index of the function above, which is less than its own.
     parent: Option<usize>,
     host_bridge: usize,
-    /// The observed link, or else the one that [`PciTree::fill_link`] set.
+    /// The observed link, unless [`PciTree::fill_link`] set another.
     link: Option<PcieLink>,
     pub place: Place,
 }
@@ -137,7 +137,7 @@ impl<'a> PciTree<'a> {
         switches.filter_map(|(_, function)| function.seen.pci).collect()
     }
 
-    /// Sets the link of a function whose link the host does not know.
+    /// Sets the link of a function whose observed link, if any, gives no bandwidth ([`bandwidth::pcie`]).
     pub fn fill_link(&mut self, place: Place, link: Option<PcieLink>) {
         if let Some(function) = place.function.and_then(|index| self.functions.get_mut(index))
             && function.link.and_then(bandwidth::pcie).is_none()

@@ -112,7 +112,7 @@ pub enum TopologyWarning {
     /// A GPU with NVLinks of unknown generation.
     #[error("GPU {0}: its compute capability is unknown, each of its NVLinks is taken as {1} MB/s")]
     NvLinkUnknownRate(PciAddress, u32),
-    /// A GPU behind an NVSwitch that does not report its fabric, although other GPUs report theirs.
+    /// A GPU behind an NVSwitch that reports no fabric, while all GPUs that report one report the same.
     #[error("GPU {0}: behind an NVSwitch but reports no fabric; taken to be in the fabric that the other GPUs report")]
     FabricUnreported(PciAddress),
     /// Pairs of GPUs between which the driver refuses P2P, where NCCL would use it.

@@ -1,6 +1,6 @@
 //! The `pci` elements: GPUs, NICs and switches, recognised by their content or else by their PCI class.
 //!
-//! NCCL counts every second port on the way up, so that one element stands for a whole switch.
+//! On its way up, NCCL writes only every second port, so that one element stands for a whole switch.
 
 use super::Candidate;
 use super::{Found, Notes};

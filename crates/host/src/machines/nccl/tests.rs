@@ -16,7 +16,7 @@ fn read(text: &str) -> Result<Machine, XmlError> {
     parse("x", xml::document(text)?.root_element())
 }
 
-/// The warnings about a text inside `<system version="1">`, which starts on line 2.
+/// The warnings about a text that starts on line 2, inside `<system version="1">`.
 fn notes(inner: &str) -> Vec<String> {
     let machine = machine(&format!("<system version=\"1\">\n{inner}\n</system>"));
     let (topology, warnings) = NodeTopology::assemble(&machine.observed);
@@ -137,7 +137,7 @@ fn invalid_links_warn() {
 }
 
 #[test]
-fn missing_and_odd_attributes_warn() {
+fn missing_and_unexpected_content_warns() {
     let cpu = |inner: &str| format!("<cpu numaid='0'>\n{inner}\n</cpu>");
     for (inner, words) in [
         (cpu("<pci class='0x030200'/>"), &["line 3", "pci", "without a busid"][..]),
