@@ -66,7 +66,7 @@ mod tests {
         assert!(calls.pass().now_or_never().is_some(), "nothing is held");
         calls.hold(long);
         assert!(calls.pass().now_or_never().is_none());
-        assert!(calls.await_held().now_or_never().is_none(), "a dropped call counts as held");
+        assert!(calls.await_held().now_or_never().is_none(), "a dropped call is not held");
         let release = async {
             calls.await_held().await;
             calls.release(Duration::ZERO);

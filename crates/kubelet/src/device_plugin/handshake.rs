@@ -12,7 +12,7 @@ use super::Phase;
 use crate::registration::{self, Action, Handshake, LifePhase};
 use linkwise_system::uds::FileId;
 
-/// The longest time between the stream and our devices on PodResources' list.
+/// The time that PodResources has to list our devices, in each phase Confirming.
 const CONFIRM_TIMEOUT: Duration = Duration::from_secs(10);
 /// The pause before PodResources is asked again after an answer without our devices.
 const ASK_AGAIN_DELAY: Duration = Duration::from_millis(100);
@@ -309,9 +309,7 @@ impl Handshake for DevicePluginHandshake {
                 format!("the kubelet did not open ListAndWatch within {:?} of the registration", limits.stream)
             }
             Phase::Confirming if attempts.is_due(now) => {
-                format!(
-                    "PodResources does not list our devices, {CONFIRM_TIMEOUT:?} after the kubelet opened ListAndWatch"
-                )
+                format!("PodResources does not list our devices, after {CONFIRM_TIMEOUT:?} of questions")
             }
             Phase::Detaching => format!("the kubelet did not answer the detachment within {:?}", limits.register),
             Phase::Overlapping if self.is_renewing => return self.registered(attempts, self.unanswered(), now),

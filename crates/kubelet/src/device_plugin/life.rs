@@ -52,8 +52,8 @@ impl Plugin {
         self.phase.subscribe()
     }
 
-    /// Serves until `shutdown`, of the process or of this resource alone; then ends its streams and connections,
-    /// removes its socket and returns.
+    /// Serves until `shutdown`, of the process or of this resource alone; then removes its socket, ends its streams and
+    /// connections and returns.
     pub async fn run(self, shutdown: CancellationToken) -> Result<(), NoFolder> {
         let Self { resource, settings, sources, phase } = self;
         let socket = &settings.kubelet_socket;

@@ -1,7 +1,8 @@
-//! The client of the kubelet's PodResources API: which containers hold which devices, and which could be allocated.
+//! The client of the kubelet's PodResources API: the devices that containers hold, and those that could be allocated.
 //!
-//! `life` asks whether our devices are on the kubelet's list; the node owns the task that follows the holders. No
-//! admission waits for it. Without the socket or an answer the holders are unknown, which is a value.
+//! `life` asks whether our devices are on the kubelet's list, and `linkwise wait` reads the stock; the node owns the
+//! task that follows the holders. No admission waits for an answer. Without the socket or an answer the holders are
+//! unknown, which is a value.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -259,7 +260,7 @@ pub struct Stock {
     pub held: usize,
 }
 
-/// Reads the kubelet's devices of each resource with a healthy one; `None` where the kubelet cannot be asked.
+/// Reads the stock of each resource that has a healthy device; `None` if the kubelet cannot be asked.
 pub async fn stock(socket: &Path) -> Option<BTreeMap<String, Stock>> {
     let (allocatable, held) = (allocatable(socket).await?, listed(socket).await?);
     let held: Devices =
@@ -303,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn checkpoint_that_outlives_a_pod_holds_nothing() {
+    fn checkpoint_counts_only_never_listed_containers() {
         // The kubelet writes the file again only with the next allocation or device list.
         let file = [of("a", "main", &["0", "1"]), of("a", "init", &["1", "2"]), of("b", "main", &["3"])];
         let mut containers = ListedContainers::default();

@@ -49,8 +49,8 @@ impl Reporter {
         }
     }
 
-    /// Reports an answer to Allocate. `offered` are the devices of the GetPreferredAllocation before it; empty if there
-    /// was none with the allocated ones.
+    /// Reports an answer to Allocate. `offered` are the devices that the last GetPreferredAllocation offered; empty if
+    /// it did not offer the allocated ones.
     pub fn allocated(&self, devices: Vec<DeviceId>, offered: Vec<DeviceId>, refusal: Option<&Status>) {
         let resource = &self.resource;
         self.sources.metrics.allocated(resource, refusal.is_none());
