@@ -96,7 +96,7 @@ pub enum Effect {
     },
     /// Write [`super::NodeState::record`] to the place where the next process will read it.
     Keep,
-    /// Report, once, that the driver asks for an action that this version does not know. The GPU stays healthy.
+    /// Report, once while it lasts, that the driver asks for an action unknown to this version. The GPU stays healthy.
     UnknownRecoveryAction(GpuUuid, RecoveryAction),
     /// Report, once while it lasts, a reason that makes no GPU unhealthy because health checks are disabled.
     NotCounted(GpuUuid, UnhealthyReason),

@@ -232,14 +232,14 @@ impl Hardware {
         let class = self.xids.class(code);
         let has_action = || self.health.get(&gpu).is_some_and(GpuHealth::has_recovery_action);
         if !class.fails() || class == XidClass::RecoveryAction && has_action() {
-            return self.should_log_xid((gpu.clone(), code), now).then_some(Effect::XidIgnored { gpu, code });
+            return self.note_ignored_xid((gpu.clone(), code), now).then_some(Effect::XidIgnored { gpu, code });
         }
         self.change(&gpu, |health| health.fail(UnhealthyReason::Xid { code, instance }, now));
         None
     }
 
-    /// Returns true if an XID that changes nothing is to be logged: a storm of one XID gets a line a minute.
-    fn should_log_xid(&mut self, xid: (GpuUuid, u64), now: Timestamp) -> bool {
+    /// Notes an XID that changes nothing. Returns true if it is to be logged: a storm of one XID gets a line a minute.
+    fn note_ignored_xid(&mut self, xid: (GpuUuid, u64), now: Timestamp) -> bool {
         // A clock that went back ends the interval too.
         let is_recent = |since: &Timestamp| now >= *since && now.saturating_sub(*since) < XID_LOG_INTERVAL;
         if self.ignored_xids.len() >= MAX_LOGGED_XIDS {

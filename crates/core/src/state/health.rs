@@ -457,7 +457,7 @@ impl StandingReason {
     /// Returns true if a poll that does not show the reason is evidence that it has ended. The reason ends when
     /// evidence has lasted for the hold time; [`UnhealthyReason::FabricJoining`] ends at once.
     fn passes(&self, poll: &HealthPoll) -> bool {
-        // The driver's recovery action overrides the table. Without one, a reset must have been observed.
+        // A recovery action that the driver reports decides. Without one, a reset must have been observed.
         let healed = match poll.recovery_action {
             Some(action) => action == RecoveryAction::None,
             None => self.remedied,

@@ -195,7 +195,7 @@ fn claim_beyond_the_apis_limits_is_refused() {
 }
 
 #[test]
-fn gpu_held_through_another_api_is_refused() {
+fn gpu_held_outside_the_pool_is_refused() {
     let plugin = (crate::state::ResourceName::gpu(), crate::allocation::DeviceId::from("GPU-0".to_owned()));
     let claimed = |pool: &str| crate::state::ClaimedDevice {
         claim: "ml/old".to_owned(),
@@ -316,7 +316,7 @@ fn mig_devices_of_a_gpu_are_prepared_apart() {
 }
 
 #[test]
-fn lost_gpu_is_refused_and_a_sick_one_is_not() {
+fn lost_gpu_is_refused_and_one_with_xid_is_not() {
     let claim = claim("u", &[("a", "gpu-0")]);
     let gpu: GpuUuid = "GPU-0".parse().unwrap();
     let plan = |event: Event| {
@@ -366,11 +366,12 @@ fn opaque_settings_are_enforced_or_refused_by_name() {
         let error = class(&bad).unwrap_err();
         assert!(error.contains(complaint), "{bad}: {error}");
     }
-    // The claim's configuration overrides its class's in any order of the list. A later one overrides an earlier one.
+    // The claim's configuration overrides its class's in any order of the list. Of one source, the later one counts.
     assert_eq!(with(&[("FromClaim", &["a"], &gpu("")), ("FromClass", &[], &slices("Long"))]), Ok(()));
     assert_eq!(with(&[("FromClaim", &["a"], &slices("Long")), ("FromClaim", &["a/b"], &gpu(""))]), Ok(()));
     assert!(with(&[("FromClaim", &["a/b"], &gpu("")), ("FromClaim", &["a"], &slices("Long"))]).is_err());
-    // Configurations for other requests, other kinds of device and other drivers do not apply to this device.
+    // A configuration of another driver or request does not apply to this device, nor one of another kind of device
+    // unless it names the request.
     assert_eq!(with(&[("FromClaim", &["c"], &slices("Long")), ("FromClass", &[], &mig(""))]), Ok(()));
     let other = with(&[("FromClaim", &["a"], &mig(""))]).unwrap_err();
     assert_eq!(other, "MigDeviceConfig is given for the request 'a/b', whose device gpu-0 is of another kind");
