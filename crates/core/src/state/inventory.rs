@@ -237,7 +237,8 @@ impl KnownGpu {
         lacks
     }
 
-    /// Takes over the better values of a scan. Takes over its MIG mode if an operator may have changed it.
+    /// Takes over a scan's greater numbers, its address, model and serial number, and its MIG mode if an operator may
+    /// have changed it.
     fn learn(&mut self, has: &Self, mig_may_change: bool) {
         if has.nvlinks >= self.nvlinks && has.nvlinks.is_some() {
             (self.nvlinks, self.nvlinks_to) = (has.nvlinks, has.nvlinks_to.clone());

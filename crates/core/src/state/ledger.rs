@@ -64,7 +64,7 @@ struct Holder<'a> {
     key: Option<Key<'a>>,
     /// The MIG device, if the holder is known to hold no more of the GPU.
     mig: Option<&'a MigDevice>,
-    /// True if the holder has a slot, which other slots may share.
+    /// True if the holder has a slot: other slots may share the hardware.
     is_slot: bool,
     since: Timestamp,
     reason: UnhealthyReason,

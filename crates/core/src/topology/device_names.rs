@@ -27,8 +27,7 @@ pub fn device_names(topology: &NodeTopology) -> BTreeMap<Hardware, String> {
     topology.names.iter().map(|(name, hardware)| (*hardware, name.clone())).collect()
 }
 
-/// The GPU behind a name, with the place of the MIG device in [`NodeTopology::mig_devices`] if the name is a MIG
-/// device's.
+/// The GPU or MIG device behind a name.
 pub fn hardware_of(topology: &NodeTopology, name: &str) -> Option<Hardware> {
     topology.names.get(name).copied()
 }

@@ -334,7 +334,7 @@ fn accept<'a>(observed: &'a [GpuObservation], warnings: &mut Vec<TopologyWarning
     gpus
 }
 
-/// The observation of a GPU without the parts that are in the graph: its NVLinks, peers and MIG devices.
+/// The observation of a GPU, as [`Gpu::facts`] has it.
 fn facts(gpu: &GpuObservation) -> GpuObservation {
     let (common_ancestors, p2p_refused) = (BTreeMap::new(), BTreeMap::new());
     let mig = gpu.mig.clone().map(|mig| MigObservation { devices: Vec::new(), ..mig });

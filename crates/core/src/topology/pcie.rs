@@ -137,7 +137,7 @@ impl<'a> PciTree<'a> {
         switches.filter_map(|(_, function)| function.seen.pci).collect()
     }
 
-    /// Sets the link of a function whose observed link, if any, gives no bandwidth ([`bandwidth::pcie`]).
+    /// Sets the link of a function unless the observed one gives a bandwidth ([`bandwidth::pcie`]).
     pub fn fill_link(&mut self, place: Place, link: Option<PcieLink>) {
         if let Some(function) = place.function.and_then(|index| self.functions.get_mut(index))
             && function.link.and_then(bandwidth::pcie).is_none()

@@ -50,7 +50,7 @@ pub enum TopologyWarning {
     /// More GPUs than a set can hold.
     #[error("{0} GPUs were seen, but a node can have at most {max}; the rest is left out", max = u64::BITS)]
     TooManyGpus(usize),
-    /// A GPU that hwloc does not see. Its levels come from NVML.
+    /// A GPU that the host's PCI tree lacks.
     #[error("GPU {0}: not in the host's PCI tree; its levels come from NVML")]
     NotInHostTree(PciAddress),
     /// A pair whose level is unknown.

@@ -370,7 +370,7 @@ fn opaque_settings_are_enforced_or_refused_by_name() {
     assert_eq!(with(&[("FromClaim", &["a"], &gpu("")), ("FromClass", &[], &slices("Long"))]), Ok(()));
     assert_eq!(with(&[("FromClaim", &["a"], &slices("Long")), ("FromClaim", &["a/b"], &gpu(""))]), Ok(()));
     assert!(with(&[("FromClaim", &["a/b"], &gpu("")), ("FromClaim", &["a"], &slices("Long"))]).is_err());
-    // A configuration of another driver or request does not apply to this device, nor one of another kind of device
+    // A configuration for another driver or request does not apply to this device, nor one for another kind of device
     // unless it names the request.
     assert_eq!(with(&[("FromClaim", &["c"], &slices("Long")), ("FromClass", &[], &mig(""))]), Ok(()));
     let other = with(&[("FromClaim", &["a"], &mig(""))]).unwrap_err();

@@ -103,7 +103,7 @@ fn kind(element: Element<'_>, has_gpu: bool, has_nic: bool, has_below: bool, fou
     })
 }
 
-/// A PCI address; an invalid one is noted.
+/// A PCI address; a missing or invalid one is noted.
 fn address(element: Element<'_>, attribute: &str, notes: &mut Notes) -> Option<PciAddress> {
     let Some(text) = element.attribute(attribute) else {
         return notes.none(element, format!("without a {attribute}"));
