@@ -17,7 +17,7 @@ use linkwise_core::state::ResourceDevice;
 
 /// The file's name: `kubeletDeviceManagerCheckpoint` of k8s.io/kubernetes/pkg/kubelet/cm/devicemanager.
 const NAME: &str = "kubelet_internal_checkpoint";
-/// The longest file that is read, in bytes: a node of 16 GPUs in 1024 slots, all held, has a file below 1 MiB.
+/// The longest file that is read, in bytes: a node with 1024 held slots on each of 16 GPUs has a file below 1 MiB.
 const MAX_FILE: u64 = 16 << 20;
 /// The longest time that reading may take: a file system that hangs must not hide what PodResources lists.
 const TIMEOUT: Duration = Duration::from_secs(2);

@@ -77,7 +77,7 @@ impl PluginMetrics {
         }
     }
 
-    /// Makes the series of a resource that is offered, so that they start at 0 instead of missing.
+    /// Makes the series with known labels of an offered resource, so that they start at 0.
     pub fn offered(&self, resource: &ResourceName) {
         drop(self.connected.get_or_create(&of(resource)));
         drop(self.narrowed.get_or_create(&of(resource)));

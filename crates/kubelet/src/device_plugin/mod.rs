@@ -62,7 +62,7 @@ pub struct Settings {
     pub pod_resources_socket: Option<PathBuf>,
     /// The users that may call our sockets.
     pub callers: Callers,
-    /// The kubelet's calls, which are held while another plugin ends.
+    /// Holds the kubelet's calls while another plugin ends.
     pub calls: HeldCalls,
     /// The kubelet's time to answer Register. The kubelet dials back meanwhile, for up to 10 s.
     pub register_timeout: Duration,
@@ -72,7 +72,7 @@ pub struct Settings {
     pub poll: Duration,
     /// True if inotify is used. Without inotify, polling remains.
     pub inotify: bool,
-    /// The longest pause between attempts; the first retry comes at once, the next after 1/64 of this.
+    /// The longest pause between attempts; the first retry comes at once, the next after 1/64 of this at most.
     pub longest_pause: Duration,
 }
 

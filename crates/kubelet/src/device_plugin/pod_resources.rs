@@ -1,8 +1,7 @@
 //! The client of the kubelet's PodResources API: the devices that containers hold, and those that could be allocated.
 //!
 //! `life` asks whether our devices are on the kubelet's list, and `linkwise wait` reads the stock; the node owns the
-//! task that follows the holders. No admission waits for an answer. Without the socket or an answer the holders are
-//! unknown, which is a value.
+//! task that follows the holders. No admission waits for an answer. Without an answer the holders are unknown.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

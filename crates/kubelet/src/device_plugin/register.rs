@@ -72,7 +72,7 @@ pub(super) enum DetachError {
 }
 
 /// Makes the kubelet forget the client under the resource's name, by the registration of a socket that refuses
-/// GetDevicePluginOptions. The call may wait for ever: the caller has the deadline.
+/// GetDevicePluginOptions. The caller has the deadline.
 ///
 /// Kubelets up to 1.36 keep one client for each resource name, and when any stream of the resource ends they disconnect
 /// that client, whichever it is: the end of the plugin before us would end our registration. A registration whose

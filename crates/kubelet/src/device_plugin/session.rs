@@ -103,8 +103,7 @@ impl PluginSession {
         Ok(Self { name, kubelet, predecessors, servers, streams })
     }
 
-    /// Removes dead sockets of linkwise, and gives our socket a second name with this random number in it; returns that
-    /// name.
+    /// Removes dead sockets of linkwise, and gives our socket a second name with this random number. Returns the name.
     pub fn add_alias(&mut self, settings: &Settings, resource: &ResourceName, random: u64) -> io::Result<String> {
         let (path, name) = socket_path(settings, resource, random);
         uds::remove_dead(files::folder(&path), is_any_of_ours)?;
