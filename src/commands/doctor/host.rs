@@ -183,7 +183,7 @@ fn needed(node: &Node) -> Vec<PathBuf> {
     std::iter::once(node.at("dev/nvidiactl")).chain(gpus).collect()
 }
 
-/// Counts the nodes that pass a check. Each node that fails is a finding, with its fault and the remedy.
+/// Counts the device nodes that pass a check. Each that fails is a finding, with its fault and the remedy.
 fn count_good(
     found: &mut Findings,
     nodes: &[PathBuf],
@@ -202,8 +202,8 @@ fn count_good(
     good
 }
 
-/// Reports missing nodes, and files in their place that are not device nodes.
-pub(super) fn nodes(found: &mut Findings, node: &Node) {
+/// Reports missing device nodes, and other files in their place.
+pub(super) fn device_nodes(found: &mut Findings, node: &Node) {
     let (gpus, control) = (node.nvml.gpus(), node.at("dev/nvidiactl"));
     if gpus.is_empty() && !control.exists() {
         return found.skipped(format!("no GPU is known, and there is no {}", control.display()), None);
@@ -245,7 +245,7 @@ pub(super) fn nodes(found: &mut Findings, node: &Node) {
     }
 }
 
-/// Checks that this process may open the existing nodes.
+/// Checks that this process may open the existing device nodes.
 pub(super) fn permissions(found: &mut Findings, node: &Node) {
     // The owner of /proc/self is this process's uid.
     if let Ok(own) = fs::metadata("/proc/self") {

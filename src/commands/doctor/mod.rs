@@ -1,8 +1,8 @@
 //! `linkwise doctor`: finds the faults of this node, and names the remedies.
 //!
 //! Each check is a function that adds its findings. The checks run in the order in which a person would make them. The
-//! doctor changes nothing on the node, calls NVML in the child process only, and waits for nothing longer than
-//! --timeout.
+//! doctor changes nothing on the node and calls NVML in the child process only. Each wait ends after --timeout, except
+//! that a listener of the kubelet's folder has 2 s.
 
 mod dra;
 mod driver;
@@ -108,7 +108,7 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     let found = &mut Findings::default();
     driver::check(found, &node.nvml, node.bus.as_ref().and_then(Option::as_ref), node.module.as_deref());
     progress.step("checking the host's files");
-    guarded(found, &node, "device nodes", host::nodes).await;
+    guarded(found, &node, "device nodes", host::device_nodes).await;
     guarded(found, &node, "permissions", host::permissions).await;
     guarded(found, &node, "sysfs", host::sysfs).await;
 
