@@ -1,7 +1,7 @@
 //! The parts of the node that are ready, and the reasons why others are not.
 //!
-//! Written by each part, such as the plugins and CDI sync. Read by /readyz, `linkwise admin state` and the takeover.
-//! This module only sums them up.
+//! Written by each part, such as the plugins and CDI sync. Read by /readyz, the takeover and the node's views, which
+//! `linkwise admin state`, the page and the node's condition show. This module only sums them up.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -132,7 +132,7 @@ impl Readiness {
         self.parts.send_modify(|parts| _ = parts.remove(part));
     }
 
-    /// Changes the phase of a part; a ready part has no trouble.
+    /// Changes the phase of a part. If the part becomes ready, its trouble is removed.
     pub fn enter(&self, part: &Part, phase: &'static str, ready: bool) {
         self.parts.send_modify(|parts| {
             if let Some(state) = parts.get_mut(part) {

@@ -29,7 +29,7 @@ pub enum Life<P> {
     Waiting(String),
     /// A registration succeeded, or the cause of a failed one.
     Registered(Result<(), String>),
-    /// The reason why a session with the kubelet ended.
+    /// The reason why a session with the kubelet ended or did not begin.
     Ended(String),
     /// A connection to a socket of ours was not served.
     Refused(Refusal),

@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_fill_neither_log_nor_memory() {
+    fn refusals_and_troubles_are_logged_up_to_a_bound() {
         let journal = journal();
         let refused = |uid| Life::<Phase>::Refused(Refusal::Caller(Peer { uid, pid: None }));
         let logged = (0..10_000).filter(|uid| journal.begins(&refused(*uid))).count();

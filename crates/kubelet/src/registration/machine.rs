@@ -81,7 +81,7 @@ pub trait Handshake: Debug + Sized + Send + 'static {
     /// Acts on a timer that has expired. Called while a session is open.
     fn due(&mut self, attempts: &mut Attempts<Self>, now: Duration);
 
-    /// The time of the handshake's own timer, in addition to the phase's end. Called while a session is open.
+    /// The time of the handshake's own timer, in addition to the phase's deadline. Called while a session is open.
     fn wake(&self) -> Option<Duration> {
         None
     }
@@ -153,7 +153,7 @@ pub struct Attempts<H: Handshake> {
     phase: H::Phase,
     /// True once the plugin has ended; its last phase is `ENDING`.
     is_over: bool,
-    /// The time at which the phase ends by itself.
+    /// The phase's deadline.
     pub until: Option<Duration>,
     /// The kubelet at the last check, or why there is none.
     kubelet: Result<H::Kubelet, String>,
@@ -207,12 +207,12 @@ impl<H: Handshake> Attempts<H> {
         self.actions.push(action);
     }
 
-    /// Enters a phase, which ends by itself at `until`.
+    /// Enters a phase, whose deadline is `until`.
     pub fn enter(&mut self, phase: H::Phase, until: Option<Duration>) {
         (self.phase, self.until) = (phase, until);
     }
 
-    /// Returns true if the phase's end has come.
+    /// Returns true if the phase's deadline has come.
     pub fn is_due(&self, now: Duration) -> bool {
         self.until.is_some_and(|until| now >= until)
     }

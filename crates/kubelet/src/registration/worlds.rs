@@ -58,7 +58,7 @@ pub trait Neighbour: Debug + Default + Sized {
     fn kubelet_changed(_: &mut World<Self>) {}
     /// Takes the present time, after time has passed.
     fn passed(_: &mut World<Self>) {}
-    /// Answers everything at once and well. If `lost`, fails the session that began before.
+    /// Answers everything at once and well. If `lost`, fails the current session.
     fn works(world: &mut World<Self>, lost: bool);
     /// Random events of the neighbour.
     fn happening() -> BoxedStrategy<Self::Happening>;
@@ -160,7 +160,7 @@ impl<N: Neighbour> World<N> {
         match action {
             Action::Bind => {
                 assert!(self.socket.is_none(), "a new socket while connections to the old one are open");
-                assert!(!self.binding, "two sockets at once");
+                assert!(!self.binding, "two binds at once");
                 assert!(self.kubelet.is_some(), "binds without a kubelet");
                 self.binding = true;
             }
@@ -299,7 +299,7 @@ impl<N: Neighbour> World<N> {
     }
 
     /// Lets everything around the plugin work from now on, and at once, until the plugin is registered. If `lost`, the
-    /// session that began before fails. Unless `close`, connections stay open until they are cut.
+    /// session that began before this call fails. Unless `close`, connections stay open until they are cut.
     pub fn benign_until_registered(&mut self, lost: bool, close: bool) {
         if self.kubelet.is_none() {
             self.happens(Happening::KubeletNew);
