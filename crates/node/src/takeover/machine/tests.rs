@@ -81,6 +81,7 @@ enum Move {
     TakesClaims(usize),
     /// The process has finished the calls for claims that it had begun.
     EndsClaims(usize),
+    /// The standby has looked for GPUs.
     Sees,
     /// The owner's driver fails, or works again.
     OwnersDriver,
@@ -421,7 +422,7 @@ fn retired_process_stays_retired() {
         machine.step(input, Duration::ZERO);
     }
     assert_eq!((machine.stage(), machine.duties()), (Stage::Retired, Duties::default()));
-    let all = [
+    let later = [
         Input::Free,
         Input::SeesGpus(true),
         Input::Connected,
@@ -431,7 +432,7 @@ fn retired_process_stays_retired() {
         Input::Lost,
         Input::Tick,
     ];
-    for input in all {
+    for input in later {
         assert_eq!(machine.step(input, Duration::from_secs(1000)), []);
         assert_eq!(machine.stage(), Stage::Retired);
     }
