@@ -102,7 +102,7 @@ pub enum Cause {
          Services, or another job on these GPUs"
     )]
     Unknown,
-    /// A GPU whose nearest NICs are across a host bridge or a socket, in a run over several hosts.
+    /// A GPU without a NIC at its host bridge or closer, in a run over several hosts.
     #[error("GPU {0}: no NIC at its host bridge, its traffic to other hosts goes through the processor")]
     FarNic(PciAddress),
 }
@@ -244,7 +244,7 @@ impl Comparison {
         Ok(comparison)
     }
 
-    /// The causes other than wrong values, links that are down and odd GPUs.
+    /// The causes other than wrong values, links that are down and the warnings of [`odd_among`].
     fn likely_causes(&self, report: &NcclReport, set: &NodeTopology, warnings: &[TopologyWarning]) -> Vec<Cause> {
         let mut causes = Vec::new();
         if self.verdict == Verdict::SeveralHosts {

@@ -1,8 +1,8 @@
 //! The bus bandwidth of an all-reduce: the expectation by NCCL's model, the measurement by nccl-tests, and the
 //! likeliest cause of a difference.
 //!
-//! Pure: `linkwise expect` and `linkwise verify` call it with a machine and the text that nccl-tests printed. It uses
-//! `topology` and `allocation`. docs/bandwidth.md has the published results that the model was compared with.
+//! Pure: `linkwise expect` calls it with a machine, `linkwise verify` also with the text that nccl-tests printed. It
+//! uses `topology` and `allocation`. docs/bandwidth.md has the published results that the model was compared with.
 
 mod comparison;
 mod report;
@@ -59,7 +59,8 @@ pub struct Expectation {
     /// The bandwidth of rings, MB/s. `None` for fewer than two GPUs, for large parts of a mesh of NVLinks, and if the
     /// NVLinks of a GPU or their rate are unknown.
     pub ring: Option<u64>,
-    /// The bandwidth of NVLink SHARP, MB/s; `None` where NCCL has no NVLink SHARP.
+    /// The bandwidth of NVLink SHARP, MB/s. `None` where NCCL has no NVLink SHARP, and if the NVLinks of a GPU or their
+    /// rate are unknown.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nvls: Option<u64>,
     /// The kind of machine whose published results confirm the model; `None` if no results do.
@@ -102,7 +103,7 @@ fn calibration(set: &NodeTopology) -> Option<Calibration> {
         (9, 0) if has_one_plane => Some(Calibration::HopperSwitch),
         (10, 0) if has_one_plane => Some(Calibration::BlackwellSwitch),
         _ if first.nvswitch_plane.is_some() => None,
-        // A machine whose links are down is faulty, and still of its kind.
+        // A machine with some links down is faulty, and still of its kind.
         (7, 0) if gpus.len() == 8 && (0..gpus.len()).all(|place| links(place) > 0) => Some(Calibration::VoltaMesh),
         (8, 6) if gpus.len() == 2 && links(0) > 0 => Some(Calibration::AmpereBridge),
         // Over PCIe the bandwidth of one machine differs between versions of NCCL.

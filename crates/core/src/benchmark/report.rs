@@ -357,7 +357,7 @@ fn agree(one: u128, other: u128) -> bool {
 }
 
 /// Reads a bandwidth, which nccl-tests print with two decimals: fewer mean that the line was cut there. From 1000 GB/s
-/// on the column has no room for both, so one is enough.
+/// on the column has no room for two, so one is enough.
 pub(super) fn bandwidth(text: &str) -> Option<u64> {
     let (whole, fraction) = text.split_once('.')?;
     let decimals = if whole.len() > 3 { 1..=2 } else { 2..=2 };
@@ -446,7 +446,7 @@ mod tests {
         }
         let gather = "# Collective test starting: all_gather_perf\n1048576 65536 float none -1 100.0 10.49 7.87 0";
         assert_eq!(NcclReport::read(gather), Err(ReportError::OtherProgram("all_gather_perf".into())));
-        // Without a name: nothing is reduced, it is reduced to one rank, or the count is a rank's part.
+        // Without a name: no reduction, a reduction to one rank, or the count of a rank's part.
         for row in ["65536 float none -1", "262144 float sum 0", "65536 float sum -1"] {
             let text = format!("1048576 {row} 100.0 10.49 7.87 0");
             assert_eq!(NcclReport::read(&text), Err(ReportError::OtherProgram("another program".into())), "{row}");

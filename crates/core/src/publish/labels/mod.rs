@@ -2,9 +2,9 @@
 //! linkwise's own about the node's links (`linkwise.dev/..`). docs/labels.md lists them.
 //!
 //! Pure: takes hardware, plan and a few facts of the host; returns a sorted map. `LabelSource` (`src/run/labels.rs`)
-//! calls it at each snapshot, and `linkwise labels` calls it once. `gpus` has the labels of whole GPUs, `mig` those of
-//! MIG devices, `links` our own. An unknown fact costs its own labels and no other. A value that Kubernetes would
-//! refuse is left out and reported, because NFD drops it silently.
+//! calls it when a fact may have changed, `linkwise labels` with `--node` or `--oneshot` once. `gpus` has the labels of
+//! whole GPUs, `mig` those of MIG devices, `links` our own and the clique's. An unknown fact costs its own labels and
+//! no other. A value that Kubernetes would refuse is left out and reported, because NFD drops it silently.
 
 mod gpus;
 mod links;
