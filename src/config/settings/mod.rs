@@ -1,7 +1,7 @@
 //! The effective configuration: each setting with its value and the origin of that value.
 //!
 //! A flag wins over a variable, a variable over the file, the file over the default. Only the table in this file lists
-//! each setting's key, reader, flag, variables and default, and whether a change applies at once.
+//! each single setting's key, reader, flag, variables and default, and whether a change applies at once.
 //! Plain data: `src/run` and `src/commands` build live objects from it, and `linkwise config show` prints it. Only
 //! [`load`], [`check`] and `read` touch the file system.
 

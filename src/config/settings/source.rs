@@ -1,5 +1,5 @@
-//! The sources of settings (flags, variables, the file) and their precedence. Loads the settings from the file's path,
-//! or returns the reason why that failed.
+//! The sources of settings (flags, variables, the file) and their precedence. Reads the file and loads the settings, or
+//! returns the reason why that failed.
 //!
 //! The flags are not derived as those of other options are: a setting's flag, default and check come from its one row
 //! in the table, and the parsed value has to keep its origin.
@@ -25,7 +25,7 @@ pub(super) struct Row<T> {
     pub key: &'static str,
     pub read: Read<T>,
     /// The flag, and the name of its value in the help. The value of a BOOL may be left out, a LIST may be repeated, an
-    /// empty OUTPUT is a value.
+    /// empty OUTPUT (FILE in the help) is a value.
     pub flag: Option<(&'static str, &'static str)>,
     /// Other names of the flag; one of a single letter takes one dash.
     pub aliases: &'static [&'static str],
