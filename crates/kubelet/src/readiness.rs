@@ -1,7 +1,7 @@
 //! The parts of the node that are ready, and the reasons why others are not.
 //!
-//! Written by each part, such as the plugins and CDI sync. Read by /readyz, the takeover and the node's views, which
-//! `linkwise admin state`, the page and the node's condition show. This module only sums them up.
+//! Written by each part, such as the plugins and CDI sync. Read by /readyz, the node's views and condition, and the
+//! takeover. This module only sums them up.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -126,7 +126,7 @@ impl<R: Registrant> Executor<R> {
         Self { registrant, machine, phase, watching, changes, begin, session: None, calls }
     }
 
-    /// Serves until `shutdown`; then ends its streams and connections, removes its sockets and returns. The timer is
+    /// Serves until `shutdown`; then removes its sockets, ends its streams and connections, and returns. The timer is
     /// polled last, so that after a suspension of this process, answers that have arrived count before deadlines that
     /// have passed.
     pub async fn run(mut self, shutdown: &CancellationToken) {

@@ -1,8 +1,8 @@
 //! The life of a plugin with the kubelet as a state machine: attempts, pauses between them, and the end of a session.
 //!
-//! Pure: no I/O, no clock, no task; the seed determines how much each pause is shortened. `executor` is its one caller:
-//! it feeds inputs and performs actions. A [`Handshake`] turns a bound session into a registration: the device plugin's
-//! calls Register, the DRA plugin's waits for the kubelet.
+//! Pure: no I/O, no clock, no task. `executor` is its one caller: it feeds inputs and performs actions. A [`Handshake`]
+//! turns a bound session into a registration: the device plugin's calls Register, the DRA plugin's waits for the
+//! kubelet.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -120,7 +120,7 @@ pub enum Input<H: Handshake> {
 pub enum Action<A> {
     /// Remove dead predecessors' sockets, bind the plugin's own and serve them.
     Bind,
-    /// Remove the sockets, end their streams, cancel every call to the kubelet.
+    /// Cancel every call to the kubelet and any bind, remove the sockets, end their streams.
     End,
     /// Cut the connections that have not closed by themselves.
     Cut,
@@ -207,7 +207,7 @@ impl<H: Handshake> Attempts<H> {
         self.actions.push(action);
     }
 
-    /// Enters a phase, whose deadline is `until`.
+    /// Enters a phase with its deadline.
     pub fn enter(&mut self, phase: H::Phase, until: Option<Duration>) {
         (self.phase, self.until) = (phase, until);
     }
@@ -217,7 +217,7 @@ impl<H: Handshake> Attempts<H> {
         self.until.is_some_and(|until| now >= until)
     }
 
-    /// The cause with which a session ends if the files show another kubelet than the one of the current attempt.
+    /// The result of [`Handshake::other_kubelet`] for the last check and the current attempt.
     pub fn other_kubelet(&self) -> Option<&'static str> {
         H::other_kubelet(&self.kubelet, self.attempted.as_ref())
     }

@@ -298,8 +298,8 @@ impl<N: Neighbour> World<N> {
         }
     }
 
-    /// Lets everything around the plugin work from now on, and at once, until the plugin is registered. If `lost`, the
-    /// session that began before this call fails. Unless `close`, connections stay open until they are cut.
+    /// Lets everything around the plugin work, and at once, until the plugin is registered. If `lost`, the session
+    /// that began before this call fails. Unless `close`, connections stay open until they are cut.
     pub fn benign_until_registered(&mut self, lost: bool, close: bool) {
         if self.kubelet.is_none() {
             self.happens(Happening::KubeletNew);
