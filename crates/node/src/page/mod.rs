@@ -1,9 +1,8 @@
 //! The node's page, `GET /` on the metrics port: `page.html` filled with a [`NodeView`] and the picture of the machine.
 //!
-//! A function of its arguments: the same view gives the same page. `views` makes the views, and renders pages on a
-//! thread of its own. The page is one document: it contains its one style sheet and its one script, and the header that
-//! `security_policy` makes has a browser load nothing from elsewhere. The template engine passes each value through
-//! `Escaper`.
+//! A function of its arguments, the pods' letters among them. `views` makes the views, and renders pages on a thread of
+//! its own. The page is one document: it contains its style sheet and its script, and the header that `security_policy`
+//! makes has a browser load nothing from elsewhere. The template engine passes each value through `Escaper`.
 
 mod marks;
 #[cfg(test)]

@@ -81,7 +81,6 @@ enum Move {
     TakesClaims(usize),
     /// The process has finished the calls for claims that it had begun.
     EndsClaims(usize),
-    /// The standby has looked for GPUs.
     Sees,
     /// The owner's driver fails, or works again.
     OwnersDriver,
