@@ -53,14 +53,13 @@ impl Calibration {
     }
 }
 
-/// The bus bandwidths that a set of GPUs should reach in a large all-reduce.
+/// The bus bandwidths that a set of GPUs should reach in a large all-reduce. All fields are `None` if the NVLinks of a
+/// GPU or their rate are unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Expectation {
-    /// The bandwidth of rings, MB/s. `None` for fewer than two GPUs, for large parts of a mesh of NVLinks, and if the
-    /// NVLinks of a GPU or their rate are unknown.
+    /// The bandwidth of rings, MB/s; `None` for fewer than two GPUs and for large parts of a mesh of NVLinks.
     pub ring: Option<u64>,
-    /// The bandwidth of NVLink SHARP, MB/s. `None` where NCCL has no NVLink SHARP, and if the NVLinks of a GPU or their
-    /// rate are unknown.
+    /// The bandwidth of NVLink SHARP, MB/s; `None` where NCCL has no NVLink SHARP.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nvls: Option<u64>,
     /// The kind of machine whose published results confirm the model; `None` if no results do.
