@@ -13,7 +13,7 @@ use linkwise_core::words::count;
 
 /// The file in which gpu-feature-discovery writes its labels by default.
 const DEFAULT_FILE: &str = "/etc/kubernetes/node-feature-discovery/features.d/gfd";
-/// The first part of the GPU labels that both gpu-feature-discovery and linkwise write.
+/// The first part of the GPU labels that gpu-feature-discovery and linkwise write.
 const OURS: &str = "nvidia.com/gpu.";
 /// The largest file that NFD reads (source/local, `MaxFeatureFileSize`), in bytes.
 const MAX_FILE: u64 = 65_536;
@@ -67,8 +67,8 @@ fn is_read(path: &Path) -> bool {
     !is_hidden && std::fs::metadata(path).is_ok_and(|meta| meta.is_file() && meta.len() <= MAX_FILE)
 }
 
-/// The keys of the labels that NFD makes: a line each, `key=value` or `key`. A directive in a comment gives the time at
-/// which the labels below it end, up to the next such time, or keeps the next line from becoming a label.
+/// The keys of the labels that NFD makes: a line each, `key=value` or `key`. A directive in a comment sets when the
+/// labels below it end, up to the next such directive, or keeps the next line from becoming a label.
 fn labels(text: &str, now: Timestamp) -> BTreeSet<&str> {
     let (mut labels, mut skipped, mut expired) = (BTreeSet::new(), false, false);
     for line in text.split('\n').map(str::trim).filter(|line| !line.is_empty()) {

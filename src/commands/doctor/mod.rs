@@ -1,8 +1,8 @@
 //! `linkwise doctor`: finds the faults of this node, and names the remedies.
 //!
 //! Each check is a function that adds its findings. The checks run in the order in which a person would make them. The
-//! doctor changes nothing on the node and calls NVML in the child process only. Each wait ends after --timeout, except
-//! that a listener of the kubelet's folder has 2 s.
+//! doctor changes nothing on the node, calls NVML in the child process only, and waits for nothing longer than
+//! --timeout, or 2 s if that is longer.
 
 mod dra;
 mod driver;
