@@ -350,7 +350,7 @@ settings! {
     /// The folder for CDI specs; the host's folder, mounted at the same path
     cdi_dir: PathBuf = PathBuf::from("/var/run/cdi"), "linkwise.cdiDir", absolute,
         "cdi-dir" "PATH" ["LINKWISE_CDI_DIR"];
-    /// The address of /metrics, /livez and /readyz; port 0 takes a free port, which is logged
+    /// The address of the node's page, /metrics, /livez and /readyz; port 0 takes a free port, which is logged
     metrics_address: SocketAddr = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 9400)), "linkwise.metricsAddress", address,
         "metrics-address" "ADDRESS" ["LINKWISE_METRICS_ADDRESS"];
     /// Further host names by which clients may call --metrics-address, with commas: those of proxies and of an Ingress

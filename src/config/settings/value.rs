@@ -35,7 +35,7 @@ pub(super) enum Value {
     Map(Vec<Entry>),
 }
 
-/// Reads a value, or returns the problem in words.
+/// Reads a value, or returns the problem.
 pub(super) type Read<T> = fn(&Value) -> Result<T, String>;
 
 impl Value {
@@ -53,7 +53,7 @@ impl Value {
         }
     }
 
-    /// The problem in words: the expected value and the found one.
+    /// The problem: the expected value and the found one.
     pub fn refused(&self, expected: impl Display) -> String {
         format!("expected {expected}, found {}", self.describe())
     }
