@@ -83,7 +83,7 @@ async fn stream_of_another_process_does_not_count() {
     node.ready(200, "").await;
     // The session ended because the kubelet opened no stream, although the other process had one all the time.
     node.process.said("the kubelet did not open ListAndWatch within").await;
-    assert_eq!(node.process.count("PodResources does not list our devices"), 0);
+    assert_eq!(node.process.count("PodResources has not listed our devices"), 0);
     let _ = other.kill().await;
 }
 

@@ -29,7 +29,7 @@ async fn forgotten_registration_is_made_again() {
     kubelet.set_fault(Fault::None);
     // The kubelet has forgotten the registration, so that only a new one helps.
     wait_registered(&kubelet, 2, 8).await;
-    node.process.said("PodResources does not list our devices").await;
+    node.process.said("PodResources has not listed our devices").await;
     node.ready(200, "").await;
 }
 

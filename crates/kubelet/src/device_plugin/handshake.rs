@@ -309,7 +309,7 @@ impl Handshake for DevicePluginHandshake {
                 format!("the kubelet did not open ListAndWatch within {:?} of the registration", limits.stream)
             }
             Phase::Confirming if attempts.is_due(now) => {
-                format!("PodResources does not list our devices, after {CONFIRM_TIMEOUT:?} of questions")
+                format!("PodResources has not listed our devices within {CONFIRM_TIMEOUT:?}")
             }
             Phase::Detaching => format!("the kubelet did not answer the detachment within {:?}", limits.register),
             Phase::Overlapping if self.is_renewing => return self.registered(attempts, self.unanswered(), now),

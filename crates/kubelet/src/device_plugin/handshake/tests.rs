@@ -12,7 +12,7 @@ mod overlap;
 
 const LIMITS: Limits = Limits { register: Duration::from_secs(15), stream: Duration::from_secs(10) };
 
-const NOT_LISTED: &str = "PodResources does not list our devices, after 10s of questions";
+const NOT_LISTED: &str = "PodResources has not listed our devices within 10s";
 
 type World = worlds::World<Kubelet>;
 type Happening = worlds::Happening<Own>;
