@@ -31,7 +31,7 @@ pub(crate) fn gpu(index: u32, number: u32, others: &[u32]) -> GpuScan {
         pcie_width_now: Ok(Some(16)),
         c2c: Ok(Some(false)),
         fabric: Ok(Some(FabricObservation { cluster: "c".to_owned(), clique: 1 })),
-        // These are a switch, another node's GPU and a processor (nvmlIntNvLinkDeviceType_t).
+        // The links go to a switch, another node's GPU, the switch and a processor (nvmlIntNvLinkDeviceType_t).
         nvlinks: vec![link(2, "0000:09:00.0"), link(0, "0000:08:00.0"), link(2, "0000:09:00.0"), link(1, "")],
         mig: Ok(Some(MigScan {
             enabled: true,
@@ -89,7 +89,7 @@ fn failed_call_keeps_last_answer_null_replaces_it() {
     let message = serde_json::to_value(&before).unwrap();
     let mut places = Vec::new();
     answers(&message, "", &mut places);
-    // The driver has 3 answers. Each GPU has 14 facts, 4 links (each with two facts), MIG with its profiles, and the
+    // The node has 3 answers. Each GPU has 14 facts, 4 links (each with two facts), MIG with its profiles, and the
     // list of MIG devices with one device and its 3 facts. The two GPUs have one common ancestor.
     assert_eq!(places.len(), 3 + 2 * (14 + 4 * 3 + 2 + 5) + 1, "{places:#?}");
     let failed = json!({"Err": {"call": "nvmlTest", "reason": {"code": 999}}});

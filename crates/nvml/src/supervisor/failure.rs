@@ -68,8 +68,8 @@ pub(super) enum Outage {
 }
 
 impl Outage {
-    /// Returns true if an agent of this process or of the previous one has scanned the GPUs: then there are some, and
-    /// linkwise waits for a driver that is gone.
+    /// Returns true if an agent of this process or of the previous one has scanned the GPUs. After that, linkwise
+    /// waits for a driver that is gone.
     pub fn has_worked(&self) -> bool {
         !matches!(self, Self::Never)
     }

@@ -1,7 +1,8 @@
 //! Reads the host without NVML: the PCI bus and the driver's version.
 //!
-//! Called by the executor (`mod.rs`), on a thread of its own, before each start of an agent, after each poll, and every
-//! `bus_look` on a node without GPUs: a file of a device in trouble may never answer.
+//! The executor (`mod.rs`) calls [`HostProbe`] on a thread of its own, before each start of an agent, after each poll,
+//! and every `bus_look` on a node without GPUs: a file of a device in trouble may never answer. Other crates call the
+//! public functions.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -18,7 +19,7 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 pub(super) struct HostFingerprint {
     /// The NVIDIA GPUs on the PCI bus; `None` if the kernel does not list the bus here.
     pub bus: Option<BusGpus>,
-    /// The ids of this boot and of this load of the driver.
+    /// The ids of the machine, of this boot and of this load of the driver.
     pub identity: NodeIdentity,
     /// Set if the host is a Tegra, whose own GPU is on no PCI bus.
     pub is_tegra: bool,
@@ -68,8 +69,8 @@ impl HostProbe {
     }
 }
 
-/// The ids of this boot and of this load of the driver: sysfs gives each folder it makes a new inode number. (The
-/// folder's times change when a process first reads it.) It reads files, which may hang.
+/// The ids of the machine, of this boot and of this load of the driver: sysfs gives each folder it makes a new inode
+/// number. (The folder's times change when a process first reads it.) Reads files, which may hang.
 pub fn identity(sysfs: &Path) -> NodeIdentity {
     identity_with(sysfs, version(sysfs))
 }

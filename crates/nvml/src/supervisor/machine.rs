@@ -1,10 +1,11 @@
 //! The driver's state machine: decides which NVML agent runs, and turns its messages into actions.
 //!
 //! Pure: no I/O but log lines, no clock, no task. `mod.rs` is its one caller: it reports inputs and carries out
-//! actions. One agent runs at a time. If another one is needed (the driver was replaced, a GPU has appeared, a GPU is
-//! out of reach, a quarantined GPU is to be tried), the running one is killed, and the next one starts when the killed
-//! process has ended, or after a pause. Meanwhile the node is as last seen; the new agent's first scan and first poll
-//! find what has changed. The tests beside this file check the invariants with random sequences of inputs.
+//! actions. One agent runs at a time. If another one is needed (the driver was replaced, the PCI bus has other GPUs, a
+//! GPU is out of reach or its events do not arrive, a quarantined GPU is to be tried), the running one is killed, and
+//! the next one starts when the killed process has ended, or after a pause. Meanwhile the node is as last seen; the new
+//! agent's first scan and first poll find what has changed. The tests beside this file check the invariants with random
+//! sequences of inputs.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -228,8 +229,9 @@ impl DriverMachine {
         std::mem::take(&mut self.actions)
     }
 
-    /// The moment at which this process ends because NVML lists none of the GPUs on the bus. It does not end while
-    /// another linkwise may hand over to it, or the driver is released.
+    /// The moment at which this process ends because NVML lists none of the GPUs on the bus. It does not end with
+    /// --fail-on-init-error=false, once GPUs were listed, while another linkwise may hand over to it, or while no agent
+    /// answers.
     fn lists_none_due(&self) -> Option<Duration> {
         let may_end = !self.has_listed
             && self.others == Others::None
@@ -336,8 +338,8 @@ impl DriverMachine {
         self.view.repeat_at.filter(|_| self.answering().is_some())
     }
 
-    /// The moment at which the running agent is to be replaced, and the reason. `None` while another process hangs:
-    /// a GPU may hang the next agent too, and the node would have no agent.
+    /// The moment at which the running agent is to be replaced, and the reason. `None` before its first poll, and
+    /// while another process hangs: a GPU may hang the next agent too, and the node would have no agent.
     fn replacement_due(&self) -> Option<(Duration, String)> {
         self.running().filter(|agent| agent.has_polled && self.unended() == 0)?;
         let trial = self.quarantine.next_trial();
@@ -612,7 +614,7 @@ impl DriverMachine {
         for (place, why) in verdict.quarantined {
             let (gpu, index, cause) = (name(place), place.index, &why);
             tracing::error!(gpu, index, cause, "GPU quarantined: NVML calls about it hang or crash the agent");
-            // A GPU that an earlier process scanned is in the health record.
+            // The health record may have a GPU that no agent of this process has scanned.
             let gpu = scanned(place).or_else(|| self.quarantine.uuid(place).cloned());
             events.extend(gpu.map(|gpu| Event::Quarantined(gpu, why)));
         }

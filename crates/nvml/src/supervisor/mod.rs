@@ -65,7 +65,7 @@ pub struct Settings {
     pub pause: Duration,
     /// The time for which NVML may be unavailable before that is an outage.
     pub grace: Duration,
-    /// The first pause before a trial of a quarantined GPU, or a new agent for one out of reach.
+    /// The first pause before a trial of a quarantined GPU, or before a new agent for GPUs out of reach or unheard.
     pub trial: Duration,
     /// The time from one look at the PCI bus to the next on a node without GPUs.
     pub bus_look: Duration,

@@ -243,7 +243,7 @@ mod tests {
             pauses.push(quarantine.next_trial().unwrap().0.saturating_sub(now).as_secs() / 60);
         }
         assert_eq!(pauses, [2, 4, 8, 16, 32, 60, 60]);
-        // A trial that proves nothing is repeated after the same pause, and an agent that sees no GPU proves nothing.
+        // A trial that proves nothing is repeated after the same pause; an agent that cannot count GPUs proves nothing.
         let later = now + MINUTE * 90;
         assert_eq!(quarantine.start(later).1, Some(place(3)));
         assert_eq!(quarantine.next_trial(), Some((later + MINUTE * 60, place(3))));

@@ -33,7 +33,7 @@ type Polls = BTreeMap<GpuUuid, HealthPoll>;
 pub(super) struct View {
     /// The latest scan through NVML, completed from the previous ones.
     pub nvml: Option<NodeScan>,
-    /// The latest scan of the host; a failed one does not change it.
+    /// The host as the latest scan without failures saw it, or else the first scan; and the latest scan's failures.
     host: Option<HostScan>,
     /// The node as it was published last.
     pub published: Option<NodeObservation>,
