@@ -1,7 +1,7 @@
 //! The node's labels while linkwise runs: made from each snapshot, sent to their publishers, written to the file that
 //! NFD reads.
 //!
-//! A task of `linkwise run`, and of a process of its own (`labels_program`). If NVML is unavailable, or if a file
+//! Tasks of `linkwise run`, and of a process of its own (`labels_program`). If NVML is unavailable, or if a file
 //! cannot be written, the previous labels stay. No other part waits for these tasks.
 
 use std::collections::BTreeMap;

@@ -176,7 +176,7 @@ fn pods_are_hidden_by_hash_and_on_a_standby() {
     views.hide_pods();
     let text = metrics.encode().unwrap();
     assert!(!text.contains("notebook") && !text.contains("train"), "{text}");
-    // The number is from `printf ml/notebook | sha256sum`.
+    // The hash is from `printf ml/notebook | sha256sum`.
     assert!(text.contains("namespace=\"ml\",pod=\"pod-99bac2e8ffcd\",container=\"main\""), "{text}");
     assert_eq!(text.lines().filter(|line| line.starts_with("linkwise_allocation_info{")).count(), 3);
     let named = views.for_operator();

@@ -50,7 +50,8 @@ const PACE: Pace = Pace {
 /// The time from one reading of the orders, a small file, to the next.
 const ORDERS_POLL: Duration = Duration::from_millis(500);
 
-/// Runs the control daemons until a signal ends it. The first process of a container runs them in a child process.
+/// Runs the control daemons until a signal ends it; with `mount-shm`, only mounts shared memory. The first process of a
+/// container runs the daemons in a child process.
 pub fn mps_control_daemon(args: &MpsControlDaemonArgs) -> Result<ExitCode> {
     if args.command.is_none() && (args.init || getpid().is_init()) {
         return linkwise_system::block_on(as_first_process());

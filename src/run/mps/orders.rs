@@ -67,7 +67,7 @@ struct Checked {
 }
 
 impl OrdersTask {
-    /// Writes orders and reports the daemons that serve, until the snapshots end.
+    /// Writes orders and reports the daemons that serve, until the channel of its snapshots, orders or right closes.
     async fn run(mut self) -> Result<()> {
         let (mut troubles, mut resources, mut claims) = (Reported::new(), Reported::new(), Reported::new());
         let (mut ready, mut last) = (BTreeMap::new(), DaemonClaims::default());
@@ -138,8 +138,8 @@ impl OrdersTask {
     }
 }
 
-/// The claims that had daemons at the last check. A claim gets a daemon that another claim had only after that daemon
-/// has ended and the other claim's data in shared memory is gone.
+/// The claims that had daemons at the last check. A daemon whose claims have all ended starts for other claims only
+/// after it has ended and the old claims' data in shared memory is gone.
 #[derive(Debug, Default)]
 struct DaemonClaims {
     /// The UIDs of the claims of each daemon.
@@ -286,7 +286,7 @@ mod tests {
             waits.len()
         };
         assert_eq!(hold_back(&[("a", &["1"]), ("b", &["2"])], &[], &[]), 0, "the first");
-        assert_eq!(hold_back(&[("a", &["1", "3"]), ("b", &["4"])], &[], &["a", "b"]), 1, "claim 1 keeps a, 4 gets b");
+        assert_eq!(hold_back(&[("a", &["1", "3"]), ("b", &["4"])], &[], &["a", "b"]), 1, "1 keeps a, 4 waits for b");
         assert_eq!(hold_back(&[("a", &["3"]), ("b", &["4"])], &[], &["a", "b"]), 1, "b has not ended");
         assert_eq!(hold_back(&[("a", &["3"]), ("b", &["4"])], &[], &["a"]), 0);
         // The claim of a daemon ends and the next one comes later, but sooner than the daemon ends.
