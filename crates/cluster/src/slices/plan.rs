@@ -356,10 +356,10 @@ mod tests {
     }
 
     #[test]
-    fn slices_of_others_under_our_name_are_deleted() {
+    fn slices_of_nvidias_driver_are_deleted() {
         let (mut stored, mut memory) = (Stored::new(), Memory::default());
         writes(&pool(2), &mut stored, &mut memory);
-        // NVIDIA's driver had the pool `n`.
+        // NVIDIA's driver has the name of ours, and had the pool `n`.
         let theirs = json!({"metadata": {"name": "n-gpu.nvidia.com-x", "uid": "1"},
             "spec": {"pool": {"name": "n", "generation": 7, "resourceSliceCount": 1}}});
         stored.insert("n-gpu.nvidia.com-x".into(), theirs);

@@ -1,7 +1,7 @@
 //! MPS for claims: the control daemon that a claim requests by NVIDIA's `GpuConfig`, and the limits of its containers.
 //!
 //! A container reaches one control daemon, so a claim has one: for all its whole GPUs, or for the one GPU of which it
-//! has a share. The daemon of whole GPUs enforces the claim's limits. A shared GPU has one daemon for all its claims,
+//! has shares. The daemon of whole GPUs enforces the claim's limits. A shared GPU has one daemon for all its claims,
 //! which enforces the largest limit that a claim may have, so that no new claim restarts it. The lower limits of each
 //! claim are in the environment of the claim's containers.
 

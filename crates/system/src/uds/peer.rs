@@ -18,7 +18,8 @@ impl Callers {
         Self { only: Some(uid) }
     }
 
-    /// Returns true if a process of user `own` serves a caller of user `uid`; it serves root and its own user.
+    /// Returns true if a process of user `own` serves a caller of user `uid`. It serves root and its own user, or only
+    /// the user of `Callers::only`.
     pub fn admits(self, uid: u32, own: u32) -> bool {
         self.only.map_or(uid == ROOT || uid == own, |only| uid == only)
     }

@@ -260,7 +260,7 @@ fn remote(link: Element<'_>, gpus: &BTreeSet<PciAddress>, notes: &mut Notes) -> 
 const RDMA_NAMES: [&str; 11] =
     ["mlx", "rdma", "efa", "bnxt_re", "irdma", "ib", "roce", "hns", "erdma", "cxgb4_", "qedr"];
 const INFINIBAND: &str = "0x0207";
-/// The vendors whose network functions in a GPU machine all do RDMA: Mellanox, and Amazon by its EFA ids.
+/// The vendors whose network functions in a GPU machine do RDMA: all of Mellanox's, and Amazon's with an EFA id.
 const MELLANOX: &str = "0x15b3";
 const AMAZON: &str = "0x1d0f";
 const EFA: &str = "0xefa";

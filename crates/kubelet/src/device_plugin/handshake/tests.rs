@@ -380,7 +380,7 @@ fn first_retry_is_at_once_then_pauses_double() {
 }
 
 #[test]
-fn phases_from_kubelet_to_serving() {
+fn phases_from_kubelet_to_second_bind() {
     let mut world = World::new(1);
     let mut phases = vec![world.phase()];
     for happening in [
