@@ -10,7 +10,7 @@ use super::{Idle, Others};
 use crate::call::LOAD;
 use crate::protocol::CalledGpu;
 
-/// The cause if NVML works and there is no GPU.
+/// The cause if NVML works and lists no GPU.
 pub(super) const NO_GPUS: &str = "NVML lists no GPU on this node";
 
 /// The remedy where no library loads.

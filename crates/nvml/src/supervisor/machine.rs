@@ -119,7 +119,7 @@ struct RunningAgent {
     skipped: Vec<Place>,
     /// Set once the agent has scanned the GPUs.
     is_ready: bool,
-    /// Set once the agent has polled them.
+    /// Set once the agent has polled the GPUs.
     has_polled: bool,
 }
 

@@ -68,8 +68,8 @@ impl Release {
         self.gate.as_ref()
     }
 
-    /// Takes an operator's order: to release the driver, or to resume. It holds in this process at once. An error means
-    /// that the node's other processes do not learn of it.
+    /// Takes an operator's order: to release the driver, or to resume. It holds in this process at once, or after
+    /// `FILES_TIMEOUT` if the gate's files hang. An error means that the node's other processes do not learn of it.
     pub async fn order(&self, release: bool) -> io::Result<()> {
         let Some(gate) = self.gate.clone() else {
             self.record(release);

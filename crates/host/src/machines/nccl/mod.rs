@@ -82,7 +82,7 @@ pub(super) fn parse(name: &str, system: Element<'_>) -> Result<Machine, XmlError
     })
 }
 
-/// The `cpu` elements of the first host: a dump of a multi-node NVLink domain holds several.
+/// The `cpu` elements of the first host: a dump of a multi-node NVLink domain has several hosts.
 fn this_host<'d>(system: Element<'d>, notes: &mut Notes) -> Vec<Element<'d>> {
     let mut cpus: Vec<Element<'_>> = Vec::new();
     for element in below(system) {

@@ -325,7 +325,7 @@ proptest! {
 proptest! {
     #![proptest_config(Config { cases: 64, failure_persistence: None, ..Config::default() })]
 
-    /// A world that fails everything at once causes only a few actions a second.
+    /// A world in which everything fails immediately causes at most 24 actions of a kind a second.
     #[test]
     fn instant_failures_make_no_storm(
         fails in prop::collection::vec(0_u8..6, 1..4),
