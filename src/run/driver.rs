@@ -13,8 +13,8 @@ use linkwise_nvml::child::AgentCommand;
 use linkwise_nvml::gate::Gate;
 use linkwise_nvml::supervisor::{self, Driver, DriverMetrics, Idle, Release};
 
-/// The task that follows the driver, with the options' values. It sets `idle` to the reason why the node is idle, and
-/// follows the operator's order to release the driver.
+/// The task that follows the driver. It sets `idle` to the reason why the node is idle, and follows the operator's
+/// order to release the driver.
 pub(super) fn driver_of(
     nvml: &NvmlArgs,
     host: &HostArgs,
@@ -74,8 +74,7 @@ pub(super) fn gate(settings: &Settings, program: &str) -> Option<Gate> {
 
 /// The settings for starting the NVML agent, which is this binary.
 pub(super) fn agent_of(host: &HostArgs, settings: Option<&Settings>) -> AgentCommand {
-    // The link leads to the running binary even after its file was replaced; current_exe would name a file that no
-    // longer exists.
+    // The link leads to the running binary even after its file was replaced; current_exe names the removed file.
     let program = Path::new("/proc/self/exe");
     AgentCommand {
         library: host.nvml_library.clone(),

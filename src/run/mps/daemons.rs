@@ -51,7 +51,7 @@ impl Daemons {
     }
 
     /// Sets the daemons that are to serve from now on. Those with unchanged limits go on. At the first call, GPUs that
-    /// a killed process left exclusive, and that no wanted daemon has exclusively, get their compute mode back.
+    /// a killed process left exclusive, and that no wanted daemon needs exclusive, get their compute mode back.
     pub async fn want(&mut self, wanted: BTreeMap<ResourceName, Limits>) {
         if self.wanted.is_none() {
             let left = set_back(&self.settings, |gpu| {

@@ -67,7 +67,7 @@ struct Checked {
 }
 
 impl OrdersTask {
-    /// Writes orders and reports the daemons that serve, until the channel of its snapshots, orders or right closes.
+    /// Writes orders and reports the daemons that serve, until one of its channels closes.
     async fn run(mut self) -> Result<()> {
         let (mut troubles, mut resources, mut claims) = (Reported::new(), Reported::new(), Reported::new());
         let (mut ready, mut last) = (BTreeMap::new(), DaemonClaims::default());

@@ -45,8 +45,8 @@ pub enum MigTask {
 pub struct MigOrderError {
     /// The reason in words: NVML's call and code, or why NVML was not called.
     pub why: String,
-    /// True if the instance of a Make may exist. False if the Make did not reach the driver, or the driver refused it:
-    /// any instance in its place is someone else's.
+    /// True if the instance of a Make may exist. False if the driver refused the Make or did not get it: any instance
+    /// in its place is someone else's.
     pub may_exist: bool,
 }
 

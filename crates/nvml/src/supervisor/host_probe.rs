@@ -1,8 +1,7 @@
 //! Reads the host without NVML: the PCI bus and the driver's version.
 //!
 //! The executor (`mod.rs`) calls [`HostProbe`] on a thread of its own, before each start of an agent, after each poll,
-//! and every `bus_look` on a node without GPUs: a file of a device in trouble may never answer. Other crates call the
-//! public functions.
+//! and every `bus_look` on a node without GPUs: a file of a device in trouble may never answer.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};

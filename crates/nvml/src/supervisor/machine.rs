@@ -4,8 +4,7 @@
 //! actions. One agent runs at a time. If another one is needed (the driver was replaced, the PCI bus has other GPUs, a
 //! GPU is out of reach or its events do not arrive, a quarantined GPU is to be tried), the running one is killed, and
 //! the next one starts when the killed process has ended, or after a pause. Meanwhile the node is as last seen; the new
-//! agent's first scan and first poll find what has changed. The tests beside this file check the invariants with random
-//! sequences of inputs.
+//! agent's first scan and first poll find what has changed. The tests check the invariants with random inputs.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -229,9 +228,8 @@ impl DriverMachine {
         std::mem::take(&mut self.actions)
     }
 
-    /// The moment at which this process ends because NVML lists none of the GPUs on the bus. It does not end with
-    /// --fail-on-init-error=false, once GPUs were listed, while another linkwise may hand over to it, or while no agent
-    /// answers.
+    /// The moment at which this process ends because NVML lists none of the GPUs on the bus. `None` with
+    /// --fail-on-init-error=false, once GPUs were listed, if another linkwise may hand over, or without a ready agent.
     fn lists_none_due(&self) -> Option<Duration> {
         let may_end = !self.has_listed
             && self.others == Others::None

@@ -2,7 +2,7 @@
 //! keeps the time.
 //!
 //! Called by `src/run` and `src/commands`. Each agent has a task from its start until its process has ended, and each
-//! read of the host is a task too; all of them report to one loop, which decides nothing itself.
+//! read of the host is a task too; all of them report to one loop.
 
 mod failure;
 mod host_probe;
@@ -343,7 +343,6 @@ impl Executor {
                 self.order = Some((id, answer));
                 self.request(id, ToAgent::Mig(order));
             }
-            // The caller may have gone.
             None => drop(answer.send(Err(MigOrderError { why: "NVML unavailable".to_owned(), may_exist: false }))),
         }
     }

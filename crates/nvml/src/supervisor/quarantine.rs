@@ -83,7 +83,7 @@ impl Quarantine {
         }
     }
 
-    /// The UUID of the GPU at a place, if NVML named it before the GPU ended an agent.
+    /// The UUID of the GPU at a place, if it is known.
     pub fn uuid(&self, place: Place) -> Option<&GpuUuid> {
         self.gpus.get(&place)?.uuid.as_ref()
     }

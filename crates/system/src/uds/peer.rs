@@ -18,8 +18,7 @@ impl Callers {
         Self { only: Some(uid) }
     }
 
-    /// Returns true if a process of user `own` serves a caller of user `uid`. It serves root and its own user, or only
-    /// the user of `Callers::only`.
+    /// Returns true if a process of user `own` serves user `uid`: root and its own user, or the one user of `only`.
     pub fn admits(self, uid: u32, own: u32) -> bool {
         self.only.map_or(uid == ROOT || uid == own, |only| uid == only)
     }
