@@ -41,7 +41,8 @@ pub struct DriverMetrics {
 impl DriverMetrics {
     /// Makes and registers the metrics.
     pub fn register(to: &mut Registry) -> Self {
-        let starts = "Starts of the process that speaks to NVML; more than one after it died or was replaced, or after a release";
+        let starts = "Starts of the process that speaks to NVML; more than one after it died or was replaced, or after \
+                      a release";
         let released = "1 while an operator has released the driver";
         let stuck = "Processes that spoke to NVML, were killed and have not ended";
         let away = "1 while NVML has not answered for longer than the grace period";
