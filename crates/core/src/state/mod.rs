@@ -1,7 +1,7 @@
 //! The state of this node: `apply(state, event, now) -> (state, effects)`.
 //!
-//! Pure: no I/O, no clock (`now` is an argument), no tasks, no logging. The node's loop is the one writer: only it
-//! calls [`NodeState::apply`], and all others read whole snapshots. The state has three parts, from the inside out:
+//! Pure: no I/O, no clock (`now` is an argument), no tasks, no logging. In `run` the node's loop is the one writer:
+//! only it calls [`NodeState::apply`], and all others read whole snapshots. The state has three parts, innermost first:
 //!
 //! - [`Hardware`]: the graph, facts and health of GPUs and MIG devices, keyed by UUID.
 //! - [`Ledger`]: the hardware that is held, and the door through which it is held.

@@ -41,8 +41,8 @@ impl Mps {
         self.waiting.get(resource).copied().filter(|_| device.slot.is_some())
     }
 
-    /// Removes from `made` the new slots of resources whose daemon is not ready. Slots that are on the list already
-    /// stay there, unhealthy, because pods may hold them.
+    /// Reads the shares of `made`, and removes from it the new slots of resources whose daemon is not ready. Slots that
+    /// are on the list already stay there, unhealthy, because pods may hold them.
     pub(super) fn hold_back(
         &mut self,
         by_mps: bool,
@@ -134,8 +134,8 @@ impl MpsShare {
         (!left.is_empty()).then_some(Self { replicas: self.replicas, gpus: left, whole_node })
     }
 
-    /// Returns true if a daemon that is ready for this share is ready for the other too. A GPU that is gone makes no
-    /// difference.
+    /// Returns true if a daemon that is ready for this share is ready for the other too. A GPU that the other lacks
+    /// makes no difference.
     pub(super) fn covers(&self, other: &Self) -> bool {
         let has = |gpu: &MpsGpu| self.gpus.iter().any(|own| own.uuid == gpu.uuid && own.memory_mib == gpu.memory_mib);
         self.replicas == other.replicas && other.gpus.iter().all(has)

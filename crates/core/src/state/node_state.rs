@@ -87,7 +87,7 @@ impl NodeState {
         self
     }
 
-    /// Sets the first hold time, which is 60 s by default. The longest hold time is sixty times the first.
+    /// Sets the first hold time, by default 60 s; the longest is sixty times the first.
     #[must_use]
     pub fn with_hold(mut self, hold: Duration) -> Self {
         Arc::make_mut(&mut self.hardware).hold = Some(hold);
@@ -111,8 +111,8 @@ impl NodeState {
         self
     }
 
-    /// Makes the state wait for no list of holders, because there is no PodResources socket. DRA then gets its GPUs at
-    /// once, and only the claims that our DRA plugin has prepared are known.
+    /// Makes DRA wait for no list of holders, because there is no PodResources socket: it gets its GPUs at once. Only
+    /// the claims that our DRA plugin has prepared are known then.
     #[must_use]
     pub fn without_lists(mut self) -> Self {
         Arc::make_mut(&mut self.ledger).has_no_lists = true;
@@ -284,7 +284,7 @@ impl NodeState {
         }
     }
 
-    /// Finds the devices that Allocate names, in the order of their PCI addresses.
+    /// Finds the devices that Allocate names, in the order of PCI address, MIG index and slot.
     ///
     /// # Errors
     ///

@@ -223,8 +223,8 @@ impl Offers {
                 .any(|reason| matches!(reason, UnhealthyReason::HeldElsewhere { .. } | UnhealthyReason::Claimed { .. }))
     }
 
-    /// Sets the plan that the operator wants; [`Self::make`] carries it out. Before the first scan it takes effect at
-    /// once, because no hardware is known yet that could rule it out.
+    /// Sets the plan that the operator wants; [`Self::make`] carries it out. While no GPU is known, it takes
+    /// effect at once, because nothing can rule it out yet.
     pub(super) fn set_plan(&mut self, plan: ResourcePlan, hardware: &Hardware) {
         self.wanted = Arc::new(plan);
         if hardware.topology().gpus().is_empty() {
@@ -322,8 +322,8 @@ impl Offers {
         let mut dropped = false;
         for (name, resource) in &mut self.resources {
             resource.orphans.retain(|id, orphan| {
-                // The kubelet that answers next may be a new one, which knows fewer pods at first: the count starts
-                // again.
+                // If the kubelet cannot be asked, the count starts again: the next answer may be that of a new kubelet,
+                // which knows fewer pods at first.
                 let unheld = ledger.is_known() && !ledger.holdings().has(&(name.clone(), id.clone()));
                 let leaves = unheld && orphan.unheld_once;
                 orphan.unheld_once = unheld;

@@ -120,7 +120,7 @@ impl Pattern {
         found.is_some()
     }
 
-    /// Returns true only if it matches everything that another pattern matches. May return false even then.
+    /// Returns true only if it matches everything that another pattern matches. False proves nothing.
     pub fn covers(&self, other: &Self) -> bool {
         self.matches(&other.0.replace('*', "\0"))
     }

@@ -1,4 +1,4 @@
-//! [`HealthPoll`]: the driver's answers about one GPU's health in one round of cheap calls: raw facts, no judgement.
+//! [`HealthPoll`]: the answers of driver and kernel about one GPU's health in one round of cheap calls: raw facts.
 //!
 //! The NVML adapter makes these values at each poll; `health` decides what each means. Unknown, unsupported and
 //! unanswered facts stay `None`: a missing answer is not a failure.

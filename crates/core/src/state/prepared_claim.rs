@@ -115,7 +115,7 @@ pub struct PreparedDevice {
     pub pool: String,
     /// Its name in the pool. All GPUs of a set have the set's name ([`crate::topology::is_set`]).
     pub device: String,
-    /// The ID of its share, if several claims have the device.
+    /// The ID of its share, if several claims may have the device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub share_id: Option<String>,
     /// The part that the share takes.

@@ -85,7 +85,7 @@ pub enum PlanProblem {
         gpus = list(.1)
     )]
     DraNotByMps(ResourceName, Vec<PciAddress>),
-    /// A new plan has problems that the plan in effect does not have.
+    /// A new plan has a resource that the node cannot offer.
     #[error("this node cannot offer what the new configuration asks for; the previous plan stays until it can")]
     OldPlanStays,
 }

@@ -23,7 +23,7 @@ pub enum UnhealthyReason {
     /// The driver reported an uncorrectable (double-bit) ECC error.
     #[error("double-bit ECC error")]
     DoubleBitEcc,
-    /// The driver counts uncorrectable ECC errors, on a GPU that can neither contain nor remap them.
+    /// A driver without recovery actions counts uncorrectable ECC errors on a GPU that cannot remap rows.
     #[error("{count} uncorrectable ECC errors since the driver was loaded")]
     UncorrectableEcc {
         /// The number of errors.
@@ -110,7 +110,7 @@ pub enum UnhealthyReason {
     /// DRA waits for two lists of holders from the kubelet before it offers the GPU.
     #[error("the kubelet has not yet listed the holders of GPUs twice")]
     HoldersUnknown,
-    /// The hardware is there, but no longer offered as this resource.
+    /// The hardware is there, but no longer offered as this resource, or with its present sharing.
     #[error("it is no longer offered as this resource")]
     Withdrawn,
     /// The device is shared by MPS, and no control daemon enforces the limits of its clients.

@@ -45,7 +45,7 @@ fn differs(now: &Option<String>, then: &Option<String>) -> bool {
 pub struct HealthRecord {
     /// The version of the format; 0 in a record that was never written.
     pub version: u32,
-    /// The boot and the load of the driver in which the record was written.
+    /// The node's identity when the record was written.
     pub identity: NodeIdentity,
     /// The GPUs' records.
     pub gpus: BTreeMap<GpuUuid, GpuRecord>,
@@ -54,7 +54,7 @@ pub struct HealthRecord {
     /// The GPUs that DRA offers, or that its claims hold.
     #[serde(skip_serializing_if = "BTreeSet::is_empty")]
     pub dra: BTreeSet<GpuUuid>,
-    /// The GPUs in `dra` that several claims share.
+    /// The GPUs in `dra` that several claims may share.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub dra_shares: BTreeMap<GpuUuid, GpuShares>,
     /// The best bandwidth that was free when the device plugin gave devices.

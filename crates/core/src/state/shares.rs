@@ -1,9 +1,9 @@
-//! [`Form`]: the sharing of a GPU of DRA by several claims, as the plan's rows for sharing want it.
+//! [`Form`]: the sharing of a GPU of DRA by several claims, in effect and as the plan's rows for sharing want it.
 //!
 //! [`super::doors`] keeps the form of each GPU of DRA. A GPU keeps its form while claims have it, because the scheduler
-//! counts a device for one claim and a device for several claims in incompatible ways. When the plan changes, the GPU
-//! takes no new claim. It gets its new form when no claim is prepared or listed on it. A claim that was allocated for
-//! the old form and comes later is refused when it is prepared, if it would share a GPU that is no longer shared.
+//! counts a device for one claim and a device for several claims in incompatible ways. If the plan wants another form,
+//! the GPU takes no new claim. It gets the new form when no claim is prepared or listed on it. A claim that was
+//! allocated for the old form is refused when it is prepared, if it would share a GPU that is no longer shared.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -80,7 +80,7 @@ pub fn wanted(topology: &NodeTopology, plan: &ResourcePlan) -> (BTreeMap<GpuUuid
     (shared, problems)
 }
 
-/// Returns true if MIG devices of a GPU belong to a resource.
+/// Returns true if a resource has MIG devices of a GPU, or the GPU if the MIG strategy is none.
 fn has_mig(topology: &NodeTopology, plan: &ResourcePlan, gpu: &Gpu, resource: &ResourceName) -> bool {
     if plan.mig_strategy == MigStrategy::None {
         return plan.name_of_gpu(gpu) == *resource;

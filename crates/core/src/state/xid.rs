@@ -57,7 +57,7 @@ impl XidClass {
         }
     }
 
-    /// Returns true if it takes the GPU out of service, unless the driver's recovery action says otherwise.
+    /// Returns true if it takes the GPU out of service: `RecoveryAction` only if the driver reports no such actions.
     pub fn fails(self) -> bool {
         matches!(self, Self::ResetGpu | Self::RebootNode | Self::RecoveryAction)
     }
@@ -93,8 +93,8 @@ impl Default for XidSet {
 }
 
 impl XidSet {
-    /// Reads a list as k8s-device-plugin 0.17 does (internal/rm/health.go): numbers between commas; the item
-    /// `all` or `xids`, in any case, means all XIDs, and so does 0. Returns the set and the skipped items.
+    /// Reads a list as k8s-device-plugin 0.17 does (internal/rm/health.go): numbers between commas; the item `all` or
+    /// `xids`, in upper or lower case, means all XIDs, and so does 0. Returns the set and the skipped items.
     pub fn parse(text: &str) -> (Self, Vec<String>) {
         let (mut codes, mut skipped) = (BTreeSet::new(), Vec::new());
         for item in text.to_lowercase().split(',').map(str::trim).filter(|item| !item.is_empty()) {
