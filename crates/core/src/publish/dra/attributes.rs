@@ -47,7 +47,7 @@ impl Draft<'_> {
         self.put_valid(name, value, |text| (text.len() <= MAX_TEXT).then(|| Attribute::String(text.to_owned())));
     }
 
-    /// Adds a version as NVML or the driver writes it, or reports that it is not a version of three numbers.
+    /// Adds a version as NVML or the driver writes it, or reports that it is not a version of at most three numbers.
     fn version(&mut self, name: &str, value: Option<impl ToString>) {
         self.put_valid(name, value, |text| version(text).map(Attribute::Version));
     }

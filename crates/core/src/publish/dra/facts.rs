@@ -33,7 +33,7 @@ pub struct DraFacts<'a> {
 /// A GPU or MIG device that is offered through DRA.
 #[derive(Clone, Debug)]
 pub struct DraDevice<'a> {
-    /// Its name; `None` if another device has this name already.
+    /// Its name; `None` if another device has this name already, and in [`DraFacts::mig_gpus`].
     pub name: Option<String>,
     /// The GPU.
     pub gpu: &'a Gpu,
@@ -43,7 +43,7 @@ pub struct DraDevice<'a> {
     pub mig: Option<&'a MigDevice>,
     /// Its sharing among claims, now and in the plan.
     pub sharing: GpuSharing,
-    /// The reasons why it must not be allocated, in the order in which they began.
+    /// The reasons why it must not be allocated, those of its health first.
     pub reasons: Vec<UnhealthyReason>,
 }
 
@@ -173,7 +173,7 @@ pub struct ServerVersion {
 const TAINTS_AND_COUNTERS: ServerVersion = ServerVersion { major: 1, minor: 36, patch: 0 };
 
 impl ServerVersion {
-    /// Reads the `gitVersion` of `/version`: `v1.36.2`, `v1.36.2-eks-1a2b`, `v1.37.0-rc.1`. `None` for anything else.
+    /// Reads `gitVersion` of `/version`: `v1.36.2`, `v1.36.2-eks-1a2b`, `v1.37.0-rc.1`; `None` without three numbers.
     pub fn parse(text: &str) -> Option<Self> {
         let release = text.strip_prefix('v').unwrap_or(text).split(['-', '+']).next()?;
         let mut numbers = release.split('.').map(|number| number.parse().ok());

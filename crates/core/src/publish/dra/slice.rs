@@ -75,8 +75,8 @@ impl Pool {
     /// There is at least one slice for devices, because an empty slice shows that the driver works. If the devices fit
     /// into one slice, there is no second one for devices, because Kubernetes up to 1.35 reads slices in any order.
     ///
-    /// If they do not fit, each slice has [`MAX_DEVICES_WITH_TAINTS`] devices even without taints, so that a taint
-    /// moves no device to another slice.
+    /// If they do not fit, each slice has at most [`MAX_DEVICES_WITH_TAINTS`] devices even without taints, so that
+    /// a taint moves no device to another slice.
     pub fn slices(&self, generation: u64) -> Vec<SliceSpec> {
         let is_limited = |device: &SliceDevice| !device.taints.is_empty() || !device.consumes_counters.is_empty();
         let fits_one = self.devices.len() <= MAX_DEVICES && !self.devices.iter().any(is_limited);
@@ -170,7 +170,7 @@ pub struct ValidRange {
     pub step: String,
 }
 
-/// Counters of a pool, such as one for each GPU (`CounterSet`).
+/// A set of a pool's counters, such as those of one GPU (`CounterSet`).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct CounterSet {
     /// The name, a DNS label.

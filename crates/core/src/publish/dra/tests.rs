@@ -55,7 +55,7 @@ fn text(device: &SliceDevice, key: &str) -> Option<String> {
 }
 
 #[test]
-fn unknown_facts_have_no_attribute() {
+fn unknown_facts_but_addressing_mode_are_left_out() {
     let observed = node("{\"index\": 0, \"uuid\": \"GPU-0\", \"pci\": \"10000:01:00.0\"}");
     let (devices, problems) = published(&observed, &all_through_dra());
     assert_eq!((devices.len(), problems.len(), devices[0].name.as_str()), (1, 0, "gpu-pci-10000-01-00-0"));
@@ -171,12 +171,12 @@ fn sick_shared_gpu_is_left_out_without_taints() {
     let mut facts = DraFacts::of_state(&state, &layout, DraSettings::default());
     facts.settings.taints_survive = false;
     facts.held.insert("gpu-0".to_owned());
-    let sick = |device: &&mut DraDevice<'_>| device.name.as_deref() == Some("gpu-0");
+    let is_gpu_0 = |device: &&mut DraDevice<'_>| device.name.as_deref() == Some("gpu-0");
     let is_published = |facts: &DraFacts<'_>| devices(facts).0.iter().any(|device| device.name == "gpu-0");
-    facts.devices.iter_mut().find(sick).unwrap().reasons = Vec::from([UnhealthyReason::DoubleBitEcc]);
+    facts.devices.iter_mut().find(is_gpu_0).unwrap().reasons = Vec::from([UnhealthyReason::DoubleBitEcc]);
     assert!(is_published(&facts), "its claim has the whole GPU");
     let four = Some(GpuShares { shares: 4, one_each: false });
-    facts.devices.iter_mut().find(sick).unwrap().sharing = GpuSharing { now: four, next: four };
+    facts.devices.iter_mut().find(is_gpu_0).unwrap().sharing = GpuSharing { now: four, next: four };
     assert!(!is_published(&facts), "other claims could get the free shares");
     facts.settings.taints_survive = true;
     assert!(is_published(&facts), "a taint keeps other claims away");
