@@ -1,7 +1,7 @@
 //! The places of all parts of a picture: packages side by side, their PCI trees inside, NVLinks below. Integers only.
 //!
 //! Host bridges and switches are bars above their devices; GPUs and NICs stand in one row at the bottom. A wide machine
-//! has two rows of packages; with NVSwitches, the lower row is upside down, so that the GPUs of both rows face them.
+//! may have two rows of packages; with NVSwitches, the lower is upside down, so that the GPUs of both rows face them.
 //!
 //! An NVLink goes down from a GPU, along a track, up to the other GPU. Links inside a package stay inside of it, those
 //! between packages run below; NVSwitch planes are bars below the upper row and its links.
@@ -20,7 +20,7 @@ const GAP: i64 = 12;
 const BAR_HEIGHT: i64 = 22;
 /// The distance from a bar to the next, or to the row of GPUs.
 const LEVEL_HEIGHT: i64 = BAR_HEIGHT + 16;
-/// The space between two rows of packages: a plane's bar, and counts on both sides.
+/// The space between two rows of packages that face a plane: its bar, and counts on both sides.
 const ROW_GAP: i64 = 122;
 /// The widest text for which the box of a GPU or NIC grows.
 const MAX_CARD_TEXT: i64 = 170;
@@ -388,8 +388,8 @@ impl<'a> Routes<'a> {
         Self { routes, ports, inner, crossing }
     }
 
-    /// Draws all routes, which begin at `from`, the bottom of the GPUs. Tracks inside packages are at `inner` and
-    /// further down, the others at `below` and further down. Returns the bottom of the drawing.
+    /// Draws all planes and routes; routes begin at `from`, the bottom of the GPUs. Tracks inside packages are at
+    /// `inner` and further down, the others at `below` and further down. Returns the bottom of the drawing.
     fn draw(&self, picture: &Picture, layout: &mut Layout, from: i64, inner: i64, below: i64) -> i64 {
         let below = if self.crossing > 0 { below + 8 } else { below };
         let track = |route: &Route<'_>| {

@@ -1,7 +1,7 @@
 //! The machine as a nested list: packages, NUMA nodes, host bridges, switches, GPUs, NICs.
 //!
 //! This is the one walk over the observed host; the tree and the pictures draw its result. Every GPU of the topology is
-//! in it exactly once, even if the host's PCI tree does not show it. The walk judges nothing and draws nothing.
+//! in the list exactly once, even if the host's PCI tree does not show it. The walk judges and draws nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,7 +17,7 @@ const MAX_DEPTH: usize = 32;
 pub struct Part<'a> {
     /// The kind of the part.
     pub kind: PartKind<'a>,
-    /// Its PCI address, if it has one.
+    /// Its address in the host's PCI tree, if any.
     pub pci: Option<PciAddress>,
     /// The parts in it or below it.
     pub below: Vec<Self>,

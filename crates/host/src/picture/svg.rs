@@ -33,8 +33,8 @@ pub fn svg(picture: &Picture) -> String {
 }
 
 /// The picture as an element of an HTML page; assistive technology sees one image with this name. A GPU's group has the
-/// class `gpu`, the text and holder of its [`super::Mark`], and its index as `data-gpu`; a page styles the classes of
-/// the module `style`.
+/// class `gpu`, the text and holder of its [`super::Mark`], and its place in the topology as `data-gpu`; a page styles
+/// the classes of the module `style`.
 pub fn element(picture: &Picture, name: &str) -> String {
     let layout = Layout::new(picture);
     let name: String = name.chars().map(harmless).collect();
