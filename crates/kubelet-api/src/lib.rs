@@ -1,7 +1,7 @@
-//! The generated wire types of the kubelet's APIs.
+//! The wire types of the kubelet's APIs, generated from `proto/` by the build script.
 //!
-//! Generated from `proto/` by the build script. `crates/kubelet` uses them on the plugin's side, the kubelet in the box
-//! (`lab/kubelet-box`) on the kubelet's side.
+//! `crates/kubelet` uses them on the plugin's side, the kubelet in the box
+//! (`lab/kubelet-box`) on the kubelet's side, tests and benches on both.
 
 /// Device plugin API v1beta1 (`proto/deviceplugin/v1beta1/api.proto`).
 #[allow(clippy::all, clippy::pedantic, clippy::restriction, missing_docs, reason = "generated")]

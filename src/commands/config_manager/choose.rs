@@ -1,5 +1,5 @@
-//! Chooses a node's configuration by the node's label, the existing names and the defaults, and links it in the folder
-//! of configurations.
+//! Chooses a node's configuration by the node's label, the default or a fallback, and makes the destination a link to
+//! it.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

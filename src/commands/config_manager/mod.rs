@@ -171,7 +171,7 @@ impl Manager {
         Ok(())
     }
 
-    /// Selects the configuration of these labels, and signals its reader if the configuration changed.
+    /// Selects the configuration of these labels, and signals its reader if the link changed.
     fn select(&mut self, labels: &NodeLabels) -> Result<()> {
         let settings = &self.settings;
         let NodeLabels::Of(labels) = labels else { bail!("the cluster has no node {}", settings.node) };

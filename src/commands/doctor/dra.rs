@@ -141,7 +141,7 @@ fn folders(found: &mut Findings, node: &Node, settings: &Settings) {
 /// Reports which devices pods with the extended resource of the driver's DeviceClass get here.
 ///
 /// The scheduler uses the device plugin on every node where the kubelet counts a device of the plugin, and a kubelet
-/// counts a device plugin for some minutes after its end.
+/// counts such devices for some minutes after the plugin's end.
 fn extended_resource(
     found: &mut Findings,
     facts: Result<Option<ExtendedResourceFound>, String>,

@@ -30,7 +30,7 @@ pub(super) enum Nvml {
         /// The first poll of each GPU, if there was one.
         polls: BTreeMap<GpuUuid, HealthPoll>,
     },
-    /// NVML is unavailable: the failed call, or `dlopen`, with its error, and the kind of fault.
+    /// NVML is unavailable: the failed call, `dlopen` or agent's start, with its error, and the kind of fault.
     Fails(String, Fault),
     /// The agent ended without an answer, for this reason; with the remedy.
     Ends(String, &'static str),
@@ -114,8 +114,8 @@ pub(super) fn check(found: &mut Findings, nvml: &Nvml, bus: Option<&BusGpus>, mo
             Some("right if all GPUs are passed through to virtual machines; otherwise bind them to nvidia"),
         ),
         Nvml::Fails(why, fault) => found.failed(format!("NVML unavailable: {why}"), advice(*fault, module)),
-        // This is a failure also on a node whose bus shows no GPU: a library that exists and fails does not prove that
-        // there is no GPU.
+        // This is a failure even if the bus shows no GPU: a library that exists and fails does not prove that there is
+        // no GPU.
         Nvml::Ends(why, remedy) => found.failed(format!("NVML unavailable: {why}"), remedy),
         Nvml::Hangs(limit) => found.failed(
             format!("NVML does not answer within {limit:?}"),

@@ -1,8 +1,8 @@
-//! Checks the GPUs one by one: NVML's failed calls, and the reasons for which a GPU is unhealthy, from the linkwise
-//! that runs here or from the health record of an earlier one.
+//! Checks the GPUs one by one: NVML's failed calls, and the reasons for which a GPU is unhealthy, from a poll, and from
+//! the linkwise that runs here or the health record of an earlier one.
 //!
-//! This module does not decide if a GPU is healthy. The core's `state` does so by the same rules as in `run`, and if a
-//! linkwise runs here, its decisions count.
+//! This module does not decide if a GPU is healthy: the core's `state` does, and if a linkwise runs here, its decisions
+//! count.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -22,7 +22,7 @@ use linkwise_nvml::{COUNT, CallError, CallFailure, Fault, REGISTER};
 /// A reason for which a GPU is unhealthy.
 pub(super) struct Reason {
     view: ReasonView,
-    /// True if NVML reports it now, but the running linkwise has no reason against the GPU.
+    /// True if NVML reports it now, but the running linkwise counts the GPU as healthy.
     is_cleared: bool,
 }
 
