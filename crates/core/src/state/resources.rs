@@ -198,7 +198,7 @@ fn offered_as(sharing: &Sharing, resource: &SharedResource) -> Result<ResourceNa
 }
 
 /// Divides the devices of a resource into shared and unshared ones. A device that the plan names and the node does not
-/// have is a problem; the others are shared. `is_elsewhere` is true for a selector of a device that is not in `all`, but
+/// have is a problem; the others are shared. `is_elsewhere` is true for a selector of a device that is not in `all` but
 /// may be named.
 pub(super) fn split_shared<T: Clone>(
     resource: &SharedResource,

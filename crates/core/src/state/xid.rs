@@ -19,8 +19,8 @@ pub enum XidClass {
     ResetGpu,
     /// The GPU is at fault and the node has to be rebooted.
     RebootNode,
-    /// The driver's recovery action, polled after each XID, decides whether the GPU is at fault. If the driver reports
-    /// none, the GPU is at fault and has to be reset.
+    /// The driver's recovery action, polled after each XID, decides whether the GPU is at fault. If the driver has no
+    /// recovery actions, the GPU is at fault and has to be reset.
     RecoveryAction,
     /// Nothing is at fault; the XID informs.
     Ignore,
@@ -57,7 +57,7 @@ impl XidClass {
         }
     }
 
-    /// Returns true if it takes the GPU out of service: `RecoveryAction` only if the driver reports no such actions.
+    /// Returns true if it takes the GPU out of service: `RecoveryAction` only if the driver has no such actions.
     pub fn fails(self) -> bool {
         matches!(self, Self::ResetGpu | Self::RebootNode | Self::RecoveryAction)
     }

@@ -11,7 +11,7 @@ use super::families::{Family, states};
 use super::layout::GpuLayout;
 use crate::allocation::{AllocationTables, GpuSet, subsets};
 
-/// The attribute for claims of more GPUs than any group has.
+/// The attribute of NVLink domains, the only one for claims of more than 8 GPUs.
 pub const NVLINK_DOMAIN: &str = "nvlinkDomain";
 
 /// The most sets of an attribute's groups whose collectives are computed.
