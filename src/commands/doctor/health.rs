@@ -58,7 +58,7 @@ fn add_lacks(found: &mut Findings, lacks: &[ShortfallView], now: Timestamp) {
     }
 }
 
-/// The GPUs' history, from the running linkwise or from the record of an earlier one.
+/// The GPUs' history, from the running linkwise or the record of an earlier one.
 #[derive(Debug, Default)]
 pub(super) struct History {
     running: Option<NodeView>,

@@ -31,7 +31,7 @@ pub(super) struct Mps {
     pub(super) shares: BTreeMap<ResourceName, MpsShare>,
     /// The daemons that are ready, each with its share.
     pub(super) ready: BTreeMap<ResourceName, MpsShare>,
-    /// The resources whose daemon is not ready, each with the time at which the wait began.
+    /// The resources whose daemon is not ready, each with the beginning of the wait.
     waiting: BTreeMap<ResourceName, Timestamp>,
 }
 

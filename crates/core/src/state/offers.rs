@@ -322,8 +322,8 @@ impl Offers {
         let mut dropped = false;
         for (name, resource) in &mut self.resources {
             resource.orphans.retain(|id, orphan| {
-                // If the kubelet cannot be asked, the count starts again: the next answer may be that of a new kubelet,
-                // which knows fewer pods at first.
+                // If the kubelet cannot be asked, the count starts again: a kubelet that has just started knows fewer
+                // pods.
                 let unheld = ledger.is_known() && !ledger.holdings().has(&(name.clone(), id.clone()));
                 let leaves = unheld && orphan.unheld_once;
                 orphan.unheld_once = unheld;

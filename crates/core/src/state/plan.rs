@@ -15,7 +15,7 @@ use crate::quote::ParseError;
 use crate::topology::{Gpu, GpuUuid, MigDevice, MigProfile, PciAddress};
 
 /// The most slots of one resource. The kubelet accepts a list of at most 4 MiB (gRPC's default), and a device on it
-/// takes 63 bytes of id and some dozens of bytes of health and NUMA nodes.
+/// takes up to 63 bytes of id and some dozens for health and NUMA nodes.
 pub const MAX_SLOTS: u32 = 1 << 14;
 
 /// The resources to make of the GPUs. The default offers every GPU that computes, whole, as `nvidia.com/gpu`.

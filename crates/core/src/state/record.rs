@@ -98,14 +98,14 @@ pub struct GpuRecord {
 pub struct KeptReason {
     /// The reason.
     pub reason: UnhealthyReason,
-    /// The time at which it began, in seconds since the Unix epoch.
+    /// Its beginning, in seconds since the Unix epoch.
     pub since: u64,
     /// True if a reset has been observed since.
     #[serde(default)]
     pub remedied: bool,
 }
 
-/// The driver's report on a GPU at the time at which an operator cleared its reasons.
+/// The driver's report on a GPU when an operator cleared its reasons.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Accepted {

@@ -49,7 +49,7 @@ pub(super) struct Form {
 }
 
 /// The GPUs that a plan shares through DRA, and the parts of its rows that DRA cannot offer. DRA shares only whole
-/// GPUs, by time slices. A GPU that is not shared goes to one claim.
+/// GPUs, by time slices.
 pub fn wanted(topology: &NodeTopology, plan: &ResourcePlan) -> (BTreeMap<GpuUuid, GpuShares>, Vec<PlanProblem>) {
     let (mut shared, mut problems) = (BTreeMap::new(), Vec::new());
     let Some(sharing) = &plan.sharing else { return (shared, problems) };

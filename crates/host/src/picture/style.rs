@@ -2,7 +2,7 @@
 //! measures them and shortens them.
 //!
 //! Texts are measured without a font, so that the same machine gives the same picture everywhere: the widths are those
-//! of wide fonts (DejaVu), rounded up, and the font of a viewer is no wider.
+//! of wide fonts (DejaVu), rounded up, and a viewer's font is no wider.
 
 use super::Holder;
 

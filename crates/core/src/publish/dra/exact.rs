@@ -38,7 +38,7 @@ pub struct ExactClaim {
     pub sets: usize,
     /// The least collective that such a claim gets, MB/s; `None` where it is unknown.
     pub promised: Option<u64>,
-    /// The number of states of the node with enough free GPUs, among the states that are compared.
+    /// The number of compared states of the node with enough free GPUs.
     pub states: u64,
     /// The number of those states in which the claim waits.
     pub waits: u64,
