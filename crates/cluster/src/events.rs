@@ -112,7 +112,7 @@ impl EventWriter {
         after.iter().chain(listed).find(|event| !self.done.contains(&pod(event)))
     }
 
-    /// Writes an event. Returns false if it exists already, or its pod cannot be named.
+    /// Writes an event. Returns false if it exists already, or if [`Self::uid`] returns `None`.
     async fn write(&mut self, event: &PodEvent) -> Result<bool, ApiError> {
         let Some(uid) = self.uid(event).await? else { return Ok(false) };
         let object = typed(object(event, &uid, &self.node))?;
@@ -128,7 +128,8 @@ impl EventWriter {
         }
     }
 
-    /// The UID of the event's pod, by which `kubectl describe` finds its events; `None` if nothing names it.
+    /// The UID of the event's pod, by which `kubectl describe` finds its events; `None` if it is unknown or a name is
+    /// invalid.
     async fn uid(&mut self, event: &PodEvent) -> Result<Option<String>, ApiError> {
         let uid = match (&event.uid, event.claim.as_deref().and_then(|claim| claim.split_once('/'))) {
             (Some(uid), _) => Some(uid.clone()),
@@ -140,8 +141,8 @@ impl EventWriter {
         Ok(uid.filter(is_valid))
     }
 
-    /// The UID of a pod, from the pods for which a claim is reserved. `None` if the pod is not among them, or without
-    /// the right to read claims, which linkwise needs for DRA only.
+    /// The UID of a pod, from the pods for which a claim is reserved. `None` if the pod is not among them, if the claim
+    /// does not exist, or without the right to read claims, which linkwise needs for DRA only.
     async fn uid_by_claim(&mut self, namespace: &str, name: &str, pod: &str) -> Result<Option<String>, ApiError> {
         if [namespace, name].into_iter().any(|name| check_name(name).is_err()) {
             return Ok(None);

@@ -85,7 +85,7 @@ impl<F: Followed> Follower<F> {
         }
     }
 
-    /// Lists the objects and follows them until an error. Returns the pause before the next list.
+    /// Lists the objects and follows them until a watch fails or ends too soon. Returns the pause before the next list.
     async fn list_and_watch(&mut self) -> Duration {
         let mut version = match self.followed.list(&mut self.server).await {
             Ok(version) => version,
@@ -105,7 +105,7 @@ impl<F: Followed> Follower<F> {
         }
     }
 
-    /// Follows the objects from a version until the server ends the watch. Returns the last version.
+    /// Follows the objects from a version until the watch ends or is silent for too long. Returns the last version.
     async fn watch(&mut self, mut version: String) -> Result<String, ApiError> {
         let duration = shortened(self.server.pace().watch);
         // The API takes seconds.

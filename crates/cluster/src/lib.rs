@@ -3,7 +3,7 @@
 //!
 //! One adapter, `server`, makes every request; each kind of object has one writer. No Allocate waits for the API
 //! server: slices and events are written in the background. A claim is read when it is prepared. A writer's request
-//! that fails is counted, logged once, and repeated after a pause; written objects stay.
+//! that fails is counted, logged once, and repeated after a pause; a writer that ends leaves its objects.
 
 mod claims;
 pub mod doctor;

@@ -57,7 +57,7 @@ pub struct NodeFeatureWriter {
     settings: NodeFeatureSettings,
     /// Our DaemonSet; the outer `None` means that it was not looked up yet.
     owner: Option<Option<OwnerReference>>,
-    /// The labels of the last successful [`Kept::write`].
+    /// The labels that this writer last wrote, or last found to be current.
     written: Option<Arc<Labels>>,
     /// Set if the server forbids patches or deletions: then objects are created and updated, as NVIDIA's role allows.
     uses_update: bool,

@@ -1,10 +1,9 @@
 //! [`SliceWriter`]: the ResourceSlices by which the scheduler finds this node's GPUs.
 //!
-//! The only writer of slices. It follows a channel with the wanted pool and the stored slices, and makes the slices
-//! equal to the pool. It writes at once after a change, but at most one request a second on average: `k` slices
-//! are `k` requests, and `k` seconds of rest after them. A kubelet that starts deletes all slices of its node; the
-//! writer creates them again. The writer leaves the slices when it ends: the kubelet deletes those of a driver that has
-//! been away for 30 s.
+//! The only writer of slices. It follows the wanted pool and the stored slices, and makes the slices equal to the pool.
+//! It writes at once after a change, but at most one request a second on average: `k` slices are `k` requests, and `k`
+//! seconds of rest after them. A kubelet that starts deletes all slices of its node; the writer creates them again. The
+//! writer leaves the slices when it ends: the kubelet deletes those of a driver that has been away for 30 s.
 //!
 //! Nothing is written while the kubelet has not registered the DRA plugin: slices that the kubelet deleted because the
 //! plugin is away stay deleted, so that a node which cannot prepare claims attracts no pods. Slices that exist stay as
@@ -189,7 +188,7 @@ impl SliceWriter {
             self.pause(pool).await;
         }
         tokio::time::sleep_until(self.next_write).await;
-        // A missing slice was deleted by the node's kubelet, or with the Node, which then has another UID.
+        // A missing slice may have been deleted with the Node, which then has another UID.
         if self.had_slices && planned.writes.iter().any(|write| matches!(write, Write::Create(_))) {
             self.owner = Some(self.node_uid().await?);
         }
@@ -307,8 +306,8 @@ impl SliceWriter {
         }
     }
 
-    /// Reads the server's release: at the start, before anything is written, and after each list of the slices. The
-    /// release is `None` if the server does not report it.
+    /// Reads the server's release after each list of the slices, the first time before anything is written. The release
+    /// is `None` if the server does not report it.
     async fn read_version(&mut self) -> Result<(), ApiError> {
         let lists = self.stored.borrow().lists;
         let is_read = self.version_read == Some(lists);
@@ -351,8 +350,8 @@ impl SliceWriter {
         }
     }
 
-    /// Returns false if the server dropped a taint, or has a release that drops taints. By dropped taints
-    /// alone, unhealthy GPUs would be offered after each start, until the first answer that lacks taints.
+    /// Returns false if the server dropped a taint, or has a release that drops taints. Without the
+    /// release, unhealthy GPUs would be offered after each start, until the first answer that lacks taints.
     fn keeps_taints(&self) -> bool {
         !self.known.drops_taints && self.known.version.is_none_or(ServerVersion::has_taints_and_counters)
     }
@@ -421,9 +420,9 @@ const QUIET_INTERVAL: Duration = Duration::from_secs(600);
 /// Counts what other programs did to the slices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Disturbances {
-    /// The times that slices were created or changed.
+    /// The number of times that slices were created or changed.
     pub changes: u64,
-    /// The times that slices were deleted.
+    /// The number of times that slices were deleted.
     pub deletions: u64,
 }
 
