@@ -25,7 +25,7 @@ pub fn load(name_or_path: &str) -> Result<Machine, MachineError> {
 }
 
 /// Reads a machine from the bytes of a file, whose content decides the format. Messages name `path`, the origin of the
-/// bytes; a dump, which has no name of its own, is called after the last part of `path`. Opens no file.
+/// bytes; a dump or matrix gets the name of the file in `path`, without its extension. Opens no file.
 pub fn of_bytes(path: &str, bytes: Vec<u8>) -> Result<Machine, MachineError> {
     let not_text = |error: FromUtf8Error| MachineError::NotText(path.to_owned(), error.utf8_error().valid_up_to());
     let text = String::from_utf8(bytes).map_err(not_text)?;

@@ -2,8 +2,8 @@
 //! the matrix of `nvidia-smi topo -m`.
 //!
 //! Owns the format of node files, version 1: raw facts under `observed`, their sources under `source`, facts that were
-//! filled in under `reconstructed`. Recognises a file by its content. Called by the program's commands, and by `hwloc`
-//! for this host; derives nothing, and calls neither NVML nor libhwloc nor the kubelet.
+//! filled in under `reconstructed`. Recognises a file by its content. Called by the program's commands and settings,
+//! and by `hwloc` for this host; derives nothing, and calls neither NVML nor libhwloc nor the kubelet.
 
 mod hwloc_xml;
 mod load;

@@ -20,7 +20,7 @@ use linkwise_core::topology::{
 const DOMAIN: u32 = 0xf000;
 
 /// The most NVLinks of a GPU (`NVML_NVLINK_MAX_LINKS` of NVML 12). If a row adds up to more, the links lead to
-/// NVSwitches, and each pair of GPUs has the same ones.
+/// NVSwitches, and a GPU reaches all others over the same links.
 const MAX_LINKS: u32 = 18;
 
 /// The most GPUs and NICs of a matrix, and the longest name.
@@ -28,7 +28,7 @@ const MAX_NAMES: usize = 256;
 const MAX_NAME: usize = 64;
 
 /// The longest line in bytes, and the most words of a line: as many as a row with `MAX_NAMES` names can have. A longer
-/// line is not part of a matrix.
+/// line is skipped, and further words are dropped.
 const MAX_LINE: usize = 1 << 16;
 const MAX_WORDS: usize = MAX_NAMES + 16;
 
@@ -81,7 +81,7 @@ pub(super) fn is_matrix(text: &str) -> bool {
     text.lines().take(1000).take_while(begins_no_node_file).any(|line| is_head(&words(line)))
 }
 
-/// Returns true for the head of a matrix: its first word is a GPU, and no level follows.
+/// Returns true for the head of a matrix: its first word is a GPU, and no cell follows.
 fn is_head(words: &[String]) -> bool {
     let is_next = |word: &String| gpu_index(word).is_some() || word == "CPU" || Cell::of(word).is_none();
     matches!(words, [first, second, ..] if gpu_index(first).is_some() && is_next(second) && !second.ends_with(':'))
@@ -166,7 +166,7 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Machine, TopoError> {
     Ok(machine(name, devices))
 }
 
-/// Returns true for a row: it begins with a name of the head, and a level follows.
+/// Returns true for a row: it begins with a name of the head, and a cell follows.
 fn is_row(words: &[String], head: &[String]) -> bool {
     matches!(words, [name, cell, ..] if head.contains(name) && Cell::of(cell).is_some())
 }
@@ -209,7 +209,7 @@ impl Device {
 }
 
 /// The cell of two devices, from either row. If the rows differ, the farther level or the lesser number of NVLinks
-/// counts.
+/// counts; if only one has a level, the cell in the row of `a` counts.
 fn cell_of(devices: &[Device], a: usize, b: usize) -> Option<Cell> {
     let cell = |from: usize, to: usize| devices.get(from)?.cells.get(&to).copied();
     match (cell(a, b), cell(b, a)) {
