@@ -1,4 +1,4 @@
-//! The options of an operator's commands on a node: `admin`, `top`, `doctor`, `wait`, `clear-condition`, `config`.
+//! The options of an operator's commands: `admin`, `top`, `doctor`, `wait`, `clear-condition`, `config`.
 
 use std::path::PathBuf;
 

@@ -25,9 +25,9 @@ const KUBELET_ROOT: &str = "/var/lib/kubelet";
 /// The admin socket to which the commands connect by default.
 const ADMIN_SOCKET: &str = "/run/linkwise/admin.sock";
 
-/// Inserts the missing subcommand into a command line: the one that the program's name implies, or else `run` if the
-/// first argument is a flag other than help and version. `linkwise` alone gets none, and shows its help. If the name is
-/// [`DRA_DRIVER`], also inserts the flags that the variables of NVIDIA's DRA driver imply.
+/// Gives flags two dashes, and inserts the missing subcommand: the one that the program's name implies, or else `run`
+/// if the first argument is a flag other than help and version. `linkwise` alone gets none, and shows its help. If the
+/// name is [`DRA_DRIVER`], the subcommand comes with the flags that the variables of NVIDIA's DRA driver imply.
 pub(super) fn words(
     words: impl IntoIterator<Item = OsString>,
     variable: impl Fn(&str) -> Option<String>,

@@ -78,7 +78,7 @@ impl ApiServerArgs {
         Access::of(&self.kubeconfig, (&self.api_server_host, self.api_server_port), &self.service_account_dir)
     }
 
-    /// Returns true if there are credentials for the API server. Reads a file's metadata, so it may block.
+    /// Returns true if a kubeconfig is given or the ServiceAccount has a token. Reads a file's metadata: may block.
     pub fn has_credentials(&self) -> bool {
         !self.kubeconfig.is_empty() || self.service_account_dir.join("token").exists()
     }

@@ -1,7 +1,7 @@
 //! [`FileWatch`]: follows the configuration file and returns its text whenever the text has changed.
 //!
-//! Called by `run`, which owns the task that waits here. A ConfigMap's files are links into a folder that Kubernetes
-//! replaces as a whole; so the file's folder is watched, and the texts are compared.
+//! Called by `src/run`, whose tasks wait here. A ConfigMap's files are links into a folder that Kubernetes replaces as
+//! a whole; so the file's folder is watched, and the texts are compared.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -43,7 +43,7 @@ impl FileWatch {
         self.keep_text(text)
     }
 
-    /// Waits until the file has another text than the one returned last, and returns it, or until it is unreadable.
+    /// Waits until the file has another text than the one returned last, or becomes unreadable. Returns the new text.
     pub async fn changed(&mut self) -> Result<String, ConfigError> {
         loop {
             let Some((path, folder)) = &mut self.file else { return std::future::pending().await };

@@ -1,7 +1,7 @@
 //! Keeps the GPUs' health across restarts of linkwise: one small file, written apart from admissions.
 //!
-//! Called by `node`, which owns the task, and by the doctor, for which no file is renamed or written. The core's
-//! `state` decides what is recorded, and which part of a record still counts.
+//! Called by `node`, which owns the task, by the takeover, and by the doctor, for which no file is renamed or written.
+//! The core's `state` decides what is recorded, and which part of a record still counts.
 
 use std::fs;
 use std::io;
@@ -164,8 +164,8 @@ pub struct Kept {
     pub identity: NodeIdentity,
 }
 
-/// Reads the record in `folder`, or else in [`default_folder`], where `run` keeps it. The call may block. An error
-/// names the file, and the reason why it is not used.
+/// Reads the record in `folder`, or else in [`default_folder`]. The call may block. An error names the file, and the
+/// reason why it is not used.
 pub fn kept(folder: Option<&Path>, kubelet_socket: &Path, sysfs: &Path) -> Result<Kept, (PathBuf, ReadError)> {
     let folder = folder.map(Path::to_owned).or_else(|| default_folder(kubelet_socket)).unwrap_or_default();
     let file = folder.join(FILE);

@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn order_is_503_on_standby_full_queue_and_end() {
+    async fn order_is_not_done_on_standby_full_queue_and_end() {
         let folder = tempfile::tempdir().unwrap();
         let mut node = node(folder.path()).await;
         let release = release();
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn unfinished_release_is_503_and_stands() {
+    async fn unfinished_release_is_not_done_but_stands() {
         let release = release();
         release.set_held(true);
         let answer = release_or_resume(&release, true, Duration::from_millis(1)).await;

@@ -370,7 +370,7 @@ impl World {
         }
     }
 
-    /// A GPU goes, comes back, or changes its MIG mode while no pod has it. The process applies this at once, because
+    /// A GPU goes or comes back, or one that no pod has changes its MIG mode. The process applies this at once, because
     /// otherwise pods could be given a MIG device that no longer exists, with which no container starts.
     fn change_gpu(&mut self) {
         let gpu = self.random.of(&[0, 1, 2, 3]);

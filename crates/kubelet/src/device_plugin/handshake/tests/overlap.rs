@@ -83,7 +83,7 @@ fn slow_answer_counts_after_a_second_registration() {
     assert_eq!((world.phase(), world.sockets), (Phase::Confirming, 1));
 }
 
-/// If the plugin before us never ends, the kubelet still notices our end after 5 minutes.
+/// If the plugin before us does not end, we register again after 5 minutes, so that the kubelet notices our end.
 #[test]
 fn plugin_before_us_that_lives_on_is_waited_for_5_min() {
     let mut world = registered_over_predecessor();
