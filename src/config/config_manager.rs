@@ -49,7 +49,7 @@ pub struct ConfigManagerArgs {
     /// The configuration of a node without the label
     #[arg(long, value_name = "NAME", env = "DEFAULT_CONFIG", default_value = "", hide_default_value = true)]
     pub default_config: String,
-    /// Configurations to try, in this order, on a node without the label if there is no default: named (the
+    /// Configurations to try, in the given order, on a node without the label if there is no default: named (the
     /// configuration 'default'), single (the only configuration), empty (an empty one)
     #[arg(long, value_name = "LIST", env = "FALLBACK_STRATEGIES", value_delimiter = ',')]
     pub fallback_strategies: Vec<String>,

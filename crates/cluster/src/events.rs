@@ -141,8 +141,8 @@ impl EventWriter {
         Ok(uid.filter(is_valid))
     }
 
-    /// The UID of a pod, from the pods for which a claim is reserved. `None` if the pod is not among them, if the claim
-    /// does not exist, or without the right to read claims, which linkwise needs for DRA only.
+    /// The UID of a pod, from the pods for which a claim is reserved. `None` if the claim or the pod is missing, or
+    /// without the right to read claims, which linkwise needs for DRA only.
     async fn uid_by_claim(&mut self, namespace: &str, name: &str, pod: &str) -> Result<Option<String>, ApiError> {
         if [namespace, name].into_iter().any(|name| check_name(name).is_err()) {
             return Ok(None);

@@ -204,7 +204,7 @@ fn changed(node: &DynamicObject, kind: &str, wanted: &Condition) -> Option<Vec<V
 ///
 /// # Errors
 ///
-/// See [`ApiError`]. Nodes from which the condition was removed before the error stay without it.
+/// See [`ApiError`]. Nodes that were cleared before the error stay cleared.
 pub async fn clear(mut server: ApiServer, kind: &str) -> Result<usize, ApiError> {
     let (mut cleared, mut conflicts, mut page) = (0, 0, ListParams::default().limit(PAGE));
     loop {

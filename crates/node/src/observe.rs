@@ -13,7 +13,7 @@ use linkwise_core::topology::{GpuUuid, MigUuid};
 use linkwise_core::words::few;
 use linkwise_system::metrics::new;
 
-/// Counts the failures of GPUs: each time that a GPU became unhealthy, or its first reason changed.
+/// Counts the times that a GPU or a MIG device of it became unhealthy, or changed its first reason.
 #[derive(Clone, Debug)]
 pub struct GpuFailures(Family<[(&'static str, String); 2], Counter>);
 
@@ -37,7 +37,7 @@ pub fn ids_for_log<T: ToString>(ids: &[T]) -> String {
     few(ids, MAX_NAMED_IDS)
 }
 
-/// Shows the GPUs that are held through the other door than the node's, and logs each holder once.
+/// Shows the GPUs that are or may be held through the door that is not the node's, and logs each holder once.
 pub fn held(state: &NodeState, readiness: &Readiness, reported: &mut Reported<String>) {
     let held = state.held_through_other_door();
     if held.is_empty() {

@@ -209,7 +209,7 @@ impl Device {
 }
 
 /// The cell of two devices, from either row. If the rows differ, the farther level or the lesser number of NVLinks
-/// counts; if only one has a level, the cell in the row of `a` counts.
+/// counts; if only one is a level, the row of `a` counts.
 fn cell_of(devices: &[Device], a: usize, b: usize) -> Option<Cell> {
     let cell = |from: usize, to: usize| devices.get(from)?.cells.get(&to).copied();
     match (cell(a, b), cell(b, a)) {

@@ -45,7 +45,7 @@ fn successor_that_ends_is_followed_by_a_registration() {
     assert_eq!(world.sockets, 2);
 }
 
-/// If the kubelet did not forget the name, the end of the other plugin costs one session.
+/// If the kubelet did not forget the resource's name, the end of the other plugin costs one session.
 #[test]
 fn failed_detachment_costs_one_session() {
     let mut world = registered_over_predecessor();
@@ -83,7 +83,7 @@ fn slow_answer_counts_after_a_second_registration() {
     assert_eq!((world.phase(), world.sockets), (Phase::Confirming, 1));
 }
 
-/// If the plugin before us does not end, we register again after 5 minutes, so that the kubelet notices our end.
+/// If the plugin before us does not end, we register again after 5 minutes.
 #[test]
 fn plugin_before_us_that_lives_on_is_waited_for_5_min() {
     let mut world = registered_over_predecessor();
