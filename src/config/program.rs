@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn variables_of_the_dra_driver_become_flags() {
+    fn dra_driver_variables_become_flags_or_are_named() {
         let words = |line: &str, variables: &[(&str, &str)]| {
             let variable = |name: &str| variables.iter().find(|(known, _)| *known == name);
             let words = super::words(line.split_whitespace().map(Into::into), |name| {

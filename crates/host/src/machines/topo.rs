@@ -432,7 +432,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_matrices_are_refused_with_line_and_cell() {
+    fn broken_matrices_and_other_texts_are_refused() {
         let error = |text: &str| parse("x", text).unwrap_err().to_string();
         for (text, words) in [
             ("GPU0 GPU1\nGPU0 X PIX\nGPU1 NEAR X\n", "line 3: GPU1 to GPU0: NEAR is not a level"),
