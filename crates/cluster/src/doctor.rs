@@ -176,7 +176,7 @@ async fn pod_policy(server: &mut ApiServer) -> Result<PodPolicy, String> {
     Ok(PodPolicy::Bound)
 }
 
-/// The counts of devices that the Node's status has under a class's extended resource. They are a device plugin's.
+/// The counts of devices that the Node's status has under a class's extended resource. They belong to a device plugin.
 fn extended_resource(status: &NodeStatus, name: String) -> ExtendedResourceFound {
     let counted = |quantities: &Option<BTreeMap<String, Quantity>>| quantities.as_ref()?.get(&name)?.0.parse().ok();
     let (allocatable, capacity) = (counted(&status.allocatable), counted(&status.capacity));

@@ -47,7 +47,7 @@ pub enum ApiError {
         /// a path that the server does not know.
         missing: Option<(String, String)>,
     },
-    /// The answer does not follow the API, or our request has an invalid name or object.
+    /// The answer or our request does not follow the API.
     #[error("the API server's answer cannot be read: {0}")]
     Malformed(String),
 }

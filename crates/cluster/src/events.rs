@@ -196,7 +196,7 @@ fn cut(text: &str, max: usize) -> &str {
     end.and_then(|end| text.get(..end)).unwrap_or_default()
 }
 
-/// The most events in a row: enough for a node whose GPUs are all held by pods with two GPUs each, and some more.
+/// The most events in a row: enough for a node whose GPUs are all held by pods with two GPUs each.
 const MAX_BURST: u32 = 10;
 
 /// The time between two events after such a burst. A thousand nodes whose jobs end and begin all the time write 17

@@ -105,7 +105,7 @@ impl<F: Followed> Follower<F> {
         }
     }
 
-    /// Follows the objects from a version until the watch ends or is silent for too long. Returns the last version.
+    /// Follows the objects from a version until the watch ends or falls silent. Returns the last version.
     async fn watch(&mut self, mut version: String) -> Result<String, ApiError> {
         let duration = shortened(self.server.pace().watch);
         // The API takes seconds.

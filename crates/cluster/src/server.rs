@@ -127,7 +127,7 @@ impl ApiServer {
         result
     }
 
-    /// Counts the outcome of a request, or of a watch that broke later. Drops a client that may be at fault.
+    /// Counts the outcome of a request or broken watch, and drops a client that may be at fault.
     pub(crate) fn count(&mut self, object: &'static str, verb: &'static str, error: Option<&ApiError>) {
         if error.is_some_and(ApiError::is_client_fault) {
             self.client = None;

@@ -7,7 +7,7 @@
 //!
 //! Nothing is written while the kubelet has not registered the DRA plugin: slices that the kubelet deleted because the
 //! plugin is away stay deleted, so that a node which cannot prepare claims attracts no pods. Slices that exist stay as
-//! they are, so that a restart of linkwise does not withdraw the GPUs for a moment.
+//! they are, so that a restart of linkwise does not withdraw the GPUs.
 //!
 //! In a pool with counters, the slices that hold counters are written first. If the server drops the counters, the rest
 //! of the pool is not written.
@@ -306,8 +306,7 @@ impl SliceWriter {
         }
     }
 
-    /// Reads the server's release after each list of the slices, the first time before anything is written. The release
-    /// is `None` if the server does not report it.
+    /// Reads the server's release after each list of the slices, the first time before anything is written.
     async fn read_version(&mut self) -> Result<(), ApiError> {
         let lists = self.stored.borrow().lists;
         let is_read = self.version_read == Some(lists);
@@ -420,9 +419,9 @@ const QUIET_INTERVAL: Duration = Duration::from_secs(600);
 /// Counts what other programs did to the slices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Disturbances {
-    /// The number of times that slices were created or changed.
+    /// Creations and changes of slices.
     pub changes: u64,
-    /// The number of times that slices were deleted.
+    /// Deletions of slices.
     pub deletions: u64,
 }
 

@@ -37,7 +37,7 @@ pub fn ids_for_log<T: ToString>(ids: &[T]) -> String {
     few(ids, MAX_NAMED_IDS)
 }
 
-/// Shows the GPUs that are or may be held through the door that is not the node's, and logs each holder once.
+/// Shows the GPUs that are or may be held through the other door, and logs each holder once.
 pub fn held(state: &NodeState, readiness: &Readiness, reported: &mut Reported<String>) {
     let held = state.held_through_other_door();
     if held.is_empty() {

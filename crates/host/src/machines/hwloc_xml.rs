@@ -1,10 +1,9 @@
 //! hwloc's XML (`lstopo host.xml`), versions 1 to 3: the host, and the NVIDIA GPUs that hwloc recorded.
 //!
 //! Owns the meaning of its objects and attributes (source: hwloc's topology-xml.c), for the parts that linkwise uses.
-//! Such a file has neither the greatest speeds of PCIe links nor the rates of NICs nor the numbers of NVLinks; their
-//! bandwidths, which it may have, are not read. linkwise reads it without libhwloc, which reads no version later than
-//! its own and whose parser depends on the installed libraries. Called by `load`, for files and for the XML that
-//! libhwloc makes of this host.
+//! Such a file has neither the greatest speeds of PCIe links nor the rates of NICs nor the numbers of NVLinks.
+//! linkwise reads it without libhwloc, which reads no version later than its own and whose parser depends on the
+//! installed libraries. Called by `load`, for files and for the XML that libhwloc makes of this host.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -9,7 +9,7 @@ enum Becomes {
     Ends,
     /// The node has no GPUs, which its labels show: it idles until the bus has one.
     Idle,
-    /// The node is not ready, and labels stay. Unless the agent still runs, the next one starts after a pause.
+    /// The node is not ready: labels stay, and linkwise tries again.
     Waits,
 }
 
