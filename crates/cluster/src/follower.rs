@@ -85,7 +85,8 @@ impl<F: Followed> Follower<F> {
         }
     }
 
-    /// Lists the objects and follows them until a watch fails or ends too soon. Returns the pause before the next list.
+    /// Lists and follows the objects until a request fails or a watch ends too soon. Returns the pause until the next
+    /// list.
     async fn list_and_watch(&mut self) -> Duration {
         let mut version = match self.followed.list(&mut self.server).await {
             Ok(version) => version,
