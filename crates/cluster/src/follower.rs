@@ -110,7 +110,7 @@ impl<F: Followed> Follower<F> {
     async fn watch(&mut self, mut version: String) -> Result<String, ApiError> {
         let duration = shortened(self.server.pace().watch);
         // The API takes seconds.
-        let seconds = u32::try_from(duration.as_secs()).unwrap_or(u32::MAX).clamp(1, 294);
+        let seconds = u32::try_from(duration.as_secs()).unwrap_or(u32::MAX).max(1);
         let params = WatchParams::default().fields(&self.followed.selector()).timeout(seconds);
         let from = version.clone();
         let mut events = self.server.call(F::OBJECT, "watch", |client| F::watch(client, params, from)).await?;

@@ -209,12 +209,13 @@ impl Device {
 }
 
 /// The cell of two devices, from either row. If the rows differ, the farther level or the lesser number of NVLinks
-/// counts; if only one is a level, the row of `a` counts.
+/// counts, and a level instead of NVLinks.
 fn cell_of(devices: &[Device], a: usize, b: usize) -> Option<Cell> {
     let cell = |from: usize, to: usize| devices.get(from)?.cells.get(&to).copied();
     match (cell(a, b), cell(b, a)) {
         (Some(Cell::Level(one)), Some(Cell::Level(other))) => Some(Cell::Level(one.max(other))),
         (Some(Cell::NvLinks(one)), Some(Cell::NvLinks(other))) => Some(Cell::NvLinks(one.min(other))),
+        (Some(level @ Cell::Level(_)), Some(_)) | (Some(_), Some(level @ Cell::Level(_))) => Some(level),
         (one, other) => one.or(other),
     }
 }
@@ -382,6 +383,14 @@ mod tests {
         GPU2\tSYS\tSYS\t X \tNODE\tN/A\tN/A\t\tN/A\n\
         NIC0\tPXB\tSYS\tNODE\t X \n\n\
         Legend:\n\n  X    = Self\n  SYS  = Connection ...\n\nNIC Legend:\n\n  NIC0: mlx5_0\n";
+
+    #[test]
+    fn level_counts_where_the_other_row_has_nvlinks() {
+        for (one, other) in [("NV2", "SYS"), ("SYS", "NV2")] {
+            let text = format!("\tGPU0\tGPU1\nGPU0\tX\t{one}\nGPU1\t{other}\tX\n");
+            assert_eq!(matrix(&text).0, "X SYS\nSYS X", "{text}");
+        }
+    }
 
     #[test]
     fn matrix_of_today_is_read() {
