@@ -1,4 +1,4 @@
-//! Decides whether linkwise owns a NodeFeature, and whether it has the wanted content. Pure.
+//! Decides whether linkwise owns a NodeFeature, and whether the object has the wanted content. Pure.
 
 use std::collections::BTreeSet;
 
@@ -22,7 +22,7 @@ pub(super) enum Ownership {
     Ours,
     /// Replace: the object is GPU Feature Discovery's.
     Replaceable,
-    /// Leave alone: these other programs manage the object.
+    /// Leave alone: another program manages the object. The text names all managers.
     Foreign(String),
 }
 

@@ -133,13 +133,13 @@ fn is_name(text: &str) -> bool {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Spec {
-    /// The least version of the format that has all fields used here, so that old runtimes accept it too.
+    /// The least version of the format that has all fields used here, so that old runtimes accept the spec too.
     pub cdi_version: &'static str,
     /// `vendor/class`.
     pub kind: String,
     /// The devices, by name.
     pub devices: Vec<Device>,
-    /// The edits for every container that asks for any of them.
+    /// The edits for every container that asks for any of the devices.
     #[serde(skip_serializing_if = "ContainerEdits::is_empty")]
     pub container_edits: ContainerEdits,
 }
@@ -192,7 +192,7 @@ pub struct Hook {
     /// The moment: `createContainer` is after the mounts, before the container's own program, in its mount namespace.
     pub hook_name: &'static str,
     pub path: String,
-    /// Its arguments, its own name first.
+    /// The arguments, the program's name first.
     pub args: Vec<String>,
 }
 

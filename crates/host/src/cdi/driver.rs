@@ -1,5 +1,5 @@
 //! The driver's files for containers, except its libraries: programs, firmware, configuration, the X server's modules,
-//! sockets. Reads folders below the driver root.
+//! sockets. Reads folders below the driver root; sysfs and /proc name those of the firmware.
 //!
 //! The files are those of `pkg/nvcdi/driver-nvml.go`, `internal/discover/graphics.go` and `internal/discover/ipc.go` of
 //! NVIDIA/nvidia-container-toolkit v1.20.
@@ -88,7 +88,7 @@ pub(super) fn files(root: &Path, sysfs: &Path, loaded: Option<&str>, found: Opti
     }
 }
 
-/// The firmware of the GPU's own processor, gsp*.bin of that version, from all folders in which the kernel searches.
+/// The firmware of the GPU's own processor, gsp*.bin of this version, from all folders in which the kernel searches.
 fn firmware(root: &Path, sysfs: &Path, version: &str) -> Vec<String> {
     let text = |path: &Path| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
     let kernel = text(Path::new("/proc/sys/kernel/osrelease"));
@@ -110,7 +110,7 @@ fn firmware(root: &Path, sysfs: &Path, version: &str) -> Vec<String> {
     files
 }
 
-/// The X server's modules, and the link to one of them.
+/// The X server's modules. Adds the link to one of them to `links`.
 fn x_modules(root: &Path, found: &Found, links: &mut Vec<Link>) -> Vec<String> {
     let libraries: BTreeSet<&str> = found.libraries.iter().filter_map(|path| Some(path.rsplit_once('/')?.0)).collect();
     let xorg = libraries.iter().map(|folder| format!("{folder}/xorg"));

@@ -74,7 +74,7 @@ pub(super) struct Found {
     pub links: BTreeMap<String, Link>,
 }
 
-/// Finds the libraries, and remembers them until a folder changes.
+/// Finds the libraries, and remembers them until its key changes.
 #[derive(Debug)]
 pub(super) struct LibraryFinder {
     root: PathBuf,
@@ -331,7 +331,7 @@ mod tests {
             .collect()
     }
 
-    /// Changes a folder, and makes its ctime differ even if both changes fall into one tick of the file system's clock.
+    /// Changes a folder, and makes its ctime differ from the last one even within one tick of the file system's clock.
     fn change(folder: &Path, change: impl FnOnce()) {
         let before = Stamp::of(folder);
         change();
@@ -366,7 +366,7 @@ mod tests {
         assert_eq!(names(&mut finder, None), ["libcuda.so.550.1", "libnvidia-ml.so.550.1"]);
         change(&folder, || fs::remove_file(&more).unwrap());
         assert_eq!(names(&mut finder, None), ["libcuda.so.550.1"]);
-        // This folder comes before the other one in the order.
+        // This folder comes before the other one in `FOLDERS`.
         fs::create_dir_all(root.path().join("usr/lib64")).unwrap();
         fs::write(root.path().join("usr/lib64/libcuda.so.560.1"), "").unwrap();
         assert_eq!(names(&mut finder, None), ["libcuda.so.560.1"]);

@@ -56,7 +56,7 @@ pub fn kind(class: &str) -> String {
 /// The content of a node's specs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Description {
-    /// The driver root on the host, `/`, or that of a driver container, such as `/run/nvidia/driver`.
+    /// The driver root on the host: `/`, or that of a driver container, such as `/run/nvidia/driver`.
     pub driver_root: String,
     /// The folder on the host that has `/dev` in it, mostly `/`.
     pub dev_root: String,

@@ -1,7 +1,6 @@
 //! The scan of this node: device nodes, hook and driver files, joined with the snapshot into a [`Description`].
 //!
-//! The scan reads folders and file metadata, and changes nothing. A disk may make it wait: never call it during an
-//! admission.
+//! The scan reads files and folders, and changes nothing. A disk may make it wait: never call it during an admission.
 //!
 //! [`Hooks`]: a runtime refuses every container whose spec names a hook that the toolkit's program does not have. So
 //! hooks that came after the first release are used only if the program contains their names. The program is read, not
@@ -281,7 +280,7 @@ impl HookReader {
         let files: Vec<PathBuf> = path.into_iter().flat_map(|path| [path.to_owned(), real(path)]).collect();
         let stamps = [0, 1].map(|file| files.get(file).and_then(|path| Stamp::of(path)));
         if self.last.as_ref().is_none_or(|(last, _)| *last != stamps) {
-            // A program that cannot be read counts as having the hooks of every release.
+            // A program that cannot be read counts as having only the hooks that every release has.
             let later = files.iter().flat_map(|path| later_hooks(path).unwrap_or_default());
             self.last = Some((stamps, FIRST_HOOKS.into_iter().chain(later).collect()));
         }

@@ -149,7 +149,7 @@ impl World {
         self.kubelet.pods.values_mut().for_each(|pod| pod.granted = None);
         let mut events = vec![self.planned(), self.observed()];
         let at = usize::try_from(self.random.within(0..3)).unwrap();
-        events.insert(at, self.disk.claims());
+        events.insert(at, self.disk.prepared());
         self.processes += 1;
         self.process = Some(Process::start(&self.disk, events, self.door == Door::Dra, self.now));
         self.kubelet.healthy.clear();

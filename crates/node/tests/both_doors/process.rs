@@ -33,7 +33,7 @@ pub struct Disk {
 }
 
 impl Disk {
-    pub fn claims(&self) -> Event {
+    pub fn prepared(&self) -> Event {
         Event::Prepared(self.claims.values().map(|record| record.entry(Some("boot"))).collect())
     }
 }
@@ -78,7 +78,7 @@ pub struct Process {
     pub published: Option<Vec<String>>,
     /// True if the process prepares claims that have no checkpoint.
     serves: bool,
-    /// The ids of the kubelet's last two lists since the offered devices changed last.
+    /// The ids of the kubelet's last two lists. A plan, a scan or the kubelet's silence clears them.
     listed: Vec<BTreeSet<ResourceDevice>>,
 }
 
@@ -214,7 +214,7 @@ impl Process {
         if let Some(record) = disk.claims.get(uid) {
             return Some(record.prepared.clone());
         }
-        // Hardware is given once the holders are known.
+        // A plugin that serves gives hardware once the state is open.
         let claim = read(cluster, uid).filter(|_| self.serves && self.state.is_open())?;
         let cdi = Some(CdiOptions { kind: "nvidia.com/gpu".to_owned(), annotation_prefix: None, cri: true });
         let injection = InjectionOptions { cdi, ..InjectionOptions::default() };
