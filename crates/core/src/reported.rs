@@ -1,6 +1,6 @@
 //! [`Reported`]: reports a fact when it begins, and not again while it lasts.
 //!
-//! Used where a log line would otherwise repeat at every poll. The bound limits its memory where the keys come from
+//! Used where a log line would otherwise repeat at every poll. A bound limits the memory where the keys come from
 //! outside.
 
 use alloc::collections::BTreeMap;
@@ -21,7 +21,7 @@ impl<K: Ord> Reported<K> {
         Self::with_bound(Self::MAX_FACTS)
     }
 
-    /// Creates an empty memory of up to `max_facts` facts. A fact that begins while these last is not reported.
+    /// Creates an empty memory of up to `max_facts` facts. A fact that begins while as many last is not reported.
     pub const fn with_bound(max_facts: usize) -> Self {
         Self { facts: BTreeMap::new(), max_facts }
     }

@@ -46,7 +46,7 @@ impl Drop for Progress {
     fn drop(&mut self) {
         if let Some((end_sender, thread)) = self.drawing.take() {
             drop(end_sender);
-            // A thread that panicked has no line to clear.
+            // If the thread panicked, its line may stay.
             let _ = thread.join();
         }
     }

@@ -34,14 +34,14 @@ pub type CdiLink = watch::Receiver<Option<Arc<CdiDevices>>>;
 pub struct MpsLink {
     /// The ordered daemons; `None` while no claim manager has read the checkpoints.
     pub orders: watch::Sender<Option<MpsOrders>>,
-    /// The daemons that serve; `None` before the task has looked for the first time.
+    /// The daemons that serve; `None` before the task has checked the first orders.
     pub served: watch::Receiver<Option<MpsServed>>,
 }
 
 /// The MPS control daemons that prepared claims need, as the claim manager orders them.
 #[derive(Clone, Debug, Default)]
 pub struct MpsOrders {
-    /// The number of changes so far, plus the number of requests to look again.
+    /// The number of changes so far, plus the number of requests to check the daemons again.
     pub revision: u64,
     /// The daemons.
     pub daemons: BTreeMap<ResourceName, MpsOrder>,
@@ -104,7 +104,7 @@ impl LedgerLink {
         self.enter(true, Box::new(plan)).await
     }
 
-    /// Has a function make an event of the current state; returns once the event is applied.
+    /// Has a function make an event from the current state; returns once the event is applied, or the node is ending.
     pub async fn change(&self, event: impl FnOnce(&NodeState) -> Event + Send + 'static) {
         self.enter(false, Box::new(|state| Ok((event(state), Prepared::default())))).await;
     }

@@ -1,9 +1,9 @@
 //! Checkpoints: one file for each claim that is prepared, or was being prepared when the process ended.
 //!
-//! Called by `claim_manager` and `life`, in blocking tasks. A file that cannot be read is reported and stays: a disk
-//! may fail for a moment, and a later version may have written it. The GPUs that can be read in it are still held.
-//! Fields that this version does not know stay in a file that it writes again. A claim whose checkpoint cannot be
-//! written fails with that error. The core decides the content of a checkpoint.
+//! Called by `claim_manager`, `life` and the program's start, in blocking tasks. A file that cannot be read is reported
+//! and stays: a disk may fail for a moment, and a later version may have written it. The GPUs that can be read in it
+//! are still held. Fields that this version does not know stay in a file that it writes again. A claim whose checkpoint
+//! cannot be written fails with that error. The core decides the content of a checkpoint.
 
 use std::fs;
 use std::io;

@@ -1,6 +1,6 @@
 //! The service DRAResourceHealth, in both versions. It sends the health of all devices in one list, at each change and
-//! often enough that the kubelet does not consider it stale. The kubelet shows it in the status of pods. The scheduler
-//! reads taints instead.
+//! often enough that the kubelet does not consider it stale. The kubelet shows the health in the status of pods. The
+//! scheduler reads taints instead.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;

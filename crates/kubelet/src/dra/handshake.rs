@@ -49,7 +49,7 @@ impl LifePhase for Phase {
 /// The state of the handshake in one session.
 #[derive(Debug)]
 pub(super) struct DraHandshake {
-    /// The time after which new sockets are made if the kubelet has not registered the present ones, or went away.
+    /// The time after which new sockets are made if the kubelet has not registered the old ones, or is not connected.
     offer_timeout: Duration,
     /// The number of open connections to our services.
     connections: usize,

@@ -138,9 +138,9 @@ async fn await_gpus_or_claims(Shared { settings, mut snapshot, manager, .. }: Sh
 }
 
 /// Completes when there are claims that the kubelet may unprepare, though the node's door is the device plugin. They
-/// have checkpoints, or the kubelet lists them because it missed the answer to its Unprepare. Without a plugin such a
-/// claim would keep its pod and its GPUs for ever. Listed claims are ours if the folder of checkpoints exists: another
-/// driver may have our name. The folder is removed when the kubelet has listed no claim for some time.
+/// have checkpoints, or the kubelet lists them because it missed the answer to its Unprepare. Without the DRA
+/// plugin such a claim would keep its pod and its GPUs for ever. Listed claims are ours if the folder of checkpoints
+/// exists: another driver may have our name. The folder is removed when the kubelet has listed no claim for some time.
 async fn await_claims(shared: Shared, mut turn: watch::Receiver<Option<Right>>) {
     let Shared { settings, mut snapshot, manager, .. } = shared;
     let (mut manager, mut known) = (manager.subscribe(), snapshot.clone());

@@ -4,7 +4,7 @@
 //! `plugins_registry`, and the socket of the services DRAPlugin and DRAResourceHealth. The node makes a [`Plugin`]
 //! and owns the task that runs it; this module starts no task. Wire types stop at `session.rs`, `service.rs` and
 //! `device_health.rs`. `registration` runs the life with the kubelet, with this plugin's `handshake`. The core
-//! (`claims`) decides which devices a claim gets, `claim_manager` carries that out, and `checkpoint` keeps it on disk.
+//! (`claims`) plans a claim's hardware, `claim_manager` carries the plan out, and `checkpoint` keeps it on disk.
 //!
 //! `api` has the channels to the rest of the program. A claim is read from the API server when it is prepared and in
 //! sweeps, never when the kubelet unprepares it.
@@ -106,14 +106,14 @@ pub struct Settings {
     pub heartbeat: Duration,
     /// The time between two sweeps, which search for claims that are gone.
     pub sweep: Duration,
-    /// The time after which new sockets replace those that the kubelet has not registered, or whose kubelet went away:
-    /// a kubelet may miss a file.
+    /// The time after which new sockets replace those that the kubelet has not registered, or has no connection to: a
+    /// kubelet may miss a file.
     pub offer_timeout: Duration,
     /// The time between two checks of the sockets while inotify reports nothing.
     pub poll: Duration,
     /// True if inotify is used. Without inotify, polling remains.
     pub inotify: bool,
-    /// The longest pause between attempts; the first retry comes at once, the next after 1/64 of this.
+    /// The longest pause between attempts; the first retry has no pause, the second at most 1/64 of this.
     pub longest_pause: Duration,
 }
 
@@ -183,7 +183,7 @@ impl Phase {
     pub fn words(self) -> &'static str {
         match self {
             Self::WaitingForGpus => "waiting for GPUs and a scan of the host",
-            Self::WaitingForKubelet => "waiting for the kubelet's folder of plugins",
+            Self::WaitingForKubelet => "waiting for the kubelet's folder of registration sockets",
             Self::Binding => "binding our sockets",
             Self::Offered => "waiting for the kubelet to register the plugin",
             Self::Accepted => "registered, waiting for the kubelet to connect",

@@ -58,12 +58,12 @@ fn service_folder(plugins: &Path, driver: &str) -> PathBuf {
     plugins.join(shortened(driver, room))
 }
 
-/// Returns true for the file name of a registration socket of linkwise's DRA plugin, of any start.
+/// Returns true for the file name of a registration socket of linkwise's DRA plugin, with any number.
 pub fn is_registration_socket(name: &str) -> bool {
     is_ours(name, |rest| rest.starts_with('@') && rest.ends_with(REGISTRATION))
 }
 
-/// Returns true for the file name of a socket of ours, of any start, if `follows` holds for the text after the number.
+/// Returns true for the file name of a socket of ours with any number, if `follows` holds for the text after it.
 fn is_ours(name: &str, follows: impl Fn(&str) -> bool) -> bool {
     let rest = name.strip_prefix(PREFIX).and_then(|rest| rest.split_at_checked(8));
     rest.is_some_and(|(number, rest)| is_number(number) && follows(rest))
