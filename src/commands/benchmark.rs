@@ -29,7 +29,7 @@ struct Expected {
     bus: Option<u64>,
     #[serde(flatten)]
     expectation: Expectation,
-    /// A sentence for each GPU that differs from the others of its model, and one if the link rates are unknown.
+    /// A sentence for each GPU that differs from the others of its model, and one if NVLinks or rates are unknown.
     odd: Vec<String>,
     model: &'static str,
 }
@@ -157,7 +157,7 @@ async fn of_pod(topology: &NodeTopology, name: &str, socket: &Path) -> Result<Ve
     Ok(uuids.into_iter().cloned().map(GpuSelector::Uuid).collect())
 }
 
-/// Reads the output of nccl-tests. A line with bytes that are not UTF-8 is unreadable later, and ignored.
+/// Reads the output of nccl-tests. Bytes that are not UTF-8 become U+FFFD.
 fn read_output(path: &Path) -> Result<String> {
     let mut bytes = Vec::new();
     let read = open(path)?.take(MAX_OUTPUT + 1).read_to_end(&mut bytes);

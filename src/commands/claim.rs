@@ -1,9 +1,9 @@
 //! `linkwise claim`: prints a manifest that requests GPUs which belong together.
 //!
-//! A claim lists alternatives, the best first: groups with enough GPUs, and then any GPUs, unless `--strict` is set.
-//! The groups are the usual ones, those of one machine, or those of a `fleet`. kube-scheduler takes the first
-//! alternative that a node can give, and prefers nodes that can give an earlier one. docs/dra.md shows examples. The
-//! module `exact` makes claims without alternatives.
+//! A claim of several whole GPUs lists alternatives, the best first: groups with enough GPUs, and then any GPUs, unless
+//! `--strict` is set. The groups are the usual ones, those of one machine, or those of a `fleet`. kube-scheduler takes
+//! the first alternative that a node can give, and prefers nodes that can give an earlier one. Claims with `--exact`,
+//! `--near` or `--rails` have no alternatives. docs/dra.md shows examples.
 
 mod exact;
 mod fleet;

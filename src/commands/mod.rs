@@ -55,7 +55,7 @@ fn tables(topology: NodeTopology) -> AllocationTables {
     AllocationTables::new(topology.into())
 }
 
-/// The GPU that a person named, with its index in the topology.
+/// The GPU that a person named, with its position in the topology.
 fn find_gpu<'a>(topology: &'a NodeTopology, name: &GpuSelector) -> Result<(usize, &'a Gpu)> {
     let gpus = topology.gpus();
     let found = gpus.iter().enumerate().find(|(_, gpu)| name.is(gpu));

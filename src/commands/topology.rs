@@ -36,7 +36,7 @@ pub async fn topology(args: &TopologyArgs) -> Result<()> {
 #[derive(Serialize)]
 struct TopologyJson<'a> {
     gpus: &'a [Gpu],
-    /// Ranks 0 to 5: PIX, PXB, PHB, NODE, SYS inside a package, SYS between packages; 0 on the diagonal.
+    /// Ranks 0 to 5: PIX, PXB, PHB, NODE, SYS inside a package, other SYS; 0 on the diagonal.
     level: Vec<Vec<Rank>>,
     nvlink_mbps: Vec<Vec<u32>>,
     pcie_mbps: Vec<Vec<u32>>,

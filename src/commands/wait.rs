@@ -41,7 +41,7 @@ pub async fn wait(args: &WaitArgs) -> Result<()> {
     }
 }
 
-/// The resources that linkwise serves to this kubelet, a line for each; otherwise the reason why there are none.
+/// A line for each resource that linkwise serves to this kubelet, and for claims; otherwise why there is none.
 async fn served(args: &WaitArgs) -> Result<Vec<String>, String> {
     let folder = args.kubelet_socket.parent().unwrap_or(Path::new("/"));
     let files = files(folder).map_err(|error| {

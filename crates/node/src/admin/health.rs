@@ -151,7 +151,7 @@ mod tests {
             }
         };
         tokio::select! {
-            ended = serves => panic!("it ended: {ended:?}"),
+            ended = serves => panic!("the server ended: {ended:?}"),
             ended = timeout(DEADLINE * 2, client) => ended.expect("a probe was not answered"),
         }
     }

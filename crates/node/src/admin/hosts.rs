@@ -57,7 +57,7 @@ impl Hosts {
             || lock(&self.names).contains(&name)
     }
 
-    /// Returns true for a Service's name that ends in `svc`, the cluster's domain or `cluster.local`. The short form
+    /// Returns true for NAME.NAMESPACE.svc, alone or before the cluster's domain or `cluster.local`. The short form
     /// NAME.NAMESPACE is not known: a namespace may have the name of a top-level domain, where anybody may own a name.
     fn is_service(&self, name: &str) -> bool {
         let domain = self.domain.as_deref().unwrap_or(CLUSTER_DOMAIN);

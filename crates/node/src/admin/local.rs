@@ -1,5 +1,5 @@
-//! An operator's orders over a Unix socket on this host: read the state, release the driver, resume, clear a GPU,
-//! cordon it, accept the hardware.
+//! An operator's orders over a Unix socket on this host: read the state, release the driver or use it again, clear,
+//! cordon or uncordon a GPU, accept the hardware.
 //!
 //! Owns the socket and the routes; the node passes in the functions that carry the orders out, and owns the task.
 //! The metrics port never serves these routes.

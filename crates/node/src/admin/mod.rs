@@ -1,8 +1,8 @@
-//! HTTP endpoints: the page of the node, /metrics, /livez and /readyz on a port, and an operator's orders on a Unix
-//! socket (`local`).
+//! HTTP endpoints: the page of the node, /metrics, /livez and /readyz on a port, gRPC's health service on another
+//! (`health`), and an operator's orders on a Unix socket (`local`).
 //!
-//! Owns the listeners and the routes; the node passes in the functions that answer and owns the tasks. The port is
-//! read-only: only the Unix socket takes orders.
+//! Owns the listeners and the routes; the node passes in the functions that answer and owns the tasks. The ports
+//! are read-only: only the Unix socket takes orders.
 
 mod connections;
 pub mod health;
