@@ -249,7 +249,7 @@ fn all_groups(gpus: u8) -> Vec<String> {
 }
 
 /// The attributes by which a claim of this size finds groups: those of a machine, or the usual ones. Without a machine
-/// a strict claim lists all attributes that a node may have.
+/// a strict claim lists all that a node may have.
 fn groups(gpus: u8, node: Option<&str>, strict: bool) -> Result<Vec<String>> {
     let mut groups = if node.is_none() && !strict { usual_groups(gpus) } else { all_groups(gpus) };
     if let Some(node) = node {

@@ -49,7 +49,7 @@ impl<K: Ord> Reported<K> {
         unreported
     }
 
-    /// Forgets every fact. Returns the number of unreported repetitions, as [`Self::retain`] does.
+    /// Forgets every fact. Returns the number of unreported repetitions.
     pub fn clear(&mut self) -> u64 {
         self.retain(|_| false)
     }

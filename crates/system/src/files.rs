@@ -36,8 +36,8 @@ pub fn write(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     place(file, path).map(drop)
 }
 
-/// Writes `bytes` to `path`, and replaces the file there, without waiting for the disk. A process that is killed at any
-/// moment leaves the old file or the new one. A machine that crashes may leave either, or a part of the new one.
+/// Writes `bytes` to `path`, and replaces the file there, without waiting for the disk. A process that is killed leaves
+/// the old file or the new one. A machine that crashes may leave either, or a part of the new one.
 pub fn write_for_this_boot(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     let mut file = draft(path, mode)?;
     file.write_all(bytes)?;
@@ -45,7 +45,7 @@ pub fn write_for_this_boot(path: &Path, bytes: &[u8], mode: u32) -> io::Result<(
     Ok(())
 }
 
-/// Writes `bytes` to `path`, at which no file may exist. Fails with `AlreadyExists` if there is a file.
+/// Writes `bytes` to `path`. Fails with `AlreadyExists` if there is a file.
 pub fn write_new(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     let mut file = draft(path, mode)?;
     file.write_all(bytes)?;

@@ -1,5 +1,5 @@
-//! Standard output, where a closed pipe is not an error; tables for it; complaints on standard error; and the files
-//! that a user names, which may be standard input.
+//! Standard output, where a closed pipe is not an error; tables; complaints on standard error; and the files that a
+//! user names, which may be standard input.
 
 use std::fmt::Display;
 use std::fs::File;

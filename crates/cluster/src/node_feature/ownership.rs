@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn missing_owner_makes_a_difference() {
+    fn object_without_owner_is_written_again() {
         let mut wanted = json!({"metadata": {"labels": {"node": "n"}}, "spec": {"labels": {"a": "new"}}});
         wanted["metadata"]["ownerReferences"] = json!([{"uid": "1"}]);
         assert_eq!(ownership(Some(&found(&[MANAGER], "new")), &wanted, None, false), Ownership::Ours);

@@ -1,5 +1,5 @@
 //! The driver's files for containers, except its libraries: programs, firmware, configuration, the X server's modules,
-//! sockets. Reads folders below the driver root; sysfs and /proc name those of the firmware.
+//! sockets. Reads the driver root, sysfs and /proc.
 //!
 //! The files are those of `pkg/nvcdi/driver-nvml.go`, `internal/discover/graphics.go` and `internal/discover/ipc.go` of
 //! NVIDIA/nvidia-container-toolkit v1.20.

@@ -175,7 +175,7 @@ impl CdiMetrics {
         Self { writes: new(registry, "cdi_spec_writes", help) }
     }
 
-    /// Counts a write of a changed spec, or a failure of one.
+    /// Counts a write of a changed spec, or its failure.
     pub fn cdi_written(&self, ok: bool) {
         self.writes.get_or_create(&[("outcome", if ok { "ok" } else { "failed" })]).inc();
     }
@@ -199,8 +199,8 @@ pub fn prepare(folder: &Path) -> Result<(), WriteError> {
     files::prepare_folder(folder).map_err(|source| WriteError::Folder(folder.display().to_string(), source))
 }
 
-/// Writes a spec to its place; returns true if it changed or is new. /var/run/cdi is in memory: a reboot removes the
-/// folder, and it is made again.
+/// Writes a spec to its place; returns true if it changed or is new. Makes the folder again after a reboot, because
+/// /var/run/cdi is in memory.
 pub fn write(folder: &Path, spec: &Spec) -> Result<bool, WriteError> {
     let path = folder.join(spec.file_name());
     let text = spec.json().map_err(io::Error::from);

@@ -280,7 +280,7 @@ impl HookReader {
         let files: Vec<PathBuf> = path.into_iter().flat_map(|path| [path.to_owned(), real(path)]).collect();
         let stamps = [0, 1].map(|file| files.get(file).and_then(|path| Stamp::of(path)));
         if self.last.as_ref().is_none_or(|(last, _)| *last != stamps) {
-            // A program that cannot be read counts as having only the hooks that every release has.
+            // An unreadable program counts as having only the first hooks.
             let later = files.iter().flat_map(|path| later_hooks(path).unwrap_or_default());
             self.last = Some((stamps, FIRST_HOOKS.into_iter().chain(later).collect()));
         }

@@ -41,7 +41,7 @@ pub struct MpsLink {
 /// The MPS control daemons that prepared claims need, as the claim manager orders them.
 #[derive(Clone, Debug, Default)]
 pub struct MpsOrders {
-    /// The number of changes so far, plus the number of requests to check the daemons again.
+    /// The number of changes so far, plus that of requests to check the daemons again.
     pub revision: u64,
     /// The daemons.
     pub daemons: BTreeMap<ResourceName, MpsOrder>,
@@ -104,7 +104,7 @@ impl LedgerLink {
         self.enter(true, Box::new(plan)).await
     }
 
-    /// Has a function make an event from the current state; returns once the event is applied, or the node is ending.
+    /// Has a function make an event from the current state; returns once the event is applied.
     pub async fn change(&self, event: impl FnOnce(&NodeState) -> Event + Send + 'static) {
         self.enter(false, Box::new(|state| Ok((event(state), Prepared::default())))).await;
     }

@@ -140,7 +140,7 @@ pub(super) fn is_uid(text: &str) -> bool {
     text.len() <= 128 && is_word(text, b"-_.")
 }
 
-/// Returns true if a folder has a checkpoint, or a file that may be one. It reads the folder.
+/// Returns true if a folder has a checkpoint, or a file that may be one.
 pub fn has_any(folder: &Path) -> bool {
     let mut files = fs::read_dir(folder).into_iter().flatten().flatten();
     files.any(|file| file.path().extension().is_some_and(|end| end == "json"))

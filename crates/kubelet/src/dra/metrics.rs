@@ -42,7 +42,7 @@ impl PluginMetrics {
         let help = "Time that preparing or unpreparing a claim took";
         registry.register_with_unit("dra_request_duration", help, Unit::Seconds, seconds.clone());
         let requests = "Claims that the kubelet asked to prepare or to unprepare: ok, repeated (answered from the \
-                        checkpoint) or failed; and claims that were gone (sweep)";
+                        checkpoint) or failed; and claims that were gone or half made (sweep)";
         let refused = "Connections to the DRA plugin's sockets that were refused for their uid";
         let this = Self {
             requests: new(registry, "dra_requests", requests),

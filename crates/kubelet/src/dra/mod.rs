@@ -221,7 +221,7 @@ impl Reporter {
     }
 }
 
-/// The settings, the snapshot and the reporter, which the parts of a running plugin share.
+/// The state that the parts of a running plugin share.
 #[derive(Clone)]
 struct Shared {
     settings: Arc<Settings>,

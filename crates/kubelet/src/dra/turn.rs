@@ -20,7 +20,7 @@ use linkwise_core::state::Event;
 use linkwise_system::or_never;
 use linkwise_system::right::Right;
 
-/// The time between two attempts to use a folder of checkpoints that cannot be used.
+/// The time between two attempts to use the folder of checkpoints.
 const FAULT_PAUSE: Duration = Duration::from_secs(5);
 
 /// The time for which a process that hands over still accepts calls: the kubelet may have chosen this plugin for a call

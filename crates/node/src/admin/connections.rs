@@ -28,8 +28,7 @@ use tower::ServiceExt;
 /// The most connections that may wait to be accepted, as tokio sets it.
 const BACKLOG: i32 = 1024;
 /// The most connections at once. One more closes the oldest connection without a request, or else the oldest, which has
-/// had the most time to get its answer. A connection of HTTP/2 stays open after its answer, so there one more always
-/// closes the oldest.
+/// had the most time to get its answer. With HTTP/2, whose connections stay open, one more always closes the oldest.
 const MAX_CONNECTIONS: usize = 64;
 /// The size of a connection's buffers for request and answer, in bytes; with HTTP/2, of each request's buffers.
 const MAX_BUFFER: u32 = 16 << 10;

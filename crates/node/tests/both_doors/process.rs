@@ -78,7 +78,7 @@ pub struct Process {
     pub published: Option<Vec<String>>,
     /// True if the process prepares claims that have no checkpoint.
     serves: bool,
-    /// The ids of the kubelet's last two lists. A plan, a scan or the kubelet's silence clears them.
+    /// The ids of the kubelet's last two lists; a plan, a scan or its silence clears them.
     listed: Vec<BTreeSet<ResourceDevice>>,
 }
 
@@ -214,7 +214,7 @@ impl Process {
         if let Some(record) = disk.claims.get(uid) {
             return Some(record.prepared.clone());
         }
-        // A plugin that serves gives hardware once the state is open.
+        // Hardware is given once the state is open.
         let claim = read(cluster, uid).filter(|_| self.serves && self.state.is_open())?;
         let cdi = Some(CdiOptions { kind: "nvidia.com/gpu".to_owned(), annotation_prefix: None, cri: true });
         let injection = InjectionOptions { cdi, ..InjectionOptions::default() };

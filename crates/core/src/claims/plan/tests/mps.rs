@@ -37,7 +37,7 @@ fn whole_gpus_get_one_daemon_with_the_claims_limits() {
         "defaultPerDevicePinnedMemoryLimit":{"GPU-0":"1.5Gi"}"#;
     let limited = plan_on(&state, both(), &[(&[], &mps(limits))]).unwrap();
     assert_eq!(order(&limited), (vec![("GPU-0", Some(1536)), ("GPU-1", Some(10_240))], 30, true));
-    // Each request has its configuration; a limit in bytes, for its first GPU, is rounded down to whole MiB.
+    // Each request has its configuration. The key 0 is its first GPU, and bytes are rounded down to whole MiB.
     let one = mps(r#""defaultPerDevicePinnedMemoryLimit":{"0":3145727}"#);
     let split = plan_on(&state, both(), &[(&["a"], &mps("")), (&["b"], &one)]).unwrap();
     assert_eq!(order(&split), (vec![("GPU-0", None), ("GPU-1", Some(2))], 100, true));

@@ -4,7 +4,7 @@ use super::*;
 use crate::claims::Share;
 use crate::state::{DeviceSelector, SharedDevices, SharedResource, Sharing, SharingKind};
 
-/// Two GPUs, the first of 80 GiB and in `shares` shares, of which a claim may have only one if `one_each` is true.
+/// Two GPUs, the first of 80 GiB and in `shares` shares; `one_each` allows a claim one share only.
 pub(super) fn shared(shares: u32, one_each: bool) -> NodeState {
     let state = state_with(Door::Plugin, &serde_json::json!({"memory_mib": 81_920}));
     let devices = SharedDevices::List(vec![DeviceSelector::Index(0)]);
