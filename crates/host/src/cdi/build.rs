@@ -35,7 +35,7 @@ pub fn specs(description: &Description) -> Vec<Spec> {
     gpus.into_iter().chain(others).collect()
 }
 
-/// The devices of the GPU kind: one for each name of a GPU or MIG device, and `all`.
+/// The devices of the GPU kind: one for each valid name of a GPU or MIG device, and `all`.
 fn gpu_devices(description: &Description) -> Vec<Device> {
     let mut devices: Vec<Device> = description.gpus.iter().flat_map(|gpu| description.devices(gpu)).collect();
     let mut taken = BTreeSet::new();

@@ -1,7 +1,7 @@
 //! The driver's libraries below the driver root, and the links that lead to them.
 //!
-//! Called by `scan` every 10 s. A library folder of a host has thousands of names, so it is read only after a change:
-//! the kernel gives a folder a new ctime whenever a name in it comes or goes.
+//! Called by `scan`, at least every 10 s. A host's library folder has thousands of names, so it is read only after a
+//! change: the kernel gives a folder a new ctime whenever a name in it comes or goes.
 //!
 //! The libraries and links are those of `pkg/nvcdi/driver-nvml.go`, `internal/lookup/root/root.go`,
 //! `internal/discover/graphics.go` and `internal/discover/symlinks.go` of NVIDIA/nvidia-container-toolkit v1.20.

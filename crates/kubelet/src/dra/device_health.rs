@@ -53,7 +53,7 @@ fn health_reports(state: &NodeState) -> BTreeMap<String, Report> {
         let report = match hardware.health(&device.gpu.uuid, instance) {
             None => (wire::HealthStatus::Unknown, String::new()),
             Some(Health::Healthy) => (wire::HealthStatus::Healthy, String::new()),
-            // While NVML is unavailable, a GPU's health is unknown.
+            // In an outage, a GPU's health is unknown.
             Some(Health::Unhealthy { reason: reason @ UnhealthyReason::DriverAway { .. }, .. }) => {
                 (wire::HealthStatus::Unknown, reason.to_string())
             }
