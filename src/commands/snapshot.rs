@@ -84,7 +84,7 @@ fn title(observed: &NodeObservation) -> String {
     if parts.is_empty() { "no GPUs".to_owned() } else { parts.join(", ") }
 }
 
-/// Replaces values that identify this machine by invented ones, in error texts too.
+/// Replaces values that identify this machine by invented ones, UUIDs in error texts too.
 fn redact(observed: &mut NodeObservation) {
     let devices = observed.host.host_bridges.iter_mut().flat_map(|bridge| &mut bridge.devices);
     let mut guids = BTreeMap::new();
