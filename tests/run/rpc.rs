@@ -1,4 +1,4 @@
-//! The device plugin's calls, made by a client of the tests' own: advice never fails, orders are strict.
+//! The device plugin's calls, made by the tests' own client: GetPreferredAllocation never fails, Allocate is strict.
 
 use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_box::KubeletBox;
@@ -122,11 +122,11 @@ async fn impossible_allocate_is_refused_by_name() {
     let (node, kubelet, mut client) = serve(Setup::on("dgx1-v100"), 8).await;
     node.setup.tell("xid 3 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
-    let mut order = async |ids: &[&str]| {
+    let mut allocate = async |ids: &[&str]| {
         let container_requests = vec![wire::ContainerAllocateRequest { devices_ids: strings(ids) }];
         client.allocate(wire::AllocateRequest { container_requests }).await.map(tonic::Response::into_inner)
     };
-    let long = order(&["x".repeat(1 << 20).as_str()]).await.unwrap_err();
+    let long = allocate(&["x".repeat(1 << 20).as_str()]).await.unwrap_err();
     let line = node.process.logged(|line| line["message"] == "refused to allocate").await;
     assert!(line.to_string().len() < 1024 && long.message().len() < 1024, "{}", long.message().len());
     let (healthy, unhealthy) = (uuid(1, 0), uuid(1, 3));
@@ -141,11 +141,11 @@ async fn impossible_allocate_is_refused_by_name() {
         (&[&healthy, &unhealthy], Code::FailedPrecondition, device(&unhealthy) + "unhealthy: XID 79"),
     ];
     for (ids, code, why) in cases {
-        let status = order(ids).await.unwrap_err();
+        let status = allocate(ids).await.unwrap_err();
         assert_eq!((status.code(), status.message()), (code, why.as_str()));
     }
-    assert!(order(&[&unhealthy]).await.unwrap_err().message().contains("XID 79"));
-    assert_eq!(order(&[&healthy]).await.unwrap().container_responses.len(), 1);
+    assert!(allocate(&[&unhealthy]).await.unwrap_err().message().contains("XID 79"));
+    assert_eq!(allocate(&[&healthy]).await.unwrap().container_responses.len(), 1);
     node.metric("linkwise_allocations_total{resource=\"nvidia.com/gpu\",outcome=\"refused\"}", 6).await;
     node.metric("linkwise_allocations_total{resource=\"nvidia.com/gpu\",outcome=\"ok\"}", 1).await;
     let rpcs = |code: &str| format!("linkwise_rpcs_total{{resource=\"{GPU}\",method=\"Allocate\",code=\"{code}\"}}");

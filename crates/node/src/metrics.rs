@@ -95,7 +95,7 @@ fn ratio(part: u64, whole: u64) -> f64 {
 }
 
 fn gpus(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
-    gauge(encoder, ("gpus", "GPUs of the node, healthy or not; 0 on a node without GPUs"), number(view.gpus.len()))?;
+    gauge(encoder, ("gpus", "GPUs that no filter leaves out or that still have a device"), number(view.gpus.len()))?;
 
     let info = view.gpus.iter().map(|gpu| {
         let labels = [
@@ -144,7 +144,7 @@ fn devices(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result 
         let reasons = devices.reasons.iter();
         reasons.map(move |(reason, count)| ([("resource", name.as_str()), ("reason", reason)], number(*count)))
     });
-    let help = "Devices on the kubelet's list that are not given out, by resource and reason";
+    let help = "Unhealthy devices on the kubelet's list, by resource and reason";
     gauges(encoder, ("unhealthy_devices", help), unhealthy)?;
 
     let odd = view.sums.odd.iter().map(|(uuid, what)| ([("uuid", uuid.as_str()), ("what", what)], 1));

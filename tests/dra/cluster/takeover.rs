@@ -88,7 +88,7 @@ impl World {
         process
     }
 
-    /// Waits until more claims came and went, twice as many as there are sets.
+    /// Waits until further claims have come and gone, on average two of each set.
     pub async fn wait_more_claims(&self, when: &str) {
         let before = self.done();
         until(async || match self.done() {
@@ -243,22 +243,22 @@ async fn takeover_without_a_driver_fails_no_claim() {
     assert_eq!(world.node.checkpoints(), Vec::<String>::new());
 }
 
-/// Kills the owner or the standby at each step of a takeover, on one node. The survivor prepares all claims.
+/// Kills the owner or the standby in each stage of a takeover, on one node. The survivor prepares all claims.
 #[tokio::test]
 #[ignore = "a quarter of a minute: make test-long"]
-async fn kill_at_any_step_leaves_one_that_prepares_claims() {
+async fn kill_in_any_stage_leaves_one_that_prepares_claims() {
     let mut world = World::of_mig(KUBELETS[0], Duration::from_millis(5)).await;
     world.is_patient = true;
     let mut running = world.first().await;
     let (end, specs) = (CancellationToken::new(), world.node.specs());
     let mut load = world.load(&end);
-    let of_owner = ["Draining", "Yielding", "Ending"].map(|step| (true, step));
-    let of_standby = ["Joining", "Receiving", "Starting", "Waiting"].map(|step| (false, step));
+    let of_owner = ["Draining", "Yielding", "Ending"].map(|stage| (true, stage));
+    let of_standby = ["Joining", "Receiving", "Starting", "Waiting"].map(|stage| (false, stage));
     let mut late = 0;
-    let cases = of_owner.into_iter().chain(of_standby).flat_map(|step| [(step, true), (step, false)]);
-    for (number, ((is_owners, step), owner_dies)) in cases.enumerate() {
+    let cases = of_owner.into_iter().chain(of_standby).flat_map(|stage| [(stage, true), (stage, false)]);
+    for (number, ((is_owners, stage), owner_dies)) in cases.enumerate() {
         let (standby, _) = world.start(&format!("pod-{}", number + 1)).await;
-        wait_stage(if is_owners { &running } else { &standby }, step).await;
+        wait_stage(if is_owners { &running } else { &standby }, stage).await;
         let (mut victim, survivor) = if owner_dies { (running, standby) } else { (standby, running) };
         victim.signal("KILL");
         victim.ended().await;
@@ -270,8 +270,8 @@ async fn kill_at_any_step_leaves_one_that_prepares_claims() {
         } else {
             running = survivor;
         }
-        world.wait_more_claims(step).await;
-        assert!(load.try_join_next().is_none(), "{step} {owner_dies}");
+        world.wait_more_claims(stage).await;
+        assert!(load.try_join_next().is_none(), "{stage} {owner_dies}");
     }
     assert!(late <= 7, "{late} of 14 kills came too late");
     end.cancel();

@@ -26,7 +26,7 @@ fn rate_of(node: &Node, count: u32, claim: &Value) -> (u64, u64) {
     (best_ones * 1000 / states, shares / states)
 }
 
-/// A claim for a fleet of this machine only.
+/// A claim for a fleet of this machine: one `--node` names no fleet.
 fn fleet(node: &Node, count: u32) -> Value {
     claim(&["--gpus", &count.to_string(), "--node", node.name, "--node", node.name])
 }

@@ -11,9 +11,9 @@ use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::state::DRA_DRIVER;
 use serde_json::{Value, json};
 
-/// The lowest generation that no pool reaches in normal use: another program or a wrong answer set it. Going on from
-/// there could exceed the API's integers, so the pool is deleted and continues from its last lower generation.
-const MAX_GENERATION: u64 = 1 << 53;
+/// The lowest absurd generation. No pool reaches it in normal use, only by another program or a wrong answer. The next
+/// ones could exceed the API's integers, so the pool is deleted and continues from its last lower generation.
+const ABSURD_GENERATION: u64 = 1 << 53;
 
 /// The longest name of an object.
 const MAX_NAME: usize = 253;
@@ -66,7 +66,7 @@ impl Memory {
     /// if the slice has no taints.
     pub fn written(&mut self, sent: &Value, stored: &Value) -> Option<bool> {
         let name = stored["metadata"]["name"].as_str().unwrap_or_default().to_owned();
-        if generation(stored) < MAX_GENERATION {
+        if generation(stored) < ABSURD_GENERATION {
             self.generation = self.generation.max(generation(stored));
         }
         self.accepted.insert(name, Accepted { wanted: content(sent), stored: content(stored) });
@@ -109,7 +109,7 @@ pub(super) fn plan(pool: &Pool, stored: &BTreeMap<String, Value>, owner: Option<
     let names: Vec<String> = (0..count).map(|index| name(pool, index)).collect();
     let is_ours = |slice: &Value| slice["spec"]["pool"]["name"] == *pool.name;
     let highest = stored.values().filter(|slice| is_ours(slice)).map(generation).max().unwrap_or(0);
-    let is_absurd = highest >= MAX_GENERATION;
+    let is_absurd = highest >= ABSURD_GENERATION;
     let found = |name: &String| stored.get(name).filter(|slice| is_ours(slice) && !is_absurd);
     let obsolete = stored.iter().filter(|(name, _)| !names.contains(name) || found(name).is_none());
     let uid = |slice: &Value| slice["metadata"]["uid"].as_str().map(str::to_owned);
@@ -386,7 +386,7 @@ mod tests {
 
     #[test]
     fn absurd_generation_of_an_answer_is_not_remembered() {
-        for absurd in [MAX_GENERATION, u64::MAX] {
+        for absurd in [ABSURD_GENERATION, u64::MAX] {
             let (mut stored, mut memory) = (Stored::new(), Memory::default());
             writes(&pool(2), &mut stored, &mut memory);
             let slice = stored.values_mut().next().unwrap();

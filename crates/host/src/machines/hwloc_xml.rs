@@ -16,8 +16,8 @@ use linkwise_core::topology::{
     NicObservation, NodeObservation, NumaNodeId, NumaNodeObservation, PackageId, PciAddress, PciKind, PciObservation,
 };
 
-/// The limits, enough for a host of some thousand CPUs: cores and caches nest below 40 deep. Elements that are not
-/// read may have text.
+/// The limits, enough for a host of thousands of CPUs, whose cores and caches nest less than 40 deep. Elements that are
+/// not read may have text.
 const LIMITS: Limits = Limits { depth: 128, elements: 1 << 17, can_have_text: true };
 /// The most bridges inside of each other. Real ones stay below 12; a node file takes two levels for each, and its
 /// reader stops at 64.
@@ -94,7 +94,7 @@ fn host_bridge(
 ) -> Option<HostBridgeObservation> {
     let below = objects(bridge).filter_map(|below| device(below, PciKind::RootPort, 1, version, notes));
     let devices: Vec<_> = below.collect();
-    // The NUMA nodes of the parent object are local to the bridge. If there is one, the list is its number.
+    // The parent object lists the NUMA nodes local to the bridge. A list of one node is a number.
     let nodes = bridge.parent_element().and_then(|local| cpu_list(local.attribute("nodeset")?));
     let numa = nodes.and_then(|nodes| nodes.parse().ok()).map(NumaNodeId);
     let package = package(bridge, inside);

@@ -247,7 +247,7 @@ pub enum DraProblem {
         /// Its sharing in the plan.
         next: Option<GpuShares>,
     },
-    /// Another device has the only names that a device could have.
+    /// Other devices have all names that this device could have.
     #[error("{0} is not offered through DRA: another device has its name")]
     NoName(String),
 }
