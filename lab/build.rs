@@ -1,4 +1,4 @@
-//! Sets `has_chromium` if this machine has a browser. Without one, tests of the lab's page are ignored, with a reason.
+//! Sets `has_chromium` if this machine has a browser. Without one, the lab ignores tests of the page, with a reason.
 //!
 //! `make tools` installs a browser and touches this file, so that cargo runs this script again.
 

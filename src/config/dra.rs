@@ -36,12 +36,12 @@ pub struct ClaimArgs {
     /// Ask for MIG devices of this profile, such as 1g.10gb, instead of whole GPUs
     #[arg(long, value_name = "PROFILE")]
     pub mig: Option<MigProfile>,
-    /// Ask for this number of shares of a GPU that claims share (docs/sharing.md). The claim gets the memory of one
-    /// share, unless --memory asks for more
+    /// Ask for this number of shares of a shared GPU (docs/sharing.md). The claim gets the memory of one share, unless
+    /// --memory asks for more
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     #[arg(conflicts_with_all = ["mig", "strict", "node"])]
     pub shares: Option<u32>,
-    /// Ask for this amount of memory of a GPU that claims share, such as 20Gi
+    /// Ask for this amount of memory of a shared GPU, such as 20Gi
     #[arg(long, value_name = "QUANTITY", value_parser = memory, conflicts_with_all = ["mig", "strict", "node"])]
     pub memory: Option<String>,
     /// Ask for a device near each GPU: an RDMA NIC of DRANET on its PCIe root, or CPUs of dra-driver-cpu on its NUMA
@@ -63,8 +63,8 @@ pub struct ClaimArgs {
     #[arg(long, value_name = "NAME", value_parser = label)]
     pub name: Option<String>,
     /// List the groups of this machine only, or check that it has the rails: a built-in name or a file, as for --node
-    /// of other commands. Given several times: the groups of these machines, the best of all first. With --cluster: the
-    /// machines from which the bandwidths of nodes with the same groups are known
+    /// of other commands. Given several times: the groups of these machines, the best of all first. With --cluster:
+    /// machines that give the bandwidths of nodes with the same groups
     #[arg(long, value_name = "NAME|FILE", conflicts_with = "mig")]
     pub node: Vec<String>,
     /// The form of the manifest
@@ -117,8 +117,8 @@ pub enum Near {
 pub enum ClaimKind {
     /// A ResourceClaim.
     Claim,
-    /// A ResourceClaimTemplate. If it lists alternatives without --strict, a second template, without
-    /// alternatives, for further claims of the same pod comes first.
+    /// A ResourceClaimTemplate. If it lists alternatives and --strict is not given, it comes after another
+    /// template, without alternatives, for further claims of the same pod.
     Template,
     /// A ResourceClaimTemplate, and a Pod that uses it.
     Pod,

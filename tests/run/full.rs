@@ -68,7 +68,7 @@ async fn full_disk_leaves_last_cdi_spec_whole() {
 }
 
 #[tokio::test]
-#[cfg_attr(not(may_mount_as_user), ignore = "no mounts in a user's namespace here")]
+#[cfg_attr(not(may_mount_as_user), ignore = "no mounts in a user namespace here")]
 async fn full_disk_delays_our_socket_and_is_named() {
     const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/run/small.sh");
     let setup = started_by_script(SCRIPT, Setup::on("dgx1-v100"));

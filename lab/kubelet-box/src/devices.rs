@@ -203,8 +203,8 @@ impl Book {
         self.still_running.remove(&(pod.to_owned(), container.to_owned()))
     }
 
-    /// Records the devices of an Allocate call. Records a violation if an id has vanished since, because a kubelet
-    /// fails on it.
+    /// Records the devices of an Allocate call, and a violation for each id that is no longer listed: a kubelet fails
+    /// on it.
     pub(super) fn commit(&mut self, place: Place, allocation: Allocation) {
         let entry = self.resources.get(&place.resource);
         let found = entry.map(|entry| vanished(entry, &place, &allocation).collect()).unwrap_or_default();

@@ -73,7 +73,7 @@ pub fn run(args: &KitArgs) -> Result<()> {
             report.promise(false, &format!("DRA: {error:#}"))?;
         }
         #[cfg(not(feature = "cluster"))]
-        report.note(false, "DRA is left out: this program was built without a cluster")?;
+        report.note(false, "DRA is left out: this program lacks the feature cluster")?;
         let failures = report.failures.get();
         ensure!(failures == 0, "{failures} lines begin with FAILED");
         Ok(())

@@ -58,8 +58,8 @@ fn check(machine: &Machine) {
     let counts = layout.shapes.iter().filter(|shape| matches!(shape.kind, Kind::Count(_))).count();
     let ports = picture.planes.iter().map(|plane| plane.ports.len()).sum::<usize>();
     assert_eq!(counts, picture.links.len() + ports, "{name}");
-    let links = layout.lines.iter().filter(|line| line.kind != LineKind::Pcie && line.points.len() == 4).count();
-    assert_eq!(links, picture.links.len(), "{name}");
+    let routes = layout.lines.iter().filter(|line| line.kind != LineKind::Pcie && line.points.len() == 4).count();
+    assert_eq!(routes, picture.links.len(), "{name}");
 }
 
 fn load(name: &str) -> Machine {
@@ -108,7 +108,7 @@ fn sixteen_gpus_are_drawn_without_overlaps() {
     machine.observed.host.host_bridges.extend(more.host.host_bridges);
     machine.name = "sixteen".to_owned();
     check(&machine);
-    machine.name = "sixteen without NVLinks, in two rows".to_owned();
+    machine.name = "sixteen without NVLinks".to_owned();
     let mut alone = machine.clone();
     alone.observed.gpus.iter_mut().for_each(|gpu| gpu.nvlinks = None);
     check(&alone);

@@ -21,9 +21,9 @@ pub(super) fn device_list(snapshot: &NodeState, resource: &ResourceName) -> wire
         let health = if offered.health == Health::Healthy { wire::HEALTHY } else { wire::UNHEALTHY };
         device(id, health, offered.numa_nodes.iter().map(|numa| wire::NumaNode { id: i64::from(numa.0) }).collect())
     });
-    let unknown = snapshot.offers().resources().get(resource).into_iter().flat_map(Resource::unknown);
-    let unknown = unknown.map(|(id, _)| device(id, wire::UNHEALTHY, Vec::new()));
-    wire::ListAndWatchResponse { devices: devices.chain(unknown).collect() }
+    let without_device = snapshot.offers().resources().get(resource).into_iter().flat_map(Resource::unknown);
+    let without_device = without_device.map(|(id, _)| device(id, wire::UNHEALTHY, Vec::new()));
+    wire::ListAndWatchResponse { devices: devices.chain(without_device).collect() }
 }
 
 /// Converts one container's request. A negative size becomes 0: neither can be met.

@@ -79,7 +79,7 @@ pub(super) enum OwnAction {
     ReportDetached(Result<(), String>),
 }
 
-/// An input of the device plugin's machine.
+/// An input of the device plugin's state machine.
 pub(super) type Input = registration::Input<DevicePluginHandshake>;
 /// The attempts of the device plugin.
 type Attempts = registration::Attempts<DevicePluginHandshake>;
@@ -100,7 +100,7 @@ impl LifePhase for Phase {
     }
 
     fn words(self) -> &'static str {
-        Self::words(self)
+        Self::words(self) // inherent
     }
 }
 

@@ -62,7 +62,7 @@ impl PluginMetrics {
                         or had chosen one already";
         let rpc_seconds = "Time unary RPCs of the kubelet took, from the request to the end of the answer";
         let connected =
-            "1 while the registration of the resource stands: the kubelet holds an open stream and lists the devices";
+            "1 while the registration stands: the kubelet holds an open stream, and PodResources lists the devices";
         Self {
             choices: new(registry, "preferred_allocations", choices),
             fallbacks: new(registry, "preferred_allocation_fallbacks", fallbacks),

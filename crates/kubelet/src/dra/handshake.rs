@@ -14,13 +14,13 @@ use crate::registration::{self, Action, Handshake, LifePhase};
 /// An input of the DRA plugin's own.
 #[derive(Clone, Debug)]
 pub(super) enum OwnInput {
-    /// Claims can be prepared, or unprepared.
+    /// Claims can be prepared, or there are claims to unprepare.
     Ready,
     /// This many connections to our services are open.
     Connections(usize),
 }
 
-/// An input of the DRA plugin's machine.
+/// An input of the DRA plugin's state machine.
 pub(super) type Input = registration::Input<DraHandshake>;
 /// The attempts of the DRA plugin.
 type Attempts = registration::Attempts<DraHandshake>;
@@ -42,7 +42,7 @@ impl LifePhase for Phase {
     }
 
     fn words(self) -> &'static str {
-        Self::words(self)
+        Self::words(self) // inherent
     }
 }
 
@@ -56,7 +56,7 @@ pub(super) struct DraHandshake {
 }
 
 impl DraHandshake {
-    /// A handshake that has new sockets made after `offer_timeout`.
+    /// A handshake with this `offer_timeout`.
     pub fn new(offer_timeout: Duration) -> Self {
         Self { offer_timeout, connections: 0 }
     }
@@ -120,7 +120,7 @@ impl Handshake for DraHandshake {
         }
     }
 
-    /// Ends the session, so that new sockets are made for a kubelet that is away or missed the file. The cause is
+    /// Ends the session, so that new sockets are made for a kubelet that is away or missed the old ones. The cause is
     /// reported once.
     fn due(&mut self, attempts: &mut Attempts, now: Duration) {
         let limit = self.offer_timeout;

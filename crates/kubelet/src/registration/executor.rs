@@ -102,7 +102,7 @@ impl Watching {
     }
 }
 
-/// A plugin's machine, with the session and the calls that it controls.
+/// A plugin's state machine, with the session and the calls that it controls.
 pub struct Executor<R: Registrant> {
     registrant: R,
     machine: RegistrationMachine<R::Handshake>,

@@ -87,7 +87,7 @@ pub trait Handshake: Debug + Sized + Send + 'static {
     }
 }
 
-/// An input of a plugin's machine.
+/// An input of a plugin's state machine.
 #[derive(Debug)]
 pub enum Input<H: Handshake> {
     /// The files were checked.
@@ -134,7 +134,7 @@ pub enum Action<A> {
     ReportEnded(String),
 }
 
-/// The actions of a handshake's machine.
+/// The actions of a handshake's state machine.
 pub type ActionOf<H> = Action<<H as Handshake>::Action>;
 
 /// The deadlines of every plugin.
@@ -344,7 +344,7 @@ pub struct RegistrationMachine<H: Handshake> {
 }
 
 impl<H: Handshake> RegistrationMachine<H> {
-    /// A machine that begins in `phase`. The seed determines how much each pause is shortened.
+    /// A state machine that begins in `phase`. The seed determines how much each pause is shortened.
     pub fn new(limits: Limits, phase: H::Phase, handshake: H, seed: u64) -> Self {
         Self { attempts: Attempts::new(limits, phase, seed), handshake }
     }

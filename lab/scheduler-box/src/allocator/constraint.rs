@@ -1,6 +1,6 @@
 //! `matchAttribute` constraints, checked whenever the search adds a device.
 //!
-//! k8s@1.36: `matchAttributeConstraint`. A device without the attribute never matches. Equal texts of versions match.
+//! k8s@1.36: `matchAttributeConstraint`. A device without the attribute never matches. Versions match as texts.
 
 use super::{Ask, Chosen};
 use crate::api::{Attribute, Claim};
@@ -20,7 +20,7 @@ pub(super) struct Member<'b, 'a> {
     pub device: &'b NodeDevice<'a>,
 }
 
-/// Returns true if a constraint on these requests applies to a request without alternatives, or to an alternative.
+/// Returns true if a constraint on these requests applies to `ask`.
 pub(crate) fn applies_to(requests: &[String], ask: &Ask<'_>) -> bool {
     requests.is_empty() || requests.iter().any(|name| *name == ask.request || *name == ask.name)
 }

@@ -1,16 +1,16 @@
 //! Prepares and unprepares claims: reads the claim, has the node's loop plan it and enter it into the ledger, and
 //! carries the plan out. linkwise may be killed in each step without harm.
 //!
-//! Called by `service` for the kubelet, and by `turn` to sweep claims and renew CDI specs. The ledger in the node's
-//! state says what each claim has, from before anything is done for it until all is undone, so that no other claim gets
-//! its GPUs. The manager keeps the checkpoints, from which the next process makes the ledger. One caller at a time
-//! works on a claim. Claims hardly wait for each other: a wait for a disk or the API server holds only the turns of the
-//! claims concerned.
+//! Called by `service` for the kubelet, and by `dra::turn` to sweep claims and renew CDI specs. The ledger in the
+//! node's state says what each claim has, from before anything is done for it until all is undone, so that no other
+//! claim gets its GPUs. The manager keeps the checkpoints, from which the next process makes the ledger. One caller at
+//! a time works on a claim. Claims hardly wait for each other: a wait for a disk or the API server holds only the turns
+//! of the claims concerned.
 //!
 //! The answer names a CDI device for each of the claim's requests and devices. The kubelet keeps every name that it was
 //! given for a claim, over its restarts and reboots, and passes old and new names to the runtime together. So the names
-//! never change. The requests' spec follows the claim's hardware: it is written at each preparation, and when the
-//! node's CDI devices change.
+//! never change. The spec with the requests' devices follows the claim's hardware: it is written at each preparation,
+//! and when the node's CDI devices change.
 
 mod metadata;
 mod mig;
@@ -38,7 +38,7 @@ use linkwise_system::{files, lock};
 pub(super) use specs::keep_specs;
 pub(super) use sweep::keep_sweeping;
 
-/// The right to work on one claim, until its last clone is dropped. A write to a disk has a clone, too.
+/// The turn of a claim, not of the process (`dra::turn`). Ends with its last clone; a write to a disk has one.
 type Turn = Arc<(OwnedMutexGuard<()>, Right)>;
 
 /// The state of one claim.
@@ -51,11 +51,11 @@ struct Slot {
     since: Option<Instant>,
     /// The time at which undoing the claim was tried first.
     undoing: Option<Instant>,
-    /// The time since which sweeps have found the claim in no list of the kubelet, if only these lists count.
+    /// The time since which each sweep has found the claim unused, if the API server cannot be asked.
     unlisted: Option<Instant>,
 }
 
-/// The manager of this node's claims, made by `turn` while this process has the right to touch claims.
+/// The manager of this node's claims, made by `dra::turn` while this process has the right to touch claims.
 pub(super) struct ClaimManager {
     settings: Arc<Settings>,
     store: Arc<CheckpointFolder>,
