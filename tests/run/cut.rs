@@ -27,7 +27,7 @@ struct Kubelet {
     folder: PathBuf,
     step: u64,
     registrations: Arc<AtomicU64>,
-    /// For each list, the number of registrations up to its own, and the number of its devices.
+    /// The number of registrations up to a list, and the number of devices on it, for each list.
     listed: mpsc::Sender<(u64, usize)>,
 }
 
