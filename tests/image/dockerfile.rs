@@ -1,4 +1,4 @@
-//! Reads the Dockerfile's last stage, which is the only list of the image's contents.
+//! Reads the image's contents from the Dockerfile: its last stage, and the build stage's install command.
 
 /// The image's configuration, and the steps that make its root file system.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

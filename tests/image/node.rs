@@ -209,8 +209,8 @@ impl Node {
     pub fn published(&self) -> Vec<String> {
         let slices = self.server.objects(&ResourceType::RESOURCE_SLICES);
         let devices = slices.iter().flat_map(|slice| slice["spec"]["devices"].as_array().cloned().unwrap_or_default());
-        let free = devices.filter(|device| device["taints"].as_array().is_none_or(Vec::is_empty));
-        let mut names: Vec<String> = free.map(|device| device["name"].as_str().unwrap().to_owned()).collect();
+        let untainted = devices.filter(|device| device["taints"].as_array().is_none_or(Vec::is_empty));
+        let mut names: Vec<String> = untainted.map(|device| device["name"].as_str().unwrap().to_owned()).collect();
         names.sort();
         names
     }

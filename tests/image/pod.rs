@@ -1,4 +1,4 @@
-//! Runs a pod of a rendered DaemonSet as kubelet and container runtime do, with its volumes, variables and rights.
+//! Runs a rendered pod or DaemonSet's pod as kubelet and container runtime do, with its volumes, variables and rights.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -51,7 +51,7 @@ impl Pod {
         };
         for container in list(spec, "/initContainers") {
             let mut container = start(container);
-            let ended = tokio::time::timeout(READY_TIMEOUT, container.end()).await;
+            let ended = tokio::time::timeout(READY_TIMEOUT, container.wait_end()).await;
             let status =
                 ended.unwrap_or_else(|_| panic!("{} does not end\n{}", container.name, tail(&container.log())));
             assert!(status.success(), "{} ended with {status}\n{}", container.name, tail(&container.log()));
@@ -99,7 +99,7 @@ impl Pod {
         }
         let grace = self.grace;
         for container in &mut self.containers {
-            if tokio::time::timeout(grace, container.end()).await.is_err() {
+            if tokio::time::timeout(grace, container.wait_end()).await.is_err() {
                 panic!("{} did not end within its grace period\n{}", container.name, tail(&container.log()));
             }
         }

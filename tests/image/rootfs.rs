@@ -56,7 +56,7 @@ fn make(image: &Image) -> PathBuf {
 }
 
 /// A tar file of Debian's packages: those of minbase, as in debian:bookworm-slim, and the image's. The file's name
-/// lists the packages, so that later calls find the file and fetch nothing.
+/// lists the image's packages, so that later calls find the file and fetch nothing.
 fn base(packages: &[String]) -> PathBuf {
     let file = repository(FOLDER).join(format!("base-{}.tar", packages.join("-")));
     if !file.exists() {

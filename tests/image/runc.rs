@@ -67,7 +67,7 @@ impl Container {
         self.process.try_wait().unwrap()
     }
 
-    pub async fn end(&mut self) -> ExitStatus {
+    pub async fn wait_end(&mut self) -> ExitStatus {
         self.process.wait().await.unwrap()
     }
 

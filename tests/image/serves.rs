@@ -129,7 +129,7 @@ async fn helm_test_succeeds_on_a_node_that_serves() {
         let objects = node.render(values);
         let pod = node.deploy(PLUGIN, values).await;
         let mut test = Pod::start(&node, &objects, object(&objects, "Pod", "nvdp-nvidia-device-plugin-test")).await;
-        let status = test.containers[0].end().await;
+        let status = test.containers[0].wait_end().await;
         assert!(status.success(), "{}\n{}", test.logs(), pod.logs());
         pod.stop().await;
     }

@@ -121,8 +121,8 @@ fn cpu() -> impl Strategy<Value = CpuObservation> {
     let intel = [79, 85, 106, 143, 207].map(|model| ("x86_64", "GenuineIntel", 6, model));
     let amd = ("x86_64", "AuthenticAMD", 25, 1);
     let others = [amd, ("ppc64le", "IBM", 0, 0), ("aarch64", "ARM", 8, 0), ("riscv64", "Somebody", 1, 1)];
-    let known = [&intel[..], &others].concat();
-    select(known).prop_map(|(arch, vendor, family, model)| CpuObservation {
+    let processors = [&intel[..], &others].concat();
+    select(processors).prop_map(|(arch, vendor, family, model)| CpuObservation {
         arch: arch.to_owned(),
         vendor: Some(vendor.to_owned()),
         family: Some(family),

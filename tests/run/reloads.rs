@@ -116,7 +116,7 @@ async fn next_pauses(node: &Node, message: &str, known: usize, wanted: usize) ->
 }
 
 #[tokio::test]
-async fn pauses_double_without_nvml_until_another_cause() {
+async fn nvml_pauses_double_until_order_or_new_driver() {
     const UNAVAILABLE: &str = "NVML unavailable";
     let setup = Setup::on("dgx1-v100").args(["--fail-on-init-error=false", "--log=debug"]);
     let setup = setup.args(["--nvml-pause-ms=100", "--nvml-poll-ms=50"]);
@@ -126,7 +126,7 @@ async fn pauses_double_without_nvml_until_another_cause() {
     setup.tell("init 9");
     let (node, kubelet) = setup.start_beside_kubelet().await;
     assert_eq!(next_pauses(&node, UNAVAILABLE, 0, 3).await, ["100ms", "200ms", "400ms"]);
-    // The same cause is logged once.
+    // Only the first line of a cause is a warning.
     let is_warning = |line: &&String| line.contains(UNAVAILABLE) && line.contains("WARN");
     assert_eq!(node.process.lines().iter().filter(is_warning).count(), 1);
     // An operator's order ends the pause.

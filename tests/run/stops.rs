@@ -24,7 +24,7 @@ async fn stopped_process_catches_up() {
     let pod = Pod::single("other", GPU, 4);
     let asked = kubelet.admit(&pod, None);
     let mut asked = std::pin::pin!(asked);
-    kubelet_asks(&kubelet, &mut asked).await;
+    run_until_asked(&kubelet, &mut asked).await;
     node.process.signal("CONT");
     timeout(LIMIT, asked).await.unwrap().unwrap();
     let state = kubelet.state();
@@ -72,7 +72,7 @@ async fn node_frozen_for_a_minute_resumes_unchanged() {
 }
 
 /// Runs an admission until its first call is made, which a stopped process cannot answer.
-async fn kubelet_asks(
+async fn run_until_asked(
     kubelet: &linkwise_kubelet_box::KubeletBox,
     admission: &mut (impl Future<Output: std::fmt::Debug> + Unpin),
 ) {

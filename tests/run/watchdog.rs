@@ -1,5 +1,5 @@
 //! A library that hangs or crashes, an agent that is stopped or killed, a GPU that ends every agent that queries it:
-//! each costs an agent, the log names call and GPU, and admissions go on.
+//! each costs an agent, the log names the cause, and admissions go on.
 
 use linkwise_kubelet_box::KubeletBox;
 

@@ -146,7 +146,7 @@ pub struct Journal {
     pub over: CancellationToken,
 }
 
-/// The times from a cause until claims and pods of the plugin must succeed: the kubelet and linkwise may pause.
+/// The times from a cause's end until claims and pods of the plugin must succeed: the kubelet and linkwise may pause.
 pub const CLAIM_SETTLE_TIMEOUT: Duration = Duration::from_secs(5);
 const POD_SETTLE_TIMEOUT: Duration = Duration::from_secs(1);
 

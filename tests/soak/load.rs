@@ -18,7 +18,7 @@ use crate::run::node::GPU;
 
 /// The journal's name for pods of the device plugin.
 pub const PODS: &str = "pods of the device plugin";
-/// The time within which the kubelet's list shows why a GPU was refused.
+/// The time within which the kubelet's list shows a refused GPU as unhealthy.
 const LIST_TIMEOUT: Duration = Duration::from_secs(5);
 /// The pause before a failed call is repeated.
 const RETRY_DELAY: Duration = Duration::from_millis(50);
@@ -199,7 +199,7 @@ async fn run_pod(world: &World, scheduled: &Scheduled, random: &mut Random) {
 }
 
 /// Prepares a pod's claim, with retries, and enters the hardware of its container. Returns the hardware and the counts
-/// of disruptions before it; `None` if the claim is new and the node refuses it for good.
+/// of disruptions before it; `None` if a call fails for a new claim that is stale or whose GPUs left DRA.
 async fn start(world: &World, scheduled: &Scheduled, is_new: bool) -> Option<(Vec<String>, Disruptions)> {
     let Scheduled { name, kind, pieces, is_stale, .. } = scheduled;
     let pod = PodClaims::single(name, scheduled.claim.clone(), DRIVER);
@@ -310,7 +310,7 @@ async fn admit(world: &World, pod: &Pod, began: Instant, again: bool) -> bool {
         // DRA has all GPUs, the sharing of one is off, or a fault is under way.
         Err(AdmissionError::NoHealthyDevices(_) | AdmissionError::Unregistered(_)) if could_fail || may_fail() => false,
         Err(error) if wait_device_lost(world, &error).await => {
-            world.journal.count("pods whose GPU failed on its way");
+            world.journal.count("pods whose GPU failed during admission");
             false
         }
         Err(error) => {

@@ -56,7 +56,7 @@ pub enum FailingCalls {
 pub struct World {
     pub node: Node,
     control: fake_nvml::Control,
-    /// The pieces that claims are allocated, and those that containers have.
+    /// The pieces of allocated claims, and those that containers have.
     pub scheduled: Mutex<Holdings>,
     pub running: Mutex<Holdings>,
     is_server_away: AtomicBool,
@@ -482,7 +482,7 @@ impl Soak {
         // After a takeover there may be two streams.
         let streams = (kubelet.resources[GPU].connected, kubelet.resources[GPU].open_streams);
         if !is_dra && !matches!(streams, (true, 1 | 2)) {
-            return Some(format!("{GPU}: is it connected, and its open streams: {streams:?}"));
+            return Some(format!("{GPU}: (connected, open streams) is {streams:?}"));
         }
         if is_dra && !has_driver {
             return Some(format!("the driver is not connected: {drivers:?}"));

@@ -84,7 +84,7 @@ async fn refusal_names_the_limit_range() {
     let mut own = pod(&[None]);
     own["spec"]["resourceClaims"] = json!([{"name": "linkwise-gpus-own", "resourceClaimTemplateName": "mine"}]);
     assert!(created(&server, ON, &own).is_ok());
-    // A minimum refuses each pod that the policy changes, because its limit is 0 then.
+    // A minimum refuses each pod that the policy changes, because its request is 0 then.
     put_range(&server, &json!({"type": "Container", "min": {GPUS: "1"}}));
     let refused = created(&server, ON, &pod(&[Some(2)])).unwrap_err();
     assert!(refused.contains("minimum nvidia.com/gpu usage per Container is 1, but request is 0"), "{refused}");

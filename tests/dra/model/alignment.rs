@@ -11,7 +11,7 @@ use crate::oracle::{Set, places};
 const ROOT: &str = "resource.kubernetes.io/pcieRoot";
 
 /// The NICs of a machine as DRANET publishes them, and for each NIC the set of GPUs on its PCIe root. A NIC is on the
-/// root of the GPUs below the same host bridge. The set is empty without RDMA, or if these GPUs do not know their root.
+/// root of the GPUs below the same host bridge. The set has only GPUs that publish their root, and none without RDMA.
 pub fn dranet(node: &Node) -> (Vec<Value>, Vec<Set>) {
     let (mut nics, mut near) = (Vec::new(), Vec::new());
     for (index, nic) in node.topology.nics().iter().enumerate() {

@@ -175,7 +175,7 @@ pub fn allocation(node: &Node, name: &str, gpus: Set) -> Value {
     json!({"devices": {"results": held.map(result).collect::<Vec<_>>()}})
 }
 
-/// The GPUs of a set, for messages.
+/// The GPUs of a set.
 pub fn list(set: Set) -> Vec<usize> {
     places(set).collect()
 }

@@ -47,7 +47,7 @@ fn exact_claims_are_printed_as_documented() {
 }
 
 #[test]
-fn one_gpu_needs_no_group() {
+fn several_gpus_need_a_group_but_one_needs_none() {
     assert_eq!(named(&["--gpus", "1", "--node", "dgx1-v100"]), (None, String::new()));
     assert_eq!(named(&["--gpus", "1"]).0, None);
     assert_eq!(named(&["--gpus", "9"]).0.as_deref(), Some("linkwise.dev/nvlinkDomain"));
@@ -81,7 +81,7 @@ fn nodes_without_the_group_are_named() {
     assert!(stderr.contains("on 1 of 2 nodes") && stderr.contains("(tray): no linkwise.dev/octet1a"), "{stderr}");
 }
 
-/// If a machine resembles no built-in one, the tiers in the groups' names decide, and no bandwidth is printed.
+/// If a machine resembles no built-in one, linkwise chooses by the tiers in the groups' names, and prints no bandwidth.
 #[test]
 fn unknown_machine_is_described_by_groups_alone() {
     let mut all = slices("dgx-h100", "n");

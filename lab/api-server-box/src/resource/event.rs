@@ -7,7 +7,7 @@ use super::checks::Checks;
 use crate::refusal::Refusal;
 use crate::store::Key;
 
-/// The most bytes: `ReportingInstanceLengthLimit`, `ActionLengthLimit`, `ReasonLengthLimit`; `NoteLengthLimit`.
+/// `ReportingInstanceLengthLimit`, `ActionLengthLimit` and `ReasonLengthLimit`; then `NoteLengthLimit`; in bytes.
 const MAX_NAME: usize = 128;
 const MAX_NOTE: usize = 1024;
 

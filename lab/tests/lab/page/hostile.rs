@@ -50,7 +50,7 @@ async fn hostile_and_long_names_are_shown_as_text() {
         for width in [400, 1400] {
             browser.resize(width, 900);
             browser.wait("innerWidth", &json!(width));
-            assert_eq!(browser.value("document.documentElement.scrollWidth"), json!(width), "the page is wider");
+            assert_eq!(browser.value("document.documentElement.scrollWidth"), json!(width), "the page is too wide");
         }
         assert_eq!(browser.events("Log.entryAdded"), Vec::<Value>::new());
     });

@@ -1,4 +1,4 @@
-//! The node's page in a real Chromium, which `make tools` installs. Without it these tests are ignored.
+//! The node's page in a real Chromium, from `make tools` or the PATH. Without one these tests are ignored.
 //!
 //! If `PAGE_IMAGES` names a folder, `page_looks_right_at_each_size_and_colour` writes pictures there. Three of them are
 //! docs/images/node-page*.png.
