@@ -149,7 +149,7 @@ async fn probe_is_answered_after_descriptor_shortage() {
     limit(node.process.id(), "nofile=3:");
     let mut stream = tokio::net::TcpStream::connect(node.address).await.unwrap();
     stream.write_all(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").await.unwrap();
-    // Once this caller is refused, the probe was too: one thread accepts both.
+    // Once this caller is refused, the probe has been too: one thread accepts both.
     let own = node.setup.sockets().remove(0);
     let caller = UnixStream::connect(&own).await.unwrap();
     node.process.said("cannot accept a connection").await;

@@ -197,7 +197,7 @@ pub struct Soak {
     pub had_two_faults: bool,
 }
 
-/// Writes the machine's file: a DGX A100 whose GPU 0 makes MIG devices. Returns `Soak::layout`.
+/// Writes the machine's file: a DGX A100 with GPU 0 in MIG mode. Returns `Soak::layout`.
 fn machine(node: &Node) -> String {
     let read = |name: &str| -> Value {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(name);
@@ -233,7 +233,7 @@ fn address(process: &Process) -> Option<SocketAddr> {
     process.lines().into_iter().rev().filter_map(parsed).find_map(up)
 }
 
-async fn up(process: &Process) -> SocketAddr {
+async fn wait_up(process: &Process) -> SocketAddr {
     until(async || address(process).ok_or("it is not up")).await
 }
 
@@ -284,7 +284,7 @@ impl Soak {
     pub async fn rollout(&mut self) {
         self.pods += 1;
         let next = spawn(&self.world.node, self.pods);
-        takeover::wait_ready(up(&next).await).await;
+        takeover::wait_ready(wait_up(&next).await).await;
         self.process.signal("TERM");
         let (status, last) = self.process.ended().await;
         if !status.success() {
@@ -323,7 +323,7 @@ impl Soak {
             }
             tokio::time::sleep(self.random.milliseconds(0..300)).await;
         }
-        up(&self.process).await;
+        wait_up(&self.process).await;
     }
 
     pub async fn stop_kubelet(&self) {
@@ -368,14 +368,14 @@ impl Soak {
         node.dra.start_again().unwrap();
         self.daemons = Some(mps::daemons(node));
         self.process = spawn(node, self.pods);
-        up(&self.process).await;
+        wait_up(&self.process).await;
     }
 
-    /// Rolls out three times while nothing else happens, so that no call may fail.
+    /// Rolls out three times without another fault, so that no call may fail.
     pub async fn roll_out_in_calm(&mut self) {
         tokio::time::sleep(CLAIM_SETTLE_TIMEOUT).await;
         for _ in 0..3 {
-            self.world.journal.count("rollouts while nothing else happens");
+            self.world.journal.count("rollouts without another fault");
             self.rollout().await;
         }
     }
