@@ -1,4 +1,4 @@
-//! Reads the image's contents from the Dockerfile: its last stage, and the build stage's install command.
+//! Reads the image's contents: the Dockerfile's last stage, and the build stage's install command.
 
 /// The image's configuration, and the steps that make its root file system.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -82,7 +82,7 @@ async fn swap_and_back(setup: Setup, ids: Vec<String>) {
     assert_eq!(listed.healthy, ids.iter().cloned().collect(), "linkwise lists other ids");
     node.ready(200, "ready").await;
     assert_untouched(&kubelet, &pods).await;
-    // linkwise gives the device that the NVIDIA plugin gave to the ended pod.
+    // linkwise gives the device that the NVIDIA plugin gave.
     assert!(kubelet.remove_pod("second"));
     let given = pods.remove("second").unwrap();
     let free = kubelet.state().resources[GPU].free().len();

@@ -10,7 +10,7 @@
 mod faults;
 mod ledger;
 mod load;
-#[allow(dead_code, reason = "each user of the file uses a part")]
+#[allow(dead_code, reason = "each user takes a part")]
 pub mod random;
 mod world;
 

@@ -87,7 +87,7 @@ pub fn put_template(server: &ApiServerBox, namespace: &str, template: Value) {
     server.create("kubectl", &key, template).unwrap_or_else(|status| panic!("{status}"));
 }
 
-/// Creates and removes a pod; returns the stored pod without the fields that each stored object gets, or the refusal.
+/// Creates and removes a pod; returns the stored pod without the fields that each object gets, or the refusal.
 fn created(server: &ApiServerBox, namespace: &str, pod: &Value) -> Result<Value, String> {
     let key = ResourceType::PODS.key(Some(namespace), "pod");
     let stored = server.create("kubectl", &key, pod.clone());

@@ -81,7 +81,7 @@ fn nodes_without_the_group_are_named() {
     assert!(stderr.contains("on 1 of 2 nodes") && stderr.contains("(tray): no linkwise.dev/octet1a"), "{stderr}");
 }
 
-/// If a machine resembles no built-in one, linkwise chooses by the tiers in the groups' names, and prints no bandwidth.
+/// If a machine resembles no built-in one, linkwise chooses by the tiers in the groups' names, without bandwidths.
 #[test]
 fn unknown_machine_is_described_by_groups_alone() {
     let mut all = slices("dgx-h100", "n");
