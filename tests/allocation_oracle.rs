@@ -76,7 +76,7 @@ fn sorted(tables: &AllocationTables, available: Set, must_include: Set, size: u3
     first.into_iter().chain(then).take(size as usize).collect()
 }
 
-/// Compares the answers for each set of available GPUs of a machine with each size, without `must_include`.
+/// Compares the answers to requests of each size for each set of available GPUs, without `must_include`.
 fn compare_all(tables: &AllocationTables) {
     let oracle = Oracle::new(tables.topology());
     let count = tables.topology().gpus().len() as u32;
@@ -107,7 +107,7 @@ proptest! {
         }
     }
 
-    /// Compares each set of available GPUs with each size, because random requests may miss some.
+    /// Makes requests of each size for each set of available GPUs, because random requests may miss some.
     #[test]
     fn small_machines_match_brute_force_for_all_free_sets(observed in random_node::node(4)) {
         compare_all(&tables(&observed));
@@ -120,7 +120,7 @@ proptest! {
         available in vec(0..8_usize, 0..16),
         must in vec(0..8_usize, 0..3),
         size in 0..9_usize,
-        turn in 0..8_usize,
+        shift in 0..8_usize,
     ) {
         let plain = tables(&observed);
         let gpus = plain.topology().gpus();
@@ -134,11 +134,11 @@ proptest! {
         let must_once = BTreeSet::from_iter(must.clone()).into_iter().rev().collect();
         prop_assert_eq!(&ask(&plain, once, must_once, size), &answer);
 
-        let mut turned = observed.clone();
-        turned.gpus.rotate_left(turn % observed.gpus.len());
-        let turned = tables(&turned);
+        let mut rotated = observed.clone();
+        rotated.gpus.rotate_left(shift % observed.gpus.len());
+        let rotated = tables(&rotated);
         let backwards = available.iter().rev().cloned().collect();
-        prop_assert_eq!(ask(&turned, backwards, must, size), answer);
+        prop_assert_eq!(ask(&rotated, backwards, must, size), answer);
     }
 
     /// Unknown ids and impossible sizes are answered in sorted order, without a panic.
@@ -227,7 +227,7 @@ fn large_machines_match_brute_force_on_samples() {
     }
 }
 
-/// Compares some requests to a machine of many GPUs: the values of given sets, and choices of a third of the free GPUs.
+/// Compares some answers on a machine of many GPUs: the values of given sets, and choices of a third of the free GPUs.
 fn sample(tables: &AllocationTables, numbers: &mut Numbers) {
     let oracle = Oracle::new(tables.topology());
     let sets = 1 << tables.topology().gpus().len();

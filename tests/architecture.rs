@@ -156,7 +156,7 @@ fn rules_hold_in_each_file() {
 }
 
 #[test]
-fn each_rule_refuses_what_breaks_it() {
+fn rules_refuse_what_breaks_them() {
     let long = format!("fn f() {{\n{}}}", "    g();\n".repeat(MAX_FUNCTION_LINES));
     for (path, text, complaint) in [
         ("src/run/mod.rs", "use linkwise_kubelet_api::v1beta1;", "linkwise_kubelet_api"),

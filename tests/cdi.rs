@@ -1,5 +1,5 @@
-//! CDI specs, written for a driver root in a temporary folder, and what a container gets with its GPUs. The specs are
-//! golden files; `cdi/schema.rs` checks each against the rules of the format.
+//! CDI specs, written for a driver root in a temporary folder, and what a container gets with its GPUs. Two tests
+//! compare specs with golden files; `cdi/schema.rs` checks specs against the format's rules.
 
 mod injection;
 pub mod root;
@@ -174,7 +174,7 @@ fn later_hooks_are_used_if_the_program_has_them() {
     }
     // The configured program of another toolkit is found at its path on the host.
     let options = Options { hook: Some("/opt/toolkit/nvidia-cdi-hook".to_owned()), ..Options::default() };
-    assert_eq!(later(hooks(&folder, options.clone())), [""; 0], "the program is missing");
+    assert_eq!(later(hooks(&folder, options.clone())), [""; 0], "a missing program has hooks");
     root.program("opt/toolkit/nvidia-cdi-hook");
     fs::write(folder.path().join("opt/toolkit/nvidia-cdi-hook"), LATER_HOOKS[2]).unwrap();
     assert_eq!(later(hooks(&folder, options)), [LATER_HOOKS[2]]);
@@ -414,7 +414,7 @@ fn mig_device_has_parent_node_and_capabilities() {
     let first = vec!["nvidia5", "nvidia-caps/nvidia-cap66", "nvidia-caps/nvidia-cap67"];
     let second = vec!["nvidia5", "nvidia-caps/nvidia-cap75", "nvidia-caps/nvidia-cap76"];
     let whole = vec!["nvidia5", "dri/card2", "dri/renderD128"];
-    // Only a profile with graphics gets the GPU's DRM nodes.
+    // Of the MIG devices, only one with graphics gets the GPU's DRM nodes.
     let caps = ["nvidia-caps/nvidia-cap84", "nvidia-caps/nvidia-cap85"];
     let graphics: Vec<&str> = [&whole[..1], &caps, &whole[1..]].concat();
     let mut all: Vec<&str> = [&first[1..], &second[1..], &graphics].concat();
@@ -468,8 +468,8 @@ fn reader_never_sees_a_partial_spec() {
             }
             seen
         });
-        for turn in 0..300 {
-            assert!(cdi::write(folder.path(), &specs[turn % 2 + 1]).unwrap());
+        for step in 0..300 {
+            assert!(cdi::write(folder.path(), &specs[step % 2 + 1]).unwrap());
         }
         done.store(true, Ordering::Relaxed);
         reader.join().unwrap();

@@ -48,7 +48,7 @@ fn device(gpu: usize, index: u32, slices: u32, memory_mib: u64) -> MigDeviceObse
     }
 }
 
-/// Cuts the GPUs that have MIG, except the first `whole` ones, into devices of these slices and eighths of memory.
+/// Cuts GPUs that have MIG into devices of these slices and eighths of memory, but not the first `whole` GPUs.
 fn cut(mut observed: NodeObservation, whole: usize, devices: &[(u32, u64)]) -> NodeObservation {
     for (at, gpu) in observed.gpus.iter_mut().enumerate().skip(whole).filter(|(_, gpu)| gpu.mig.is_some()) {
         let eighth = gpu.memory_mib.unwrap() / 8;
@@ -243,9 +243,9 @@ proptest! {
     #[test]
     fn order_of_gpus_changes_no_label(observed in random_node::node(8), looks in looks(), plan in plans()) {
         let observed = dressed(observed, &looks);
-        let mut turned = observed.clone();
-        turned.gpus.reverse();
-        prop_assert_eq!(labels_of(turned, plan.clone(), Some("gpu-1")), labels_of(observed, plan, Some("gpu-1")));
+        let mut reversed = observed.clone();
+        reversed.gpus.reverse();
+        prop_assert_eq!(labels_of(reversed, plan.clone(), Some("gpu-1")), labels_of(observed, plan, Some("gpu-1")));
     }
 
     #[test]

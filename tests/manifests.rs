@@ -173,7 +173,7 @@ fn volume_mounts_come_with_the_right_to_see_gpus() {
     assert_eq!(container["securityContext"]["capabilities"], capabilities);
 }
 
-/// linkwise needs only these variables and SYS_ADMIN so that the NVIDIA runtime lets it make MIG devices.
+/// linkwise needs only these variables and SYS_ADMIN to make MIG devices.
 #[test]
 fn mig_overlay_adds_exactly_the_rights_it_needs() {
     let patch = patch("dra-mig");

@@ -28,11 +28,11 @@ fn walk(tokens: TokenStream, found: &mut Vec<(String, String)>) {
     let mut at = 0;
     while let Some(token) = tokens.get(at) {
         let next = |further: usize| tokens.get(at + further);
-        let sign = |further, sign| matches!(next(further), Some(TokenTree::Punct(found)) if found.as_char() == sign);
+        let is_sign = |further, sign| matches!(next(further), Some(TokenTree::Punct(is)) if is.as_char() == sign);
         match (token, next(1), next(2)) {
-            (TokenTree::Punct(_), Some(TokenTree::Group(attribute)), _) if sign(0, '#') => {
-                let words: Vec<TokenTree> = attribute.stream().into_iter().collect();
-                match words.as_slice() {
+            (TokenTree::Punct(_), Some(TokenTree::Group(attribute)), _) if is_sign(0, '#') => {
+                let parts: Vec<TokenTree> = attribute.stream().into_iter().collect();
+                match parts.as_slice() {
                     [TokenTree::Ident(name), TokenTree::Group(condition)]
                         if name == "cfg" && condition.stream().to_string() == "test" =>
                     {
@@ -51,7 +51,7 @@ fn walk(tokens: TokenStream, found: &mut Vec<(String, String)>) {
                 at += 1;
             }
             (TokenTree::Ident(name), Some(_), Some(TokenTree::Group(arguments)))
-                if sign(1, '!') && MACROS.iter().any(|known| name == known) =>
+                if is_sign(1, '!') && MACROS.iter().any(|known| name == known) =>
             {
                 found.extend(message(arguments).map(|text| (format!("{name}!"), text)));
             }

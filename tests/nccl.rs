@@ -167,7 +167,7 @@ fn compare(machine: &NodeObservation, log: &str, bus: f64) -> Result<Comparison,
     Comparison::of(&NcclReport::read(&text).unwrap(), machine, None)
 }
 
-/// Takes down `number` NVLinks of a GPU, whose far end is then `remote`.
+/// Takes down `number` NVLinks of a GPU; their far end is then `remote`.
 fn links_down(machine: &mut NodeObservation, gpu: usize, number: usize, remote: NvLinkRemote) {
     let groups = machine.gpus[gpu].nvlinks.as_mut().unwrap();
     let kept = groups[0].links.len() - number;
@@ -203,7 +203,7 @@ fn links_that_are_down_are_named_before_other_causes() {
 }
 
 #[test]
-fn log_of_nccl_makes_the_cause_certain() {
+fn cause_names_the_setting_that_the_log_shows() {
     let a100 = machine("dgx-a100");
     let log = "n:1:2 [0] NCCL INFO NCCL_P2P_LEVEL set by environment to LOC\n\
                n:1:2 [0] NCCL INFO Channel 00 : 1[2a000] -> 0[27000] via SHM/direct/direct\n";
@@ -220,7 +220,7 @@ fn log_of_nccl_makes_the_cause_certain() {
 }
 
 #[test]
-fn runs_outside_the_calibration_get_own_verdicts() {
+fn unusual_runs_get_verdicts_of_their_own() {
     let mut pcie = machine("pcie-8x-pix-pairs");
     let capability = ComputeCapability { major: 8, minor: 6 };
     pcie.gpus.iter_mut().for_each(|gpu| gpu.compute_capability = Some(capability));
@@ -264,7 +264,7 @@ fn run_over_several_hosts_names_gpus_far_from_nics() {
 }
 
 #[test]
-fn run_gpus_are_found_by_address_or_must_be_named() {
+fn gpus_of_a_run_are_found_by_address_or_named() {
     let h100 = machine("dgx-h100");
     let mut four = h100.clone();
     four.gpus.drain(..4);

@@ -153,8 +153,8 @@ fn removed_names_are_refused_with_the_remedy() {
         text += &error;
     }
     assert_golden("removed-names", &text);
-    let mut run = linkwise(&["config", "show"]);
-    let output = run.env("LINKWISE_DRA_GROUPS", "2").env("LINKWISE_TRACES_ENDPOINT", "").output().unwrap();
+    let mut show = linkwise(&["config", "show"]);
+    let output = show.env("LINKWISE_DRA_GROUPS", "2").env("LINKWISE_TRACES_ENDPOINT", "").output().unwrap();
     let error = String::from_utf8(output.stderr).unwrap();
     assert!(!output.status.success(), "{error}");
     assert!(error.starts_with("linkwise: LINKWISE_DRA_GROUPS: removed: groups of 2, 4 and 8 GPUs"), "{error}");

@@ -229,7 +229,7 @@ fn odd_gpu_is_named_and_allocated_alone_first() {
     let (status, text) = output(&["verify", "--node", &odd, "--gpus", "0,1,2,3", &run]);
     assert!(status == 1 && text.starts_with("below: 48.00 GB/s of "), "{text}");
     assert!(text.contains("18 of its 18 NVLinks are down"), "{text}");
-    // The other differences that make one GPU of three odd.
+    // Other differences make one GPU of three odd, too.
     let refused = json!({"0": "chipset", "1": "chipset"});
     for (key, value, words) in [
         ("pcie", json!({"mts": 32000, "width": 8}), "its PCIe link has 8 lanes, 16 on every other GPU"),

@@ -32,7 +32,7 @@ fn tables(observed: &NodeObservation) -> AllocationTables {
     AllocationTables::new(Arc::new(NodeTopology::assemble(observed).0))
 }
 
-/// Checks the answer to a request; the bytes choose it and the machine.
+/// Checks the answer to a request; the bytes choose the request and the machine.
 pub fn request(bytes: &[u8]) {
     let bytes = &mut Bytes(bytes);
     let numbers = request_in_numbers(bytes);
@@ -108,7 +108,7 @@ fn request_in_numbers(bytes: &mut Bytes<'_>) -> RequestInNumbers {
 }
 
 impl RequestInNumbers {
-    /// The request on a machine: most numbers become a GPU of it, those from 252 on an id that no built-in machine has.
+    /// The request on a machine: numbers below 252 become GPUs, if it has any; the rest, ids of no built-in machine.
     fn on(&self, topology: &NodeTopology) -> AllocationRequest {
         let gpus = topology.gpus();
         let id = |&number: &usize| match gpus.get(number % gpus.len().max(1)) {

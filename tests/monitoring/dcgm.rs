@@ -1,4 +1,4 @@
-//! Tests the query of docs/monitoring.md with DCGM exporter's metrics by promtool and tests/monitoring/dcgm.yaml.
+//! Tests by promtool the query for DCGM exporter's metrics in docs/monitoring.md, with tests/monitoring/dcgm.yaml.
 
 use crate::chart::helm::repository;
 use crate::monitoring::{assert_passes, list, read, text};

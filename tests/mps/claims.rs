@@ -131,7 +131,7 @@ async fn next_process_cleans_up_after_a_killed_one() {
     until(|| ready(&node, &ends).is_ok() && ready(&node, &stays).is_ok()).await;
     daemon.kill().await;
     assert!(ready(&node, &stays).unwrap_err().contains("is gone and left"));
-    // The claim of GPU 1 ends meanwhile. No daemon serves that GPU, which is still exclusive.
+    // The claim of GPU 1 ends meanwhile. No daemon is ordered for that GPU now, but it is still exclusive.
     write_orders(&node, &[1, 2], std::slice::from_ref(&stays));
     assert_eq!(node.exclusive().len(), 2);
     let orphan = node.pid(&names[1]);
@@ -202,7 +202,7 @@ async fn older_releases_daemon_has_common_shared_memory() {
     let older = Limits { own_shm: false, ..limits.clone() };
     let _marker = Marker::set(&node.layout().marker(&name), &older).unwrap();
     let written = fs::read_to_string(node.layout().marker(&name)).unwrap();
-    assert!(!written.contains("Shm"), "an older release writes nothing about shared memory");
+    assert!(!written.contains("Shm"), "the marker of an older release names shared memory");
     assert_eq!(shm_of_ready(node.layout(), &name, &limits), Ok(MpsShm::Common));
 }
 

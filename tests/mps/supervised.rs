@@ -40,7 +40,7 @@ async fn daemon_serves_once_limits_hold_and_ends_in_order() {
 }
 
 #[tokio::test]
-async fn hung_daemon_is_withdrawn_and_replaced() {
+async fn hung_daemon_does_not_serve_and_is_replaced() {
     let mut node = Node::new();
     node.settings.pace.answer = Duration::from_millis(500);
     let mut gpu = node.start_serving().await;
@@ -72,7 +72,7 @@ async fn limit_changed_by_a_client_is_set_again() {
         until(|| node.kept(&gpu.name, what) == set).await;
         assert_eq!(gpu.readiness(), Ok(()), "{what}");
     }
-    // If a limit cannot be set again, the resource is withdrawn.
+    // If a limit cannot be set again, the daemon fails.
     node.misbehave("refuse-memory");
     change("memory-1", "1");
     let failure = gpu.failure().await;
@@ -244,7 +244,7 @@ async fn pipe_directory_is_labelled_for_containers() {
     let mut gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
     assert!(matches!(gpu.next().await, DaemonEvent::Serving));
     let pipe = node.layout().pipe(&gpu.name);
-    assert!(label(&pipe).is_err(), "SELinux is disabled");
+    assert!(label(&pipe).is_err(), "a label, although SELinux is disabled");
     gpu.end().await;
     // Files of an earlier daemon are labelled too.
     let left = pipe.join("left");

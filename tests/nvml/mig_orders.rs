@@ -29,7 +29,7 @@ async fn order(agent: &mut Agent, task: MigTask) -> Result<Vec<MigUuid>, MigOrde
     result
 }
 
-/// Destroys the instance in a slot, if it is `device` (`None`: any); returns the MIG devices by the scan that follows.
+/// Destroys the instance in a slot, if it is `device` (`None`: any); returns the MIG devices of the scan that follows.
 async fn destroy(agent: &mut Agent, slot: MigSlot, device: Option<MigUuid>) -> Vec<MigUuid> {
     assert_eq!(order(agent, MigTask::Destroy(slot, device)).await, Ok(vec![]));
     let (gpus, _) = ready(agent).await;
@@ -92,7 +92,7 @@ async fn failed_placement_call_is_named_and_loses_nothing() {
         assert!(scan.failures.iter().any(|failure| failure.error.call == CALL), "{code}");
         machine.tell(&format!("unfail 0 {CALL}"));
     }
-    // A driver without the call reports no placements.
+    // A driver without the call names no placement, so no profile is kept.
     machine.tell(&format!("fail 0 {CALL} 3"));
     let (gpus, failures) = ready(&mut machine.agent()).await;
     assert_eq!((mig(&gpus).profiles.len(), failures.len()), (0, 0));
@@ -206,7 +206,7 @@ async fn order_that_hangs_ends_the_agent() {
     }
 }
 
-/// A killed process leaves its agent in the middle of a call, so that another process must wait for that agent.
+/// The agent of a killed process may still be in a call, so the agent of another process must wait for it.
 #[tokio::test]
 async fn order_waits_for_that_of_another_process() {
     const CALL: &str = "nvmlGpuInstanceCreateComputeInstance";

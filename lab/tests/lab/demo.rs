@@ -1,4 +1,4 @@
-//! The demo succeeds on every machine under every policy, with the scopes in turn, and `--hold` keeps its page served.
+//! The demo succeeds on every machine under every policy, with alternating scopes, and `--hold` keeps its page served.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
 
@@ -47,8 +47,8 @@ pub async fn play(machine: Machine, options: &[&str]) -> String {
     printed
 }
 
-/// Each machine runs under each policy. Policies take turns at the scopes, and every second machine begins with the
-/// other scope.
+/// The demo runs on each machine under each policy. The scope alternates from policy to policy, and on every second
+/// machine the other scope is the first.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn demo_succeeds_on_each_machine_and_policy() {
     let mut demos = tokio::task::JoinSet::new();

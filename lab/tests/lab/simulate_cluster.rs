@@ -103,7 +103,7 @@ fn choices_are_lines_of_csv() {
         }
     }
     assert!(held.is_empty(), "{held:?}");
-    // Claims for this cluster's machines get more of the cluster's best than claims for any machine.
+    // Claims for this cluster's machines get more of the best collective than claims for any machine.
     let [groups, fleet] = ["dra-groups", "dra-fleet"].map(|door| shares[door].0 / shares[door].1);
     assert!(groups < fleet && fleet > 950, "{groups} {fleet}");
 }

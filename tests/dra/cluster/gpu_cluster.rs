@@ -18,7 +18,7 @@ use crate::run::node::Process;
 fn start(node: &Node) -> Process {
     let program = node.at("gpu-kubelet-plugin");
     let _ = symlink(env!("CARGO_BIN_EXE_linkwise"), &program);
-    // The variables of `on_dgx1` stand for the host: the NVIDIA driver, and the files of the machine.
+    // `on_dgx1` sets the pod's variables, and others that stand for the host: its NVIDIA driver and files.
     let mut command = on_dgx1(&node.cluster, &program, &node.at("sys"));
     command.args(["-v", "4"]);
     command.env("HTTP_ENDPOINT", ":0").env("METRICS_PATH", "/metrics").env("LOG_VERBOSITY", "4");

@@ -52,7 +52,7 @@ async fn container_reads_its_devices_until_its_claim_ends() {
     let devices = [device(&node, "gpu-0"), device(&node, "gpu-5")];
     assert_eq!(first_read["requests"], json!([{"name": "gpus", "devices": devices}]));
 
-    // Both claims have alternatives. The first comes from a template; the annotation of the second is not a name.
+    // Two more claims have alternatives. The first comes from a template; the annotation of the second is not a name.
     for (name, pod_claim_name, path) in
         [("p-gpus-x7k2p", "gpus", "resourceclaimtemplates/gpus/some"), ("odd", "../../etc", "resourceclaims/odd/some")]
     {

@@ -1,5 +1,5 @@
 //! Claims that share GPUs by MPS: `linkwise run` and `linkwise mps-control-daemon` as two processes with one MPS root,
-//! and our own nvidia-cuda-mps-control.
+//! and stand-ins for nvidia-cuda-mps-control and nvidia-smi.
 
 use std::fs;
 use std::os::unix::fs::symlink;

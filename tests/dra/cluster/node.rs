@@ -67,7 +67,7 @@ impl Node {
         self.program().spawn().unwrap()
     }
 
-    /// Starts a process as that of a pod with this UID, whose settings let these GPUs go through DRA.
+    /// Starts a pod's process with this UID; its settings let `all` or `none` of the GPUs go through DRA.
     fn run_as(&self, pod: &str, gpus: &str) -> Child {
         let mut command = self.program();
         command.env("LINKWISE_POD_UID", pod).env("LINKWISE_DRA_GPUS", gpus);

@@ -292,10 +292,10 @@ async fn faults_of_reading_are_survived() {
     }
     let mut writing = write(&cluster, PACE);
     writing.store(&cluster, round(2, 1)).await;
-    for turn in 2..6 {
+    for number in 2..6 {
         cluster.server.expire_watches();
         cluster.server.wipe_slices("n", None);
-        writing.store(&cluster, round(2, turn)).await;
+        writing.store(&cluster, round(2, number)).await;
     }
     writing.running.end().await;
 }
@@ -305,8 +305,8 @@ async fn server_that_was_away_gets_the_last_pool() {
     let (cluster, mut writing) = writing(PACE).await;
     writing.store(&cluster, round(2, 1)).await;
     cluster.server.go_away().await;
-    for turn in [2, 3] {
-        writing.want(round(2, turn));
+    for number in [2, 3] {
+        writing.want(round(2, number));
         let report = writing.wait_report(|stored| stored.trouble.is_some()).await;
         assert!(!report.is_current && report.slices == 1, "{report:?}");
     }

@@ -125,7 +125,7 @@ async fn health_record_counts_on_same_boot() {
 }
 
 #[tokio::test]
-async fn foreign_admin_socket_warns_without_delay() {
+async fn foreign_admin_socket_is_a_warning() {
     let (setup, _kubelet) = healthy();
     fs::create_dir_all(setup.admin_socket().parent().unwrap()).unwrap();
     let hanging = UnixListener::bind(setup.admin_socket()).unwrap();
