@@ -84,7 +84,7 @@ async fn limit_changed_by_a_client_is_set_again() {
 }
 
 #[tokio::test]
-async fn daemon_without_its_limits_does_not_serve() {
+async fn daemon_without_limits_or_mode_does_not_serve() {
     for (how, why) in [
         ("refuse-memory", "'get_default_device_pinned_mem_limit 0' answered '0M', not 20480M: the limit does not hold"),
         (

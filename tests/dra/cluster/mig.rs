@@ -152,7 +152,7 @@ async fn order_cut_by_a_kill_is_undone_by_the_next_process() {
     let (started, ()) = tokio::join!(node.dra.start_pod(&pod), killed);
     started.unwrap_err();
     assert_eq!((instances(&node), node.checkpoints()), (1, vec![format!("{}.json", claim.uid)]));
-    // This spec comes with the checkpoint, because an older release would give the kubelet the checkpoint's CDI names.
+    // This spec comes with the checkpoint, so that its CDI names resolve if an older release gives them to the kubelet.
     let device_spec = format!("linkwise.dev-device-{}.json", claim.uid);
     assert!(node.specs().contains(&device_spec), "{:?}", node.specs());
     control.send("unhang 0 nvmlGpuInstanceCreateComputeInstance").unwrap();

@@ -1,4 +1,4 @@
-//! The doctor's findings about the GPUs: from NVML, from a running linkwise, from the last one's health record.
+//! The doctor's findings about the GPUs: from NVML, from a running linkwise, and from the health record.
 
 use linkwise_core::state::HealthRecord;
 
