@@ -131,7 +131,7 @@ async fn next_process_cleans_up_after_a_killed_one() {
     until(|| ready(&node, &ends).is_ok() && ready(&node, &stays).is_ok()).await;
     daemon.kill().await;
     assert!(ready(&node, &stays).unwrap_err().contains("is gone and left"));
-    // The claim of GPU 1 ends meanwhile. No daemon is ordered for that GPU now, but it is still exclusive.
+    // The claim of GPU 1 ends meanwhile. That GPU has no order now, but is still exclusive.
     write_orders(&node, &[1, 2], std::slice::from_ref(&stays));
     assert_eq!(node.exclusive().len(), 2);
     let orphan = node.pid(&names[1]);

@@ -206,7 +206,7 @@ async fn order_that_hangs_ends_the_agent() {
     }
 }
 
-/// The agent of a killed process may still be in a call, so the agent of another process must wait for it.
+/// The agent of a killed process may still be in a call, so another process's agent must wait for it.
 #[tokio::test]
 async fn order_waits_for_that_of_another_process() {
     const CALL: &str = "nvmlGpuInstanceCreateComputeInstance";

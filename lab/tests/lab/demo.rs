@@ -47,8 +47,7 @@ pub async fn play(machine: Machine, options: &[&str]) -> String {
     printed
 }
 
-/// The demo runs on each machine under each policy. The scope alternates from policy to policy, and on every second
-/// machine the other scope is the first.
+/// The scope alternates from policy to policy, and every second machine begins with the other scope.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn demo_succeeds_on_each_machine_and_policy() {
     let mut demos = tokio::task::JoinSet::new();
