@@ -1,16 +1,16 @@
 //! MutatingAdmissionPolicies (`admissionregistration.k8s.io/v1`): change a pod that a client creates.
 //!
 //! The rules are those of Kubernetes 1.36 (`apiserver/pkg/admission/plugin/policy/mutating`). The server compiles a
-//! policy when a client stores it, and refuses the policy if one of its expressions does not compile. A binding applies
-//! a policy to new pods, once for each object that the binding's `paramRef` finds. The mutations of a policy are JSON
-//! patches, evaluated in order. An error refuses the request; with `failurePolicy: Ignore`, the pod is created, with
-//! the changes of all mutations that did not fail. If a policy applied without an error or changed the pod,
-//! policies with `reinvocationPolicy: IfNeeded` are evaluated once more, with the parameters with which they applied
-//! (`mutating/dispatcher.go`, `reinvocationcontext.go`). While the server starts, a policy whose conditions hold
+//! policy when a client creates it, and refuses the policy if one of its expressions does not compile. A binding
+//! applies a policy to new pods, once for each object that the binding's `paramRef` finds. The mutations of a policy
+//! are JSON patches, evaluated in order. An error refuses the request; with `failurePolicy: Ignore`, the pod is
+//! created, with the changes of all mutations that did not fail. If a policy applied without an error or changed the
+//! pod, policies with `reinvocationPolicy: IfNeeded` are evaluated once more, with the parameters with which they
+//! applied (`mutating/dispatcher.go`, `reinvocationcontext.go`). While the server starts, a policy whose conditions hold
 //! refuses the request regardless of its failure policy, because the schemas for patches are not loaded yet. Bindings
 //! are evaluated in the order of their names; on the real server in random order.
 //!
-//! Features that are not modelled are refused by name when a client stores the policy or the binding: apply
+//! Features that are not modelled are refused by name when a client creates the policy or the binding: apply
 //! configurations, `Object` literals (an API server of 1.36.2 panics on a list of them), and parameters of another
 //! namespace. Only pods are changed. After each policy, LimitRanger fills in defaults again (`limits`).
 
@@ -215,7 +215,7 @@ impl Resources {
     }
 }
 
-/// Checks a policy or a binding that a client stores. Accepts any other object.
+/// Checks a policy or a binding that a client creates. Accepts any other object.
 pub(super) fn check(key: &Key, object: &Value) -> Result<(), Refusal> {
     if key.resource == ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS {
         return spec::<BindingSpec>(key, object).map(drop);

@@ -5,7 +5,7 @@
 //! on: resource versions, watches that continue or expire, server-side apply with owners of fields, conflicts, bearer
 //! tokens. It enforces the rules of `resource.k8s.io/v1` (limits, names, immutable fields, gates that drop fields). Its
 //! MutatingAdmissionPolicies change the pods that a client creates, and its ValidatingAdmissionPolicies refuse
-//! requests. Of other objects it validates only pods and events, in part. The server shares no code with linkwise.
+//! requests. Of other objects it validates only policies, pods and events, in part. It shares no code with linkwise.
 
 #![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "production does not run it")]
 

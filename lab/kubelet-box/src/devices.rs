@@ -203,8 +203,7 @@ impl Book {
         self.still_running.remove(&(pod.to_owned(), container.to_owned()))
     }
 
-    /// Records the devices of an Allocate call, and a violation for each id that is no longer listed: a kubelet fails
-    /// on it.
+    /// Records the devices that a container got, and a violation for each id that is no longer listed.
     pub(super) fn commit(&mut self, place: Place, allocation: Allocation) {
         let entry = self.resources.get(&place.resource);
         let found = entry.map(|entry| vanished(entry, &place, &allocation).collect()).unwrap_or_default();
@@ -214,7 +213,7 @@ impl Book {
         self.writes = true;
     }
 
-    /// Takes all devices from a pod. Returns true if the pod held any.
+    /// Ends a pod, so that its devices are free. Returns true if the pod held any.
     pub(super) fn remove_pod(&mut self, pod: &str) -> bool {
         self.still_running.retain(|(name, _)| name != pod);
         let held = std::mem::take(&mut self.held).into_iter();

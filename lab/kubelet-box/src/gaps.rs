@@ -1,5 +1,5 @@
-//! The gaps of a resource. A gap lasts from the end of a stream that made its devices unhealthy until a list makes them
-//! healthy again. A pod that comes within a gap is rejected.
+//! The gaps of a resource. A gap lasts from the end of a stream that made its devices unhealthy until pods can get
+//! them again. A pod that comes within a gap is rejected.
 //!
 //! `life` writes the gaps when it changes the books, and `KubeletBox::gaps` reads them.
 

@@ -3,7 +3,7 @@
 //! Owns a folder's `kubelet.sock`, the connections to the plugins that register there, and the books of the devices
 //! that each container holds. Used by the demo, the GPU kit, benchmarks and tests, so that a plugin that works here
 //! works with a kubelet. The semantics were read in the source of 1.33. They are the same up to 1.36 except where a
-//! file says so. Kubelets from 1.37 on tell a resource's connections apart, which the box can do too (see
+//! file says otherwise. Kubelets from 1.37 on tell a resource's connections apart, which the box can do too (see
 //! [`Connections`]). The box knows the wire types of `linkwise_kubelet_api` and nothing else of linkwise, because
 //! with linkwise's own types it would share linkwise's mistakes.
 //!
@@ -64,7 +64,7 @@ pub struct Options {
     pub dial_timeout: Duration,
     /// The wait after the first failed dial; each further wait is 1.6 times as long (1 s).
     pub dial_retry: Duration,
-    /// The deadline of each other call (30 s; a kubelet has none).
+    /// The deadline of GetPreferredAllocation and Allocate (30 s; a kubelet has none).
     pub call_timeout: Duration,
     /// The time from the stop of an endpoint to the removal of its resource (5 min).
     pub grace: Duration,
@@ -169,7 +169,7 @@ impl KubeletBox {
     }
 
     /// Starts a stopped box again, in the same folder and with the same allocations. Resources have no healthy device
-    /// until their plugins have registered again.
+    /// until their plugins have registered again and sent a list.
     pub fn start_again(&self, after: Restart) -> Result<(), BoxError> {
         let mut current = lock(&self.life);
         if current.is_some() {
@@ -279,7 +279,7 @@ impl KubeletBox {
     }
 
     /// The durations of the resource's gaps that have ended, in order. A gap lasts from the end of the stream that made
-    /// the resource's devices unhealthy to the list that made them healthy again.
+    /// the resource's devices unhealthy until pods could get them again.
     pub fn gaps(&self, resource: &str) -> Vec<Duration> {
         lock(&self.core.gaps).of(resource)
     }

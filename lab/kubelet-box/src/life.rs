@@ -146,8 +146,8 @@ impl Life {
                 Ok(())
             }
             Err(error) => {
-                // The books forget a connection by resource or by socket; it may be another registration's. A
-                // connection that was dialled stays open.
+                // The books forget a connection by resource or by socket, be it another registration's. A connection
+                // that was dialled stays open.
                 self.core.change(|book| book.deregister_client(resource, endpoint));
                 Err(error)
             }
@@ -212,7 +212,7 @@ impl Life {
         self.expire_later(resource.to_owned(), stamp);
     }
 
-    /// Ends the resource's open gap if the resource has healthy devices again.
+    /// Ends the resource's open gap if the resource is usable again.
     fn settle_gap(&self, resource: &str) {
         self.core.read(|book| {
             if book.is_usable(resource) {
@@ -221,7 +221,7 @@ impl Life {
         });
     }
 
-    /// Closes the resource's connection that was registered last, without a cause. Returns false if there was none.
+    /// Closes the resource's last registered connection before its stream ends. Returns false if there was none.
     pub(super) fn disconnect(self: &Arc<Self>, resource: &str) -> bool {
         let Some(client) = self.core.read(|book| book.last_client(resource)) else { return false };
         self.close(resource, &client);

@@ -9,8 +9,8 @@ const MAX_DOMAIN: usize = 253;
 /// The longest name after the slash, in bytes.
 const MAX_NAME: usize = 63;
 
-/// Returns true if `name` is an extended resource name: `domain/name`, not of kubernetes.io, and still a qualified name
-/// with `requests.` in front of it.
+/// Returns true if `name` is an extended resource name: `domain/name`, not of kubernetes.io, not beginning with
+/// `requests.`, and still a qualified name with it in front.
 pub fn is_extended_resource(name: &str) -> bool {
     let Some((domain, rest)) = name.split_once('/') else { return false };
     !name.contains("kubernetes.io/")

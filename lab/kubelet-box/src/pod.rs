@@ -1,7 +1,7 @@
 //! The input and the result of an admission, as plain values.
 //!
-//! Made by callers of [`super::KubeletBox`] and by `admission`. Resource names and device ids are plain strings here,
-//! because a kubelet knows no more about them.
+//! Made by callers of [`super::KubeletBox`], by `admission` and by `endpoint`. Resource names and device ids are plain
+//! strings here, because a kubelet knows no more about them.
 
 use std::collections::BTreeMap;
 use std::fmt;

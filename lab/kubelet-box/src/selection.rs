@@ -43,7 +43,7 @@ pub(super) struct Question {
     fallback: [Ids; 2],
 }
 
-/// The first step: finds the devices to choose `needed` from. `needed` is at least 1, and so many are available.
+/// The first step: finds the devices to choose `needed` from. `needed` is 1 to the number of available devices.
 pub(super) fn plan(pool: &Pool, needed: usize, hint: Option<TopologyHint>) -> Plan {
     let [aligned, unaligned, without] = by_affinity(pool, hint);
     if needed < aligned.len() {

@@ -11,13 +11,13 @@ use super::pod::Place;
 /// The whole box at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
-    /// Set while the registration socket is served.
+    /// Set while the kubelet runs.
     pub running: bool,
     /// Register calls that have no answer yet.
     pub registering: usize,
     /// Register calls that were refused, for any reason.
     pub refused: u64,
-    /// Every resource that was ever registered.
+    /// Every resource whose plugins the kubelet ever called.
     pub resources: Resources,
     /// The plugins' violations, in order.
     pub violations: Vec<Violation>,

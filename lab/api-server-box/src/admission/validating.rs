@@ -2,8 +2,9 @@
 //!
 //! The rules are those of Kubernetes 1.36 (`apiserver/pkg/admission/plugin/policy/validating`, `dispatcher.go` and
 //! `validator.go`). A policy applies if all its conditions are true. It denies the request if one of its validations is
-//! not true for one of its parameters. An error denies the request. `failurePolicy: Ignore`, actions other than `Deny`,
-//! and patches other than merge patches are not modelled: the server refuses them.
+//! not true for one of its parameters. An error denies the request, except in a message or in a
+//! variable that is not read. `failurePolicy: Ignore`, actions other than `Deny`, and patches other than merge patches
+//! are not modelled: the server refuses them.
 
 use std::collections::BTreeMap;
 
@@ -72,7 +73,7 @@ pub(crate) struct AdmissionRequest<'a> {
     pub object: &'a Value,
 }
 
-/// Checks a policy that a client stores.
+/// Checks a policy that a client creates.
 pub(super) fn check(key: &Key, object: &Value) -> Result<(), Refusal> {
     let policy: PolicySpec = spec(key, object)?;
     let has_params = policy.param_kind.is_some();
