@@ -38,12 +38,7 @@ fn schema() -> Value {
 const UNLISTED: [&str; 4] = ["global", "nfd.enabled", "noTimestamp", "sleepInterval"];
 
 /// Removed values. The chart's refusal of one names its replacement.
-const REMOVED: &[&str] = &[
-    "devicePlugin.standby",
-    "dra.groups",
-    // It published sets of GPUs as devices.
-    "dra.sets",
-];
+const REMOVED: &[&str] = &["devicePlugin.standby", "dra.groups", "dra.sets"];
 
 #[test]
 fn schema_has_exactly_the_values() {

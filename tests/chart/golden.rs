@@ -135,7 +135,8 @@ fn programs_are_switched_on_and_off() {
     assert_snapshot!("gpu_feature_discovery", changes(&base, &entries));
 }
 
-/// Templates bring it if they have alternatives and the API server knows it; `dra.severalClaims` overrides this.
+/// Unchanged pods bring the policy for several claims. Templates with alternatives bring it if the API server knows it.
+/// `dra.severalClaims` overrides both rules.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn claim_templates_bring_policy_from_kubernetes_1_36() {

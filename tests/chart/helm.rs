@@ -15,7 +15,7 @@ pub fn tool(name: &str) -> PathBuf {
     if installed.exists() { installed } else { name.into() }
 }
 
-/// The name of the release that all tests render, from NVIDIA's README.
+/// The name of the release that the chart's tests render, from NVIDIA's README.
 pub const RELEASE: &str = "nvdp";
 
 pub struct Helm(PathBuf);

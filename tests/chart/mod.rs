@@ -1,5 +1,5 @@
-//! Tests of the chart `charts/linkwise`, rendered by the real helm (`make tools` installs it; without it these tests
-//! are ignored), and of the ready examples in `manifests/examples`, checked by schemas of our own (`schemas.yaml`).
+//! Tests of the chart `charts/linkwise`, rendered by the real helm (`make tools` installs it; tests that run it are
+//! ignored without it), and of the ready examples in `manifests/examples`, checked by our own `schemas.yaml`.
 
 mod clusters;
 mod contract;

@@ -57,7 +57,7 @@ fn only_mps_is_privileged_and_sys_admin_needs_a_value() {
         (&["config.map.default=version: v1", "gfd.enabled=true"], &[]),
         (&["config.map.default=flags: {plugin: {deviceListStrategy: [volume-mounts]}}"], &[plugin]),
         (&["config.map.default=flags: {plugin: {deviceListStrategy: volume-mounts}}"], &[plugin]),
-        // A file for some nodes changes the pod of all nodes. A value of the chart overrides each file.
+        // A file for some nodes changes the pods of all nodes. A value of the chart overrides each file.
         (&two, &[plugin]),
         (&[two[0], two[1], "migStrategy=none"], &[]),
         (&["config.name=external", "gfd.enabled=true"], &both),
@@ -110,7 +110,7 @@ async fn server(values: &[&str], other: &str) -> ApiServerBox {
     server
 }
 
-/// Asserts that a request was refused with this text in the message, or was not refused.
+/// Asserts that a request was refused with the text `why` in the message; without a text, that it was not refused.
 fn assert_answer(answer: Result<Value, Value>, why: Option<&str>, request: &str) {
     let refusal = answer.err().map(|status| status["message"].as_str().unwrap().to_owned());
     let is_expected = match (&refusal, why) {

@@ -47,7 +47,7 @@ fn invalid_configuration_is_refused() {
 
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-fn dra_needs_the_plugin_and_gpus() {
+fn values_of_dra_without_what_they_need_are_refused() {
     let helm = Helm::found();
     refused(&helm, &["dra.enabled=true", "devicePlugin.enabled=false"], &["dra.enabled", "devicePlugin.enabled"]);
     refused(&helm, &["dra.enabled=true", "dra.gpus="], &["dra.gpus", "configuration file"]);

@@ -1,5 +1,5 @@
-//! Tests for NVIDIA's rendered manifests with only the image replaced by ours, which has each command. Each program
-//! takes the variables that NVIDIA's chart sets. (`tests/run/chart.rs` runs the plugin with all of them.)
+//! Tests that our image can replace NVIDIA's in the manifests of NVIDIA's chart: the image has each command, and each
+//! program takes the variables that the chart sets. (`tests/run/chart.rs` runs the plugin with all of them.)
 
 use std::fs;
 use std::os::unix::fs::symlink;

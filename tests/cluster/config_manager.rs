@@ -168,7 +168,7 @@ async fn oneshot_without_configuration_fails_with_reason() {
 }
 
 #[tokio::test]
-async fn oneshot_that_cannot_select_keeps_the_previous() {
+async fn oneshot_that_cannot_select_keeps_configuration() {
     let node = Node::start(&[("a", "a: 1")]).await;
     fs::write(node.destination(), "kept: 1").unwrap();
     node.label("missing");
@@ -199,7 +199,7 @@ async fn server_outage_is_logged_once_and_retried() {
 }
 
 #[tokio::test]
-async fn forbidden_watch_is_named_in_the_log() {
+async fn forbidden_list_is_named_in_the_log() {
     let node = Node::start(&[("a", "a: 1")]).await;
     node.label("a");
     let forbidden = Answer::Refusal(403, "nodes is forbidden: User \"x\" cannot list resource \"nodes\"", None);

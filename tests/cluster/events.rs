@@ -125,7 +125,7 @@ async fn pod_gets_its_uid_from_its_claim() {
     assert_eq!(writing.events()[0]["regarding"]["uid"], "uid-by-claim");
     let asked = |of: &str| writing.cluster.count("GET", of);
     assert_eq!((asked("/resourceclaims/train-2"), asked("secrets"), asked("/pods")), (1, 0, 0));
-    // Without the right to read claims such a pod gets no event, and delays no other.
+    // Without the right to read claims a pod of unknown UID gets no event, and delays no other pod's.
     writing.cluster.server.forbid(&[("get", "resourceclaims")]);
     writing.due.send_replace(Arc::new(vec![by_claim("b/p"), event("b/q")]));
     writing.wait_events_of(&["a/train-0", "b/q"]).await;
@@ -200,7 +200,7 @@ async fn node_writes_at_most_ten_events_in_a_row() {
 
 const GPU: &str = "nvidia.com/gpu";
 
-/// Writes the kubelet's checkpoint: these pods, with the indices of their GPUs of a DGX-1.
+/// Writes the kubelet's checkpoint of these pods and their GPUs, given by their indices on a DGX-1.
 fn checkpoint(node: &Node, pods: &[(&str, &[u8])]) {
     let entry = |(pod, gpus): &(&str, &[u8])| {
         let ids: Vec<String> = gpus.iter().map(|gpu| id(*gpu)).collect();

@@ -20,7 +20,7 @@ const KIND: &str = "linkwise.dev/GPUsReady";
 struct Writing {
     cluster: Cluster,
     wanted: watch::Sender<Option<Arc<Condition>>>,
-    /// The marks of removed taints. The next process gets the last of them.
+    /// The node and boot of each removal of taints. The next process gets the last of them.
     marks: Arc<Mutex<Vec<String>>>,
     running: Option<Running>,
 }

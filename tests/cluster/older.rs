@@ -72,16 +72,16 @@ async fn upgrade_and_downgrade(mut world: World, programs: [fn(&Node) -> Command
     let mut running = world.first().await;
     let end = CancellationToken::new();
     let mut load = world.load(&end);
-    for time in 1..=2 * ROUND_TRIPS {
-        let (node, pod) = (&world.node, format!("kept-{time}"));
+    for switch in 1..=2 * ROUND_TRIPS {
+        let (node, pod) = (&world.node, format!("kept-{switch}"));
         let claim = node.claim(&pod, &[kept]);
         let given = node.start_pod(&pod, &claim).await;
-        world.command = programs[time % 2];
-        running = change(&world, running, how, &format!("pod-{time}")).await;
-        world.wait_more_claims(&format!("{how:?} {time}")).await;
-        assert!(load.try_join_next().is_none(), "{how:?} {time}");
+        world.command = programs[switch % 2];
+        running = change(&world, running, how, &format!("pod-{switch}")).await;
+        world.wait_more_claims(&format!("{how:?} {switch}")).await;
+        assert!(load.try_join_next().is_none(), "{how:?} {switch}");
         // The kubelet prepares the claim again, as after its own restart; the pod keeps its devices.
-        assert_eq!(node.start_pod(&pod, &claim).await, given, "{how:?} {time}");
+        assert_eq!(node.start_pod(&pod, &claim).await, given, "{how:?} {switch}");
         node.cluster.server.remove(&ResourceType::RESOURCE_CLAIMS.key(Some("default"), &pod));
         until(async || node.dra.stop_pod(&pod).await).await;
     }

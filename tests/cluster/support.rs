@@ -89,7 +89,7 @@ impl Cluster {
         self.server.put("kubelet", &node_key(name), node);
     }
 
-    /// The number of requests of this method whose path contains this text.
+    /// The number of requests of this method whose path or query contains this text.
     pub fn count(&self, method: &str, contains: &str) -> usize {
         let requests = self.server.requests();
         requests.iter().filter(|request| request.method == method && request.uri.contains(contains)).count()

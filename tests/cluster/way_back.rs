@@ -77,7 +77,7 @@ impl SwitchedNode {
         this
     }
 
-    /// A node on which nothing runs yet.
+    /// A node on which no linkwise runs yet.
     async fn new(setting: Setting) -> Self {
         let node = Node::start().await;
         // A folder below a file can be neither made nor written, not even by root.
@@ -334,9 +334,9 @@ async fn gpus_stay_with_plugin_if_dra_lacks_requirements() {
     }
 }
 
-/// Files of a newer linkwise, and broken ones, keep no setting from serving.
+/// Each setting serves despite broken files and files of a newer linkwise.
 #[tokio::test]
-async fn broken_files_keep_no_setting_from_serving() {
+async fn each_setting_serves_despite_broken_files() {
     let newer = r#"{"version": 9, "dra": ["GPU-00000001-0000-4000-8000-000000000003"]}"#;
     // Without a text, a folder takes the file's place.
     let records = [Some(newer), Some("{"), None];
@@ -355,7 +355,7 @@ async fn broken_files_keep_no_setting_from_serving() {
     }
 }
 
-/// Without a folder for checkpoints DRA does not serve; it does once the file in the folder's place is gone.
+/// Without a folder for checkpoints DRA does not serve until the file in the folder's place is gone.
 #[tokio::test]
 async fn file_in_place_of_the_checkpoints_stops_dra_alone() {
     let mut node = SwitchedNode::new(DRA).await;

@@ -1,4 +1,4 @@
-//! The policy for pods with several claims: only few claims keep their alternatives.
+//! The policy for pods with several claims: only a few claims keep their alternatives.
 
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
@@ -86,7 +86,7 @@ async fn first_of_several_claims_keeps_its_alternatives() {
         (&["mine", TWO, TWO, TWO], &["mine", TWO, TWO_ANY, TWO_ANY]),
         (&["linkwise-gpus-6", "linkwise-gpus-6"], &["linkwise-gpus-6", "linkwise-gpus-6"]),
     ] {
-        // The label does not matter to pods with claims.
+        // The namespace's label does not matter to pods with claims.
         for namespace in [ON, OFF] {
             assert_eq!(admitted_claims(&server, namespace, asked), expected, "{namespace}");
         }
