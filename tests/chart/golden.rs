@@ -86,7 +86,7 @@ fn configurations_bring_config_manager() {
 
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-fn programs_are_switched_on_and_off() {
+fn values_switch_and_adapt_programs() {
     let of_dra = "dra.enabled=true dra.gpus=none dra.evictLost=true dra.dynamicMig=true dra.migRights=true \
                   dra.admissionPolicy=false dra.deviceClasses=false";
     let of_dra: Vec<&str> = of_dra.split(' ').collect();

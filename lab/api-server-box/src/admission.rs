@@ -6,9 +6,9 @@
 //! are JSON patches, evaluated in order. An error refuses the request; with `failurePolicy: Ignore`, the pod is
 //! created, with the changes of all mutations that did not fail. If a policy applied without an error or changed the
 //! pod, policies with `reinvocationPolicy: IfNeeded` are evaluated once more, with the parameters with which they
-//! applied (`mutating/dispatcher.go`, `reinvocationcontext.go`). While the server starts, a policy whose conditions hold
-//! refuses the request regardless of its failure policy, because the schemas for patches are not loaded yet. Bindings
-//! are evaluated in the order of their names; on the real server in random order.
+//! applied (`mutating/dispatcher.go`, `reinvocationcontext.go`). While the server starts, a policy whose conditions
+//! hold refuses the request regardless of its failure policy, because the schemas for patches are not loaded yet.
+//! Bindings are evaluated in the order of their names; on the real server in random order.
 //!
 //! Features that are not modelled are refused by name when a client creates the policy or the binding: apply
 //! configurations, `Object` literals (an API server of 1.36.2 panics on a list of them), and parameters of another
