@@ -136,7 +136,7 @@ fn values_switch_and_adapt_programs() {
 }
 
 /// Unchanged pods bring the policy for several claims. Templates with alternatives bring it if the API server knows it.
-/// `dra.severalClaims` overrides both rules.
+/// `dra.severalClaims` overrides both.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn claim_templates_bring_policy_from_kubernetes_1_36() {

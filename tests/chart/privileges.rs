@@ -110,7 +110,7 @@ async fn server(values: &[&str], other: &str) -> ApiServerBox {
     server
 }
 
-/// Asserts that a request was refused with the text `why` in the message; without a text, that it was not refused.
+/// Asserts that a request was refused with `why` in the message; without `why`, that it was not refused.
 fn assert_answer(answer: Result<Value, Value>, why: Option<&str>, request: &str) {
     let refusal = answer.err().map(|status| status["message"].as_str().unwrap().to_owned());
     let is_expected = match (&refusal, why) {

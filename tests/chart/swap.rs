@@ -1,5 +1,5 @@
-//! Tests that our image can replace NVIDIA's in the manifests of NVIDIA's chart: the image has each command, and each
-//! program takes the variables that the chart sets. (`tests/run/chart.rs` runs the plugin with all of them.)
+//! Tests that our image can replace NVIDIA's in the manifests of NVIDIA's chart: it has each command, and each program
+//! takes the variables that the chart sets. (`tests/run/chart.rs` runs the plugin with them.)
 
 use std::fs;
 use std::os::unix::fs::symlink;

@@ -125,7 +125,7 @@ async fn pod_gets_its_uid_from_its_claim() {
     assert_eq!(writing.events()[0]["regarding"]["uid"], "uid-by-claim");
     let asked = |of: &str| writing.cluster.count("GET", of);
     assert_eq!((asked("/resourceclaims/train-2"), asked("secrets"), asked("/pods")), (1, 0, 0));
-    // Without the right to read claims a pod of unknown UID gets no event, and delays no other pod's.
+    // Without the right to read claims a pod of unknown UID gets no event, and delays no other.
     writing.cluster.server.forbid(&[("get", "resourceclaims")]);
     writing.due.send_replace(Arc::new(vec![by_claim("b/p"), event("b/q")]));
     writing.wait_events_of(&["a/train-0", "b/q"]).await;

@@ -355,7 +355,7 @@ async fn each_setting_serves_despite_broken_files() {
     }
 }
 
-/// Without a folder for checkpoints DRA does not serve until the file in the folder's place is gone.
+/// DRA serves only once the file that is in the place of the checkpoints' folder is gone.
 #[tokio::test]
 async fn file_in_place_of_the_checkpoints_stops_dra_alone() {
     let mut node = SwitchedNode::new(DRA).await;

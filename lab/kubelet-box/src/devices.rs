@@ -213,7 +213,7 @@ impl Book {
         self.writes = true;
     }
 
-    /// Ends a pod, so that its devices are free. Returns true if the pod held any.
+    /// Frees the devices of a pod. Returns true if the pod held any.
     pub(super) fn remove_pod(&mut self, pod: &str) -> bool {
         self.still_running.retain(|(name, _)| name != pod);
         let held = std::mem::take(&mut self.held).into_iter();

@@ -228,7 +228,7 @@ impl KubeletBox {
         Ok(held)
     }
 
-    /// Removes the pod, so that its devices are free. Returns true if the pod held any.
+    /// Removes the pod and frees its devices. Returns true if it held any.
     pub fn remove_pod(&self, pod: &str) -> bool {
         self.core.change(|book| book.remove_pod(pod))
     }

@@ -2,9 +2,9 @@
 //!
 //! The rules are those of Kubernetes 1.36 (`apiserver/pkg/admission/plugin/policy/validating`, `dispatcher.go` and
 //! `validator.go`). A policy applies if all its conditions are true. It denies the request if one of its validations is
-//! not true for one of its parameters. An error denies the request, except in a message or in a
-//! variable that is not read. `failurePolicy: Ignore`, actions other than `Deny`, and patches other than merge patches
-//! are not modelled: the server refuses them.
+//! not true for one of its parameters. An error denies the request, except in a message or an
+//! unread variable. `failurePolicy: Ignore`, actions other than `Deny`, and patches other than merge patches are not
+//! modelled: the server refuses them.
 
 use std::collections::BTreeMap;
 
