@@ -2,8 +2,8 @@
 //!
 //! It stands in for a container runtime on a machine without one. The process gets a mount namespace of its own, so
 //! that its mounts end with it. A user other than root gets a user namespace too. Besides the edits of the CDI devices,
-//! the root has the paths that every runtime gives (/proc, /sys, /dev/null and the like) and the kit's folder. Of CDI's
-//! hooks only the links are made, because they need no program.
+//! the root has the paths that every runtime gives (/proc, /sys, /dev/null and the like) and the kit's folder. Of
+//! CDI's hooks it carries out only `create-symlinks`, which needs no program here.
 
 use std::fs::{self, File};
 use std::io;

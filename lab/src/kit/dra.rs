@@ -145,7 +145,7 @@ async fn cause_faults(
             }
             _ => (fault.plain(), None),
         };
-        fault::judge(report, linkwise, fault, (&format!("fault-{number}-dra.txt"), counted_for), command).await?;
+        fault::run(report, linkwise, fault, (&format!("fault-{number}-dra.txt"), counted_for), command).await?;
     }
     Ok(())
 }
@@ -158,8 +158,8 @@ fn container(kit: &Path, root: &Path, (cdi, names): (&Path, &[String])) -> Resul
     Ok(command)
 }
 
-/// Makes a container for the devices, which ends at once because it has no command. Returns the line about its content,
-/// or the reason why there is no container.
+/// Makes a container without a command, so that it ends at once. Returns the line about its content, or the reason why
+/// there is no container.
 async fn try_container(args: &KitArgs, devices: (&Path, &[String])) -> Result<Result<String, String>> {
     let Some(kit) = &args.kit else { return Ok(Err("--kit is missing".to_owned())) };
     let root = tempfile::tempdir()?;

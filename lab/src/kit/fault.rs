@@ -74,9 +74,9 @@ pub(super) async fn cause_and_check(fault: &Fault, metrics: Metrics) -> Result<b
     Ok(matches!(timeout(XID_TIMEOUT, counted).await, Ok(Ok(()))))
 }
 
-/// Runs a command that faults, writes its output to a file of the report, and reports whether the XID is logged, and
-/// counted for `gpu` (`None`: for any GPU). Returns the output.
-pub(super) async fn judge(
+/// Runs a command that faults, and writes its output to a file. Reports as a promise that the command succeeds, and
+/// that linkwise logs its XID as harmless and counts it for `gpu` (`None`: for any GPU). Returns the output.
+pub(super) async fn run(
     report: &Report,
     linkwise: &Linkwise,
     fault: &Fault,

@@ -48,7 +48,7 @@ impl Counters {
     }
 }
 
-/// Writes footprint.txt (copies of the kernel's files) and idle.tsv. Counts system calls if `--system-calls` is given.
+/// Writes footprint.txt (copies of the kernel's files) and idle.tsv, and with `--system-calls` system-calls.tsv.
 pub(super) async fn measure(args: &KitArgs, linkwise: &Linkwise, report: &Report) -> Result<()> {
     sleep(Duration::from_secs(args.idle_seconds.min(SETTLE_DELAY))).await;
     let processes = linkwise.processes();
@@ -106,7 +106,7 @@ async fn count_system_calls(program: &std::path::Path, agent: u32, seconds: u64,
     report.write("system-calls.tsv", &text)?;
     let error = String::from_utf8_lossy(&output.stderr);
     let what =
-        format!("system calls of the agent in {seconds} s, its record of calls included: {total} {}", error.trim());
+        format!("system calls of the agent in {seconds} s, also those for --nvml-calls: {total} {}", error.trim());
     report.note(output.status.success(), what.trim_end())
 }
 

@@ -91,7 +91,7 @@ impl Report {
         fs::write(self.folder.join(file), content).with_context(|| format!("cannot write {file}"))
     }
 
-    /// Prints a line about something that may differ between machines. The run does not fail by it.
+    /// Prints a line about something that may differ between machines. It never fails the run.
     fn note(&self, is_fine: bool, text: &str) -> Result<()> {
         print(&format!("{}: {text}\n", if is_fine { "ok" } else { "LOOK" }))?;
         Ok(())

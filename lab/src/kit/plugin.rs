@@ -43,9 +43,9 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     }
     footprint::measure(args, &linkwise, report).await?;
     for (number, fault) in args.fault.iter().enumerate() {
-        fault::judge(report, &linkwise, fault, (&format!("fault-{number}.txt"), None), fault.plain()).await?;
+        fault::run(report, &linkwise, fault, (&format!("fault-{number}.txt"), None), fault.plain()).await?;
     }
-    // A GPU that fails a poll becomes unhealthy only after the next poll.
+    // Some faults make a GPU unhealthy only if two polls in a row find them.
     sleep(Duration::from_secs(args.idle_seconds)).await;
     let state = kubelet.state();
     let now = state.resources.get(GPU).map(|gpus| gpus.healthy.clone()).unwrap_or_default();
