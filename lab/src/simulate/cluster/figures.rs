@@ -6,9 +6,9 @@ use super::scheduler::Placed;
 use crate::simulate::replay::whole;
 
 /// The number of requests that change objects for one pod with a claim from a template (Kubernetes 1.36). The
-/// controller of claims creates the claim, writes its name to the pod's status, ends the reservation and the
-/// allocation in one, removes the finalizer and deletes the claim (`pkg/controller/resourceclaim/controller.go`). The
-/// scheduler adds the finalizer and writes the allocation (`bindClaim`).
+/// controller of claims creates the claim, writes its name to the pod's status, ends reservation and allocation in one
+/// request, removes the finalizer and deletes the claim (`pkg/controller/resourceclaim/controller.go`). The scheduler
+/// adds the finalizer and writes the allocation (`bindClaim`).
 const WRITES_PER_CLAIM: u64 = 7;
 
 /// The results of the jobs through one door. Shares are in per mille, rounded down. Collectives are compared for jobs

@@ -49,8 +49,8 @@ impl Shapes {
     fn shape(&self, number: usize, job: &Job) -> Shape {
         let rails = self.rails.filter(|_| job.pods > 1).map(|(all, each)| {
             let own = u8::try_from(job.size.div_ceil(each)).unwrap_or(u8::MAX).min(all).max(1);
-            let turn = number % usize::from(all / own).max(1);
-            (u8::try_from(turn).unwrap_or(0) * own, own)
+            let sets_before = number % usize::from(all / own).max(1);
+            (u8::try_from(sets_before).unwrap_or(0) * own, own)
         });
         Shape { gpus: job.size, pods: job.pods, rails }
     }

@@ -97,12 +97,12 @@ fn compare_with_model(machines: &[Machine], kinds: &[usize], door: Door, cpu: Cp
             whole.change(node, set, false);
             continue;
         }
-        let size = usize::try_from(draws.below(SIZES.len() as u64)).unwrap();
-        let claim = claims[size].clone();
+        let index = usize::try_from(draws.below(SIZES.len() as u64)).unwrap();
+        let claim = claims[index].clone();
         let answers = whole.answers(&claim);
         let names: Vec<&str> = whole.names.iter().map(String::as_str).collect();
         let scheduled = whole.cluster.schedule(&names, &[claim]);
-        let Some(placed) = scheduler.place(size).unwrap() else {
+        let Some(placed) = scheduler.place(index).unwrap() else {
             assert!(matches!(scheduled, Err(Failure::Refused(_))), "{scheduled:?}");
             waits += 1;
             continue;
@@ -114,7 +114,7 @@ fn compare_with_model(machines: &[Machine], kinds: &[usize], door: Door, cpu: Cp
         // kube-scheduler adds the score of the alternative, relative to the best node's, and the CPU that the pod would
         // leave free.
         let total = |node: usize, score: i64| {
-            let (free, all) = (whole.free[node].len() - SIZES[size], whole.machines[node].whole.len());
+            let (free, all) = (whole.free[node].len() - SIZES[index], whole.machines[node].whole.len());
             let by_cpu = if cpu == CpuRequests::Share { i64::try_from(100 * free / all).unwrap() } else { 0 };
             by_cpu + if scheduled.score == 0 { 0 } else { 2 * (100 * score / scheduled.score) }
         };
@@ -318,8 +318,7 @@ fn figures_count_what_happens_over_time() {
     let (figures, _) = replay(&machines, &[0], &jobs, Door::DraGroups);
     assert_eq!((figures.jobs, figures.several, figures.waited), (3, 2, 333));
     assert_eq!((figures.mean_wait_seconds, figures.p99_wait_seconds), (40 / 3, 40));
-    // 2 GPUs are busy for 50 s and 4 for 30 s, of 400 GPU-seconds. The other 2 are no set of four for 50 s. Then all 4
-    // are free for 20 s.
+    // Of 400 GPU-seconds 2 GPUs are busy for 50 s, 4 for 30 s, 0 for 20 s. For 50 s the other 2 are in no set of four.
     assert_eq!((figures.busy, figures.fragmentation), (Some((100 + 120) * 1000 / 400), Some(100 * 1000 / 180)));
     // Three claims make seven requests each, in 100 s.
     assert_eq!(figures.writes_per_hour, Some(3 * 7 * 36));
