@@ -86,7 +86,7 @@ fn rows() -> impl Strategy<Value = Vec<Row>> {
 }
 
 /// Configurations, each with true if a row may have a fault. Those without one are valid: each name has devices, and no
-/// two rows list one GPU.
+/// two rows list the same GPU.
 fn configurations() -> impl Strategy<Value = (Value, bool)> {
     let kind = prop::sample::select(vec!["timeSlicing", "timeSlicing", "mps"]);
     let strategy = prop::sample::select(vec!["none", "single", "mixed"]);

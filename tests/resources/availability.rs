@@ -45,7 +45,7 @@ struct World {
     list: Option<(BTreeSet<ResourceDevice>, BTreeSet<GpuUuid>)>,
 }
 
-/// The figures of a state: each GPU's availability, the number of GPUs with each, that of free GPUs, the outlook.
+/// The figures of a state: each GPU's availability, the GPUs of each availability, the free GPUs, and the outlook.
 type Figures = (Vec<(GpuUuid, Availability)>, BTreeMap<Availability, usize>, usize, Vec<Outlook>);
 
 fn figures(state: &NodeState) -> Figures {

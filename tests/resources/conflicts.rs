@@ -98,17 +98,17 @@ fn devices_of_init_containers_are_held_too() {
 fn claimed_hardware_is_not_offered() {
     let observed = mixed();
     let (gpu, mig) = (&observed.gpus[0], &observed.gpus[1].mig.as_ref().unwrap().devices[0]);
-    let claimed = |device: &str, cdi: &str| claimed("team/training", device, cdi);
+    let of_training = |device: &str, cdi: &str| claimed("team/training", device, cdi);
     let by_minor = format!("gpu-{}", gpu.minor.unwrap());
     let of_gpu_1 = format!("gpu-{}-mig-1g10gb-19-0", observed.gpus[1].minor.unwrap());
     let all_of_gpu_1 = observed.gpus[1].mig.as_ref().unwrap().devices.len();
     for (claim, expected) in [
-        (claimed(&by_minor, "claim-1"), 1),
-        (claimed("any", gpu.uuid.as_str()), 1),
-        (claimed("any", mig.uuid.as_str()), 1),
-        (claimed(&of_gpu_1, "claim-1"), all_of_gpu_1),
-        (claimed("gpu-77", "claim-1"), 0),
-        (ClaimedDevice { driver: "nic.example.com".to_owned(), ..claimed(&by_minor, "nic") }, 0),
+        (of_training(&by_minor, "claim-1"), 1),
+        (of_training("any", gpu.uuid.as_str()), 1),
+        (of_training("any", mig.uuid.as_str()), 1),
+        (of_training(&of_gpu_1, "claim-1"), all_of_gpu_1),
+        (of_training("gpu-77", "claim-1"), 0),
+        (ClaimedDevice { driver: "nic.example.com".to_owned(), ..of_training(&by_minor, "nic") }, 0),
     ] {
         let holdings = Holdings { claims: [claim.clone()].into(), ..Holdings::default() };
         let snapshot = after(with(&self::mig(MigStrategy::Mixed), mixed()), [Event::Holders(Some(holdings))]);

@@ -53,7 +53,7 @@ impl World {
         self.state.allocate(&ResourceName::gpu(), &[id(at).1]).is_ok()
     }
 
-    /// The GPUs that new claims may get, by their places.
+    /// The GPUs that new claims may get, by index.
     fn through_dra(&self) -> Vec<usize> {
         let offered = self.state.offers().through_dra().iter().filter(|device| device.health == Health::Healthy);
         let places = offered.filter_map(|device| (0..3).find(|at| device.gpu.uuid == uuid(*at)));
@@ -232,7 +232,7 @@ fn restart_keeps_doors_of_the_record() {
 }
 
 #[test]
-fn mig_devices_go_with_their_gpu() {
+fn mig_devices_move_to_dra_with_their_gpu() {
     let lists = [no_holders(), no_holders()];
     let world = World::of([planned(Door::Dra), seen(mixed())].into_iter().chain(lists));
     let devices = world.state.offers().through_dra();

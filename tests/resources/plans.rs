@@ -323,9 +323,9 @@ fn policy_counts_the_use_of_other_resources() {
 fn withdrawn_id_leaves_after_two_lists_without_it() {
     let snapshot = after(NodeState::default(), [seen(mixed()), planned(&renamed())]);
     let left = |snapshot: &NodeState| snapshot.offers().of(&gpu()).count();
-    let reason = |snapshot: &NodeState| snapshot.offers().of(&gpu()).next().unwrap().1.health.clone();
+    let health = |snapshot: &NodeState| snapshot.offers().of(&gpu()).next().unwrap().1.health.clone();
     assert_eq!(left(&snapshot), 4);
-    assert_eq!(reason(&snapshot), Health::Unhealthy { reason: UnhealthyReason::Withdrawn, since: NOW });
+    assert_eq!(health(&snapshot), Health::Unhealthy { reason: UnhealthyReason::Withdrawn, since: NOW });
     let id = snapshot.offers().of(&gpu()).next().unwrap().0.clone();
     let held = || Event::Holders(Some([(gpu(), id.clone())].into_iter().collect()));
     let unknown = after(snapshot.clone(), [Event::Holders(None), Event::Holders(None)]);

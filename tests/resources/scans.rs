@@ -38,13 +38,13 @@ impl Driver {
             gpu.common_ancestors.clear();
             gpu.pcie_width_now = None;
         }
-        (without_capabilities(gpus), failures)
+        (comparable(gpus), failures)
     }
 }
 
 /// Removes capabilities, which come from the kernel of the machine that runs the test, and profile ids and placements,
 /// which the library invents if the machine's file has none.
-fn without_capabilities(mut gpus: Vec<GpuObservation>) -> Vec<GpuObservation> {
+fn comparable(mut gpus: Vec<GpuObservation>) -> Vec<GpuObservation> {
     for device in gpus.iter_mut().flat_map(|gpu| &mut gpu.mig).flat_map(|mig| &mut mig.devices) {
         (device.capabilities, device.profile_id, device.placement) = (None, None, None);
     }
@@ -54,7 +54,7 @@ fn without_capabilities(mut gpus: Vec<GpuObservation>) -> Vec<GpuObservation> {
 #[tokio::test]
 async fn mig_devices_are_observed_as_the_driver_has_them() {
     let (gpus, failures) = Driver::new().scan().await;
-    assert_eq!((gpus, failures), (without_capabilities(mixed().gpus), vec![]));
+    assert_eq!((gpus, failures), (comparable(mixed().gpus), vec![]));
 }
 
 #[tokio::test]
