@@ -79,7 +79,7 @@ impl Control {
 
     fn listeners(&self) -> Vec<UnixStream> {
         let entries = self.socket.parent().and_then(|folder| folder.read_dir().ok()).into_iter().flatten().flatten();
-        let sockets = entries.map(|entry| entry.path()).filter(|path| command::is_process_of(path, &self.socket));
+        let sockets = entries.map(|entry| entry.path()).filter(|path| command::is_process_socket(path, &self.socket));
         sockets.filter_map(|socket| UnixStream::connect(socket).ok()).collect()
     }
 }

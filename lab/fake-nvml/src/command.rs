@@ -56,7 +56,7 @@ pub enum Action {
     Present(bool),
     Recovery(u32),
     Mig(Mig),
-    /// The row remapping: true if pending, true if failed.
+    /// The row remapping: pending, failed.
     Rows(bool, bool),
     Uncorrectable(u64),
     /// The number of a link and its state, `NVML_NVLINK_STATE_*`; `None` if the link is not supported.
@@ -83,16 +83,16 @@ pub fn journal(socket: &Path) -> PathBuf {
 }
 
 /// The socket of one process, because several processes may have the library loaded at the same time.
-pub fn process(socket: &Path, id: u32) -> PathBuf {
+pub fn process_socket(socket: &Path, id: u32) -> PathBuf {
     let mut name = OsString::from(socket);
     name.push(format!(".{id}"));
     PathBuf::from(name)
 }
 
 /// Returns true if a path is the socket of any process.
-pub fn is_process_of(path: &Path, socket: &Path) -> bool {
+pub fn is_process_socket(path: &Path, socket: &Path) -> bool {
     let id = path.extension().and_then(|id| id.to_str()).and_then(|id| id.parse().ok());
-    id.is_some_and(|id| process(socket, id) == path)
+    id.is_some_and(|id| process_socket(socket, id) == path)
 }
 
 impl FromStr for Command {

@@ -23,7 +23,7 @@ pub fn start(socket: &Path) -> io::Result<()> {
     let _ = JOURNAL.set(journal.clone());
     let file = OpenOptions::new().create(true).append(true).read(true).open(&journal)?;
     file.lock()?;
-    let socket = command::process(socket, std::process::id());
+    let socket = command::process_socket(socket, std::process::id());
     match std::fs::remove_file(&socket) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}

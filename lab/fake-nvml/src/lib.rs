@@ -15,7 +15,7 @@
 //!
 //! | command | meaning |
 //! | --- | --- |
-//! | `xid GPU CODE [GI [CI]]` | an XID event, optionally of a GPU and compute instance |
+//! | `xid GPU CODE [GI [CI]]` | an XID event, optionally of a GPU instance, or of its compute instance |
 //! | `ecc GPU` | a double-bit ECC event |
 //! | `lost GPU`, `back GPU` | begins or ends NVML_ERROR_GPU_IS_LOST as the answer of every call on the GPU |
 //! | `fall GPU` | as `lost`, until each running process ends; in later processes calls answer NVML_ERROR_UNKNOWN |

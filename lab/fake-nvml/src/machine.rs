@@ -94,7 +94,7 @@ pub struct Mig {
     pub enabled: bool,
     #[serde(default)]
     pub devices: Vec<MigDevice>,
-    /// The profiles. An empty list stands for every profile that NVML knows, each with sizes of zero and no placement.
+    /// The profiles. An empty list stands for all but 6_SLICE and 8_SLICE, each with sizes of zero and no placement.
     #[serde(default)]
     pub profiles: Vec<MigProfile>,
     /// GPU instances without a compute instance.

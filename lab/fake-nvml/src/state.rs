@@ -36,7 +36,7 @@ pub struct State {
     /// The GPUs that fell off the bus while this process ran.
     fallen: BTreeSet<usize>,
     /// The GPUs that fell off the bus before this process started.
-    unknown: BTreeSet<usize>,
+    fallen_before: BTreeSet<usize>,
     /// Set once the journal is read: later commands come from a running test.
     pub is_started: bool,
     loss_ends_waits: bool,
@@ -46,7 +46,7 @@ pub struct State {
     /// The function of each blocked call.
     blocked: Vec<String>,
     pub recovery: BTreeMap<usize, u32>,
-    /// The row remapping, by GPU: true if pending, true if failed.
+    /// The row remapping by GPU: pending, failed.
     pub rows: BTreeMap<usize, (bool, bool)>,
     pub uncorrectable: BTreeMap<usize, u64>,
     /// The states that commands gave links.
@@ -91,7 +91,7 @@ pub fn handle(position: usize) -> nvmlDevice_t {
     std::ptr::without_provenance_mut(0x1000 + position)
 }
 
-/// The handle of a MIG device, by the position of the GPU and the device's index, or of a GPU instance, by its id.
+/// The handle of a MIG device, by the position of the GPU and the device's index, or of an instance, by its number.
 pub fn mig_handle(position: usize, number: u32) -> nvmlDevice_t {
     std::ptr::without_provenance_mut(0x10_0000 + position * 0x100 + number as usize)
 }
@@ -165,7 +165,7 @@ pub fn enter_with(function: &str, which: impl Fn(&State) -> Answer<Vec<usize>>) 
         if gpus.iter().any(|gpu| state.is_lost(*gpu) || state.absent.contains(gpu)) {
             return Err(nvmlReturn_enum_NVML_ERROR_GPU_IS_LOST);
         }
-        if gpus.iter().any(|gpu| state.unknown.contains(gpu)) {
+        if gpus.iter().any(|gpu| state.fallen_before.contains(gpu)) {
             return Err(nvmlReturn_enum_NVML_ERROR_UNKNOWN);
         }
         let fault = state.fault(function, &gpus);
@@ -242,11 +242,11 @@ impl State {
             Action::Lost(true) => drop(self.lost.insert(gpu)),
             Action::Lost(false) => drop(self.lost.remove(&gpu)),
             Action::Fallen if self.is_started => drop(self.fallen.insert(gpu)),
-            Action::Fallen => drop(self.unknown.insert(gpu)),
+            Action::Fallen => drop(self.fallen_before.insert(gpu)),
             Action::Reset(true) if self.is_started => return Err("a process uses the GPU".to_owned()),
             Action::Reset(_) if self.is_started => {}
             Action::Reset(_) => {
-                self.unknown.remove(&gpu);
+                self.fallen_before.remove(&gpu);
                 self.uncorrectable.remove(&gpu);
                 self.rows.remove(&gpu);
                 self.recovery.entry(gpu).and_modify(|recovery| *recovery = 0);
