@@ -1,9 +1,9 @@
 //! The time of GetPreferredAllocation compared with that of an empty RPC, and the time of an admission while NVML hangs
 //! compared with that while NVML answers.
 //!
-//! For the first a node in this process serves a simulated dgx-h100 as `linkwise run` would; the empty RPC is
-//! GetDevicePluginOptions on the same socket. For the second the program runs with the fake NVML library, in which a
-//! hanging call holds the lock. The compared calls alternate, so that noise hits both. Run it with `cargo bench
+//! For the RPCs, a node in this process serves a simulated dgx-h100 as `linkwise run` would; the empty RPC is
+//! GetDevicePluginOptions on the same socket. For the admissions, the program runs with the fake NVML library, in which
+//! a hanging call holds the lock. The compared calls alternate, so that noise hits both. Run it with `cargo bench
 //! --bench rpc`.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends at its first error")]

@@ -1,5 +1,5 @@
-//! The time of a scrape with 8 GPUs, without pods and with 64 pods of two slots: over the port, of the text alone, and
-//! of the text right after a change.
+//! The time of a scrape with 8 GPUs, without pods and with 64 pods of two slots: over the port, for the text alone, and
+//! for the text right after a change.
 //!
 //! Prints a table and judges nothing; the budget is 2 ms a scrape. Run it with `cargo bench --bench scrape`.
 

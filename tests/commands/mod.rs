@@ -46,7 +46,7 @@ fn is_run(typed: &Typed) -> bool {
 
 /// The targets of make in `.ci/run`.
 const CI: [&str; 4] = ["tools", "lint", "test", "test-image"];
-/// The targets whose recipe `make_targets_exist_and_run` runs.
+/// The targets whose recipe `make_targets_exist_and_demo_runs` runs.
 const RUN_HERE: [&str; 1] = ["demo"];
 
 #[test]
@@ -171,9 +171,9 @@ fn kubectl_names_installed_objects() {
 }
 
 #[test]
-fn make_targets_exist_and_run() {
+fn make_targets_exist_and_demo_runs() {
     let ci = fs::read_to_string(repository(".ci/run")).unwrap();
-    let line = ci.lines().find_map(|line| line.strip_prefix(".ci/commits && ")).expect("no check of commits first");
+    let line = ci.lines().find_map(|line| line.strip_prefix(".ci/commits && ")).expect(".ci/run checks no commits");
     assert_eq!(line.split(" && ").collect::<Vec<_>>(), CI.map(|target| format!("make {target}")), ".ci/run");
     let printed = |target: &str| {
         let mut make = Command::new("make");

@@ -159,7 +159,7 @@ async fn resource_not_back_after_restart_is_removed() {
     kubelet.wait(|s| s.resources[GPU].removed).await.unwrap();
 }
 
-/// Options of a kubelet from 1.37 on, which keeps a connection for each socket.
+/// Makes the kubelet one from 1.37 on, which keeps a connection for each socket.
 fn newer(options: &mut Options) {
     options.connections = Connections::BySocket;
 }

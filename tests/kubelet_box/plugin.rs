@@ -103,10 +103,10 @@ impl Plugin {
         });
         let incoming = UnixListenerStream::new(UnixListener::bind(dir.join(endpoint)).unwrap());
         let service = wire::device_plugin_server::DevicePluginServer::new(Service(Arc::clone(&shared)));
-        let seen = Arc::clone(&shared);
+        let recorder = Arc::clone(&shared);
         let authority = MapRequestLayer::new(move |request: tonic::codegen::http::Request<tonic::body::Body>| {
             let authority = request.uri().authority().map(ToString::to_string).unwrap_or_default();
-            seen.seen.lock().unwrap().authorities.push(authority);
+            recorder.seen.lock().unwrap().authorities.push(authority);
             request
         });
         let server = tokio::spawn(async move {

@@ -132,7 +132,7 @@ pub fn rights(container: &serde_json::Value, volumes: &[&serde_json::Value], aut
     };
     let has = |path: &str| all("volumeMounts").iter().any(|mount| mount["mountPath"] == path);
     let sockets = ["/var/lib/kubelet/plugins_registry", "/var/lib/kubelet/plugins/gpu.nvidia.com"].map(writes);
-    assert!(sockets[0] == sockets[1], "one folder of DRA plugins alone");
+    assert!(sockets[0] == sockets[1], "only one of the two folders of DRA plugins is mounted writable");
     let token = automounts || has("/var/run/secrets/kubernetes.io/serviceaccount");
     let node_name = all("env").iter().any(|env| env["name"] == "NODE_NAME" && env["valueFrom"].is_object());
     assert!(writes("/var/lib/kubelet/device-plugins"), "the folder of the kubelet's socket is not mounted writable");

@@ -8,11 +8,11 @@ use super::{Book, Ids, Resource};
 impl Book {
     /// The visible state of the books.
     pub(crate) fn snapshot(&self) -> State {
-        let resources = self.resources.iter().map(|(name, entry)| (name.clone(), self.seen(name, entry))).collect();
+        let resources = self.resources.iter().map(|(name, entry)| (name.clone(), self.state_of(name, entry))).collect();
         State { resources: Resources(resources), ..self.seen.clone() }
     }
 
-    fn seen(&self, name: &str, entry: &Resource) -> ResourceState {
+    fn state_of(&self, name: &str, entry: &Resource) -> ResourceState {
         let mut allocated: BTreeMap<String, BTreeMap<String, Ids>> = BTreeMap::new();
         for (place, held) in self.held.iter().filter(|(place, _)| place.resource == name) {
             let containers = allocated.entry(place.pod.clone()).or_default();

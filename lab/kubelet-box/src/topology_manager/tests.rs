@@ -136,7 +136,7 @@ fn settled(manager: &TopologyManager, resources: &[ResourceHints]) -> String {
 }
 
 #[test]
-fn each_policy_settles_as_in_a_kubelet() {
+fn policies_settle_as_in_a_kubelet() {
     for row in ROWS {
         let manager = manager(row.policy, row.nodes);
         let mut resources: Vec<_> = row.resources.iter().map(|text| hints(&manager, text)).collect();
