@@ -32,7 +32,7 @@ const NAMES: [&str; 5] =
 enum Kind {
     /// An H100.
     Plain,
-    /// An A100, which a pattern may rename.
+    /// An A100, which every pattern matches.
     Patterned,
     /// An H100 in MIG mode, with two MIG devices of this number of slices.
     Mig(u32),

@@ -33,7 +33,7 @@ pub fn mixed() -> NodeObservation {
     machines::load(MIXED).unwrap().observed
 }
 
-/// The first GPUs of a DGX-1. Tests with long histories take few, because they read the state often.
+/// The first GPUs of a DGX-1. Long histories take few, because they read the state often.
 pub fn dgx(gpus: usize) -> NodeObservation {
     let mut observed = machines::load("dgx1-v100").unwrap().observed;
     observed.gpus.truncate(gpus);

@@ -119,7 +119,7 @@ impl<'a> Scheduler<'a> {
     }
 
     /// The score of LeastAllocated (NodeResourcesFit): the free percentage of CPU and memory, equal to that of GPUs, or
-    /// 0 if pods request no CPU.
+    /// 0 without CPU requests.
     fn least_allocated(&self, state: &State, answer: Answer) -> i64 {
         let whole = self.states.machines.get(state.machine).map_or(0, |machine| machine.whole.len());
         let free = state.free.len().saturating_sub(answer.set.map_or(0, GpuSet::len));

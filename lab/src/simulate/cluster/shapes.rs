@@ -18,7 +18,7 @@ pub(super) struct Shape {
 #[derive(Debug)]
 pub(super) struct Shapes {
     pub shapes: Vec<Shape>,
-    /// The least number of rails of any machine, and the least of GPUs on a rail (1 if uneven), if claims name rails.
+    /// If claims name rails: the fewest rails of a machine, and the fewest GPUs on a rail (1 if `gpus_per_rail` is 0).
     rails: Option<(u8, usize)>,
 }
 
@@ -45,7 +45,7 @@ impl Shapes {
     }
 
     /// The shape of a job. If claims name rails and the job has several pods, all its pods get the same rails: as few
-    /// as hold a pod's GPUs. Consecutive jobs of one size get different rails, if there are enough.
+    /// as hold a pod's GPUs. The job's number chooses them, so that jobs spread over all rails.
     fn shape(&self, number: usize, job: &Job) -> Shape {
         let rails = self.rails.filter(|_| job.pods > 1).map(|(all, each)| {
             let own = u8::try_from(job.size.div_ceil(each)).unwrap_or(u8::MAX).min(all).max(1);
