@@ -106,7 +106,9 @@ pub(crate) fn admit(store: &Store, request: &AdmissionRequest<'_>) -> Result<(),
         let namespace = request.key.namespace.as_deref();
         let namespace = namespace.and_then(|name| store.get(&ResourceType::NAMESPACES.key(None, name)));
         let unlabelled = json!({});
-        if !bound.match_resources.selects(namespace.unwrap_or(&unlabelled), request.object) {
+        let namespace = namespace.unwrap_or(&unlabelled);
+        let selects = |one: &Resources| one.selects(namespace, request.object);
+        if ![&policy.match_constraints, &bound.match_resources].into_iter().all(selects) {
             continue;
         }
         let parameters = super::parameters(store, request.key, policy.param_kind.as_ref(), bound.param_ref.as_ref());
