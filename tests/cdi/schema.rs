@@ -1,5 +1,5 @@
-//! A second implementation of the CDI format: SPEC.md and the schema of the CDI project (version 1.1.0) as strict
-//! types, and the rules that the project's library enforces. It shares no code with linkwise.
+//! A second implementation of the part of the CDI format that linkwise writes: SPEC.md and the schema of the CDI
+//! project (version 1.1.0) as strict types, and the rules of the project's library. It shares no code with linkwise.
 
 use std::collections::BTreeSet;
 

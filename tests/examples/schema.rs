@@ -107,18 +107,18 @@ fn is_met(rule: &str, value: &Value) -> bool {
 }
 
 fn has_form(form: &str, text: &str) -> bool {
-    let ends = |text: &str, also: &[char], is: fn(char) -> bool| {
+    let is_made_of = |text: &str, also: &[char], is: fn(char) -> bool| {
         let inner = text.chars().all(|one| is(one) || also.contains(&one));
         inner && text.starts_with(is) && text.ends_with(is)
     };
     let lower = |one: char| one.is_ascii_lowercase() || one.is_ascii_digit();
-    let is_label = |text: &str| ends(text, &['-'], lower);
+    let is_label = |text: &str| is_made_of(text, &['-'], lower);
     match form {
         "dns-label" => is_label(text),
         "dns-subdomain" => text.split('.').all(is_label),
         "label-key" => {
             let (prefix, name) = text.split_once('/').unwrap_or(("none", text));
-            prefix.split('.').all(is_label) && ends(name, &['-', '_', '.'], |one| one.is_ascii_alphanumeric())
+            prefix.split('.').all(is_label) && is_made_of(name, &['-', '_', '.'], |one| one.is_ascii_alphanumeric())
         }
         other => panic!("unknown form {other}"),
     }

@@ -73,7 +73,7 @@ pub fn claim(bytes: &[u8]) {
     }
 }
 
-fn plan_claim(claim: &Claim, asked: &ClaimName, others: &[(ClaimName, Prepared)]) -> Result<Prepared, ClaimError> {
+fn plan_claim(claim: &Claim, asked: &ClaimName, before: &[(ClaimName, Prepared)]) -> Result<Prepared, ClaimError> {
     let cdi = CdiOptions { kind: "v/gpu".to_owned(), annotation_prefix: None, cri: true };
     let injection = InjectionOptions { cdi: Some(cdi), ..InjectionOptions::default() };
     // With RDMA nodes each request gets a variable, so that each has a CDI edit.
@@ -84,7 +84,7 @@ fn plan_claim(claim: &Claim, asked: &ClaimName, others: &[(ClaimName, Prepared)]
         prepared: prepared.clone(),
         is_of_another_boot: false,
     };
-    let state = STATE.clone().apply(Event::Prepared(others.iter().map(entry).collect()), Duration::ZERO).0;
+    let state = STATE.clone().apply(Event::Prepared(before.iter().map(entry).collect()), Duration::ZERO).0;
     let node = PlanInputs {
         pool: POOL,
         state: &state,

@@ -2,7 +2,7 @@
 //! by the targets in `fuzz/`, and by `tests/fuzz_regressions.rs` with the corpus and every past failure. The checks use
 //! public items of linkwise only. `make fuzz` limits time and memory.
 
-#![allow(clippy::expect_used, clippy::panic, reason = "a check ends with a panic; the fuzz crate has no such lints")]
+#![allow(clippy::expect_used, clippy::panic, reason = "a failed check panics; the fuzz crate has no such lints")]
 
 mod bytes;
 mod claim;

@@ -8,7 +8,7 @@ use linkwise_host::machines;
 
 use super::machine::assert_one_line;
 
-/// Checks a text, and compares its rows with machines of each kind.
+/// Checks a text, and compares its rows with machines of four kinds.
 pub fn nccl_tests(bytes: &[u8]) {
     static MACHINES: OnceLock<Vec<NodeObservation>> = OnceLock::new();
     let text = String::from_utf8_lossy(bytes);
@@ -29,7 +29,7 @@ pub fn nccl_tests(bytes: &[u8]) {
     // A prefix before each line, as mpirun and kubectl write it, changes nothing.
     let prefixed: String = text.lines().map(|line| format!("[1,0]<stdout>: {line}\n")).collect();
     let again = NcclReport::read(&prefixed).expect("a prefix does not matter");
-    assert_eq!((&again.rows, &again.devices), (&report.rows, &report.devices), "a prefix changes the rows");
+    assert_eq!((&again.rows, &again.devices), (&report.rows, &report.devices), "a prefix changes the rows or devices");
     let names = ["dgx-h100", "dgx1-v100", "nvlink-bridge-pairs", "gb200-nvl72-node"];
     let machines = MACHINES.get_or_init(|| {
         names.into_iter().map(|name| machines::load(name).expect("a built-in machine").observed).collect()

@@ -46,7 +46,7 @@ fn address(text: &str) -> Option<PciAddress> {
     (!unknown).then(|| text.parse().unwrap_or_else(|error| panic!("{error}")))
 }
 
-/// The processor. NCCL prints 15 plus 16 times the extended family; an observation has 15 plus the extended family.
+/// The processor. To the base family 15, NCCL adds 16 times the extended family, an observation the extended family.
 fn cpu(sheet: &Sheet) -> Option<CpuObservation> {
     let cpu = sheet.cpu.as_ref()?;
     let display = |family: u32| if family & 0xf == 0xf { 0xf + (family >> 4) } else { family };
@@ -107,8 +107,8 @@ fn nvlinks(sheet: &Sheet, gpu: &Gpu) -> Vec<NvLinkObservation> {
         other => panic!("NVLinks of kind {other}"),
     }
     let to_cpu = nvlink.cpu_links.as_ref().map(|links| match links {
-        CpuLinks::Each(words) => words.split(' ').next().unwrap().parse().unwrap(),
-        CpuLinks::PerGpu(words) => words[&format!("GPU{}", gpu.index)].rsplit('x').next().unwrap().parse().unwrap(),
+        CpuLinks::Uniform(words) => words.split(' ').next().unwrap().parse().unwrap(),
+        CpuLinks::ByGpu(words) => words[&format!("GPU{}", gpu.index)].rsplit('x').next().unwrap().parse().unwrap(),
     });
     ends.extend(to_cpu.map(|count| (NvLinkRemote::Cpu, count)));
     let mut first = 0;
@@ -127,11 +127,11 @@ fn bridge(sheet: &Sheet, at: Option<i64>, devices: Vec<PciObservation>) -> HostB
     HostBridgeObservation { numa: numa(at), package, root: None, devices }
 }
 
-/// The recorded tree. NCCL prints no host bridges, so each device at its top gets one of its own.
+/// The recorded tree. NCCL prints no host bridges, so each device at the top of its tree gets one.
 fn tree(sheet: &Sheet) -> Vec<HostBridgeObservation> {
     let mut bridges = Vec::new();
     for root in &sheet.pcie {
-        // hwloc shows host bridges and both ports of a switch, NCCL one entry.
+        // hwloc shows host bridges, and a switch as its ports; NCCL shows a switch as one entry.
         let is_hwlocs = root.root.as_ref().is_some_and(|root| root.starts_with("host bridge"));
         let kind = if is_hwlocs { PciKind::RootPort } else { PciKind::Switch };
         let devices = root.children.iter().filter_map(|device| function(sheet, device, kind));

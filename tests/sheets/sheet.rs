@@ -102,8 +102,8 @@ pub struct NvSwitch {
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub enum CpuLinks {
-    Each(String),
-    PerGpu(BTreeMap<String, String>),
+    Uniform(String),
+    ByGpu(BTreeMap<String, String>),
 }
 
 #[derive(Debug, Deserialize)]
