@@ -22,7 +22,7 @@ pub struct Left {
 /// The files after the last step.
 pub const WHOLE: Left = Left { checkpoint: Some("Completed"), boot: "this boot", spec: true };
 
-/// The files after each step, in this boot and in another.
+/// The files after each step in this boot, and two states of another boot.
 pub const STATES: [Left; 8] = [
     Left { checkpoint: None, boot: "", spec: false },
     Left { checkpoint: None, boot: "", spec: true },

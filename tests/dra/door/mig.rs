@@ -18,7 +18,7 @@ use super::node::{Answer, KIND, Node, StateCell, assert_refused, end, name, pod,
 use crate::dra::published::limits::mig_device;
 use crate::dra::published::mig::{DEVICE, MACHINE};
 
-/// The place of [`DEVICE`].
+/// The profile and placement of [`DEVICE`].
 const SLOT: MigSlot = MigSlot { profile_id: 14, placement: MigPlacement { start: 2, size: 2 } };
 
 /// 1g.10gb from memory slice 0, which does not overlap [`DEVICE`].
@@ -337,7 +337,7 @@ async fn device_of_a_begun_claim_is_destroyed_at_start() {
     }
 }
 
-/// A pod may use the begun claim: claims of an earlier boot are begun again.
+/// A pod may use a begun claim, because Prepare begins the claims of an earlier boot again.
 #[tokio::test]
 async fn begun_claim_is_prepared_after_dra_is_off() {
     let (mut node, driver) = node();

@@ -45,7 +45,7 @@ struct Daemons {
     orders: watch::Receiver<Option<MpsOrders>>,
     behaviour: watch::Sender<Behaviour>,
     /// GPUs in the compute mode EXCLUSIVE_PROCESS that belong to no daemon of a claim.
-    left: Arc<Mutex<Vec<GpuUuid>>>,
+    foreign: Arc<Mutex<Vec<GpuUuid>>>,
 }
 
 /// A node with a process that runs daemons, before its plugin is started.
@@ -55,8 +55,8 @@ fn node() -> (Node, Daemons) {
     node.settings.mps = Some(MpsLink { orders, served: serving });
     node.settings.mps_timeout = Duration::from_millis(50);
     let daemons =
-        Daemons { orders: ordered.clone(), behaviour: watch::Sender::new(Behaviour::Serves), left: Arc::default() };
-    let (mut behaviour, left, mut orders) = (daemons.behaviour.subscribe(), Arc::clone(&daemons.left), ordered);
+        Daemons { orders: ordered.clone(), behaviour: watch::Sender::new(Behaviour::Serves), foreign: Arc::default() };
+    let (mut behaviour, foreign, mut orders) = (daemons.behaviour.subscribe(), Arc::clone(&daemons.foreign), ordered);
     tokio::spawn(async move {
         loop {
             let ordered: Option<MpsOrders> = orders.borrow_and_update().clone();
@@ -64,7 +64,7 @@ fn node() -> (Node, Daemons) {
             if let Some(MpsOrders { revision, daemons, .. }) = ordered {
                 let is_exclusive = |order: &&MpsOrder| order.exclusive && now.shm().is_some();
                 let gpus = daemons.values().filter(is_exclusive).flat_map(|order| &order.gpus);
-                let exclusive = gpus.map(|gpu| gpu.gpu.clone()).chain(left.lock().unwrap().clone()).collect();
+                let exclusive = gpus.map(|gpu| gpu.gpu.clone()).chain(foreign.lock().unwrap().clone()).collect();
                 let away = || "the MPS daemon does not serve".to_owned();
                 let states = daemons.into_keys();
                 let states = states.map(|name| (name, now.shm().ok_or_else(away))).collect();
@@ -181,7 +181,7 @@ async fn containers_have_the_shared_memory_of_their_daemon() {
 async fn gpu_that_is_exclusive_for_others_is_not_given_out() {
     let (mut node, daemons) = node();
     let kubelet = node.serve().await;
-    daemons.left.lock().unwrap().push(node.uuid(0));
+    daemons.foreign.lock().unwrap().push(node.uuid(0));
     // The process reports again when its behaviour is set.
     daemons.behaviour.send_replace(Behaviour::Serves);
     let plain = node.claim("a", &[("gpus", "gpu-0")]);
@@ -202,7 +202,7 @@ async fn gpu_that_is_exclusive_for_others_is_not_given_out() {
     assert!(why.contains(&words), "{why}");
     let asks = mps_claim(&node, "b", &[("gpus", "gpu-1")]);
     start(&kubelet, &asks).await.unwrap();
-    daemons.left.lock().unwrap().clear();
+    daemons.foreign.lock().unwrap().clear();
     daemons.behaviour.send_replace(Behaviour::Serves);
     start_at_last(&kubelet, &plain).await;
 }

@@ -412,7 +412,7 @@ pub async fn restart(kubelet: &DraKubelet) {
     wait_connected(kubelet).await;
 }
 
-/// Starts the pod of a claim, with retries, because the kubelet may still be connected to a plugin that was killed.
+/// Starts the pod of a claim, with retries: the kubelet's connection or the plugin's MPS report may be out of date.
 pub async fn start_at_last(kubelet: &DraKubelet, claim: &ClaimName) -> Vec<String> {
     let starting = async {
         loop {

@@ -1,5 +1,5 @@
-//! Claims that remain after the node's GPUs changed from DRA to the device plugin. Without rights to read claims, only
-//! the kubelet's list shows that a claim has ended.
+//! Claims that remain after the node's GPUs changed from DRA to the device plugin. Without rights to read claims, a
+//! sweep learns only from the kubelet's list that a claim has ended.
 
 use linkwise_core::state::{Door, Event, ResourcePlan};
 use linkwise_kubelet::dra::Phase;

@@ -84,7 +84,7 @@ async fn one_error_in_a_batch_spares_the_other_claims() {
     assert!(error.contains("claim b: there is no device 'gpu-99' on this node"), "{error}");
     assert_eq!(node.checkpoints(), ["a.json"]);
     node.claim("b", &[("gpus", "gpu-1")]);
-    // The kubelet asks for both again. A second read of the first claim would fail, and Prepare does not need it.
+    // The kubelet asks for both again. The second read of the first claim fails, and Prepare does not need it.
     node.set_answer("a", Answer::Failed);
     kubelet.start_pod(&pod).await.unwrap();
     assert_eq!(node.checkpoints().len(), 2);
@@ -234,7 +234,7 @@ async fn claim_shared_by_pods_is_unprepared_with_the_last() {
 async fn unanswered_read_delays_only_its_claim() {
     let (node, kubelet) = Node::serving_with(|settings| settings.claim_timeout = TEST_TIMEOUT).await;
     let (slow, fast) = (node.set_answer("slow", Answer::Silent), node.claim("fast", &[("gpus", "gpu-1")]));
-    // A second kubelet is needed, because the box starts its pods one after another.
+    // The task below owns its kubelet, so the test needs a second one.
     let other = node.kubelet().await;
     let waits = tokio::spawn(async move { start(&other, &slow).await });
     until(|| node.reads("slow") > 0).await;

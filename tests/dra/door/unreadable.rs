@@ -1,5 +1,5 @@
-//! Checkpoints that this version cannot read. Each stays and holds its GPUs until the kubelet or the cluster shows
-//! that its claim has ended.
+//! Checkpoints that this version cannot read. Each stays and holds its GPUs until the kubelet unprepares its
+//! claim, or a sweep finds that the claim has ended.
 
 use std::fs;
 use std::sync::Arc;
@@ -70,7 +70,7 @@ async fn unreadable_checkpoint_of_a_deleted_claim_is_swept() {
     node.start();
     let reads = node.reads("a");
     until(|| node.reads("a") > reads + 2).await;
-    assert_eq!(node.checkpoints(), ["a.json"], "the checkpoint of a claim in use is swept");
+    assert_eq!(node.checkpoints(), ["a.json"], "swept, although a pod may use the claim");
     node.kubelet_lists_nothing();
     until(|| node.checkpoints().is_empty() && node.claim_specs().is_empty()).await;
 }
