@@ -272,7 +272,7 @@ impl<'a> Attempt<'a> {
         self.devices.devices.get(device).is_some_and(|device| device.device.allow_multiple_allocations)
     }
 
-    /// The amounts that a choice consumes of its device; `None` if the device lacks a capacity or a policy refuses one.
+    /// The amounts that a choice consumes of its device; `None` if the device lacks a capacity or refuses an amount.
     pub fn consumes(&self, chosen: Chosen) -> Result<Option<Consumed>, Failure> {
         let (Some(ask), Some(device)) = (self.ask(chosen), self.devices.devices.get(chosen.device)) else {
             return Ok(None);

@@ -3,8 +3,8 @@
 //! The model reimplements the structured allocator of Kubernetes 1.36
 //! (`staging/src/k8s.io/dynamic-resource-allocation/structured`, `internal/incubating`) over the JSON objects of
 //! `resource.k8s.io/v1`. It searches depth first over claims, requests and devices, takes the devices in the order in
-//! which slices publish them, and stops at the first complete solution. Among nodes, the score of the `firstAvailable`
-//! alternatives decides (`pkg/scheduler/framework/plugins/dynamicresources`).
+//! which slices publish them, and stops at the first complete solution. It chooses the node by the score of the
+//! `firstAvailable` alternatives (`pkg/scheduler/framework/plugins/dynamicresources`).
 //!
 //! The demo, the simulations and the tests run against it. The model does no I/O and shares no code with linkwise. It
 //! covers the parts of the API that linkwise publishes or requests, and refuses other parts by name: devices with both

@@ -1,8 +1,8 @@
 //! `linkwise-lab demo --dra`: the demo's node, but its GPUs are offered through DRA.
 //!
 //! A node of linkwise and the kubelet's DRA manager in a box run in a [`Cluster`] of API server and scheduler. Pods
-//! request `nvidia.com/gpu: N`, and the policy of manifests/dra turns the request into claims. Nothing is simulated
-//! between the scheduler's allocation and the CDI devices of the container.
+//! request `nvidia.com/gpu: N`, which the policy of manifests/dra, or without a template for N the scheduler, turns into
+//! a claim. Nothing is simulated between the scheduler's allocation and the CDI devices of the container.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -173,7 +173,7 @@ impl Script<'_> {
         self.finish(&tally)
     }
 
-    /// Starts a pod that names only its limit of GPUs. A pod that waits is a valid result. Any other failure is not.
+    /// Starts a pod that names only its limit of GPUs. A pod that waits is a valid result, not a failure.
     async fn start(&self, pod: &str, count: usize, tally: &mut Tally) -> Result<()> {
         let admitted = self.cluster.create(&manifests::pod(pod, CONTAINER, count))?;
         let template = admitted["spec"]["resourceClaims"][0]["resourceClaimTemplateName"].as_str();

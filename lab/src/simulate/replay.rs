@@ -29,7 +29,7 @@ pub(super) struct Figures {
     pub skipped: u64,
     /// The number of jobs of several GPUs. The next five fields are about these.
     pub several: u64,
-    /// The mean of the collective against the idle machine's best for that size, in millionths. Each job counts once.
+    /// The mean ratio of the collective to the idle machine's best for that size, in millionths. Each job counts once.
     /// `None` without such jobs, or if the allocator has no values for the machine.
     pub collective_by_count: Option<u64>,
     /// The same mean, in which each job counts by its GPU-seconds.

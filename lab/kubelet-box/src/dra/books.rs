@@ -112,7 +112,7 @@ impl Books {
                 let info = info.ok_or_else(|| {
                     let claim = &used.claim;
                     DraError::Other(format!(
-                        "container {container} uses the claim {claim}, which its pod does not have"
+                        "container {container} uses the claim {claim}, which its pod or the kubelet does not have"
                     ))
                 })?;
                 let is_used = |device: &&wire::Device| {
@@ -127,7 +127,7 @@ impl Books {
         Ok(all)
     }
 
-    /// The claims that no other pod uses, by driver.
+    /// The pod's claims that no other pod uses, by driver.
     pub fn last_uses(&mut self, pod: &str) -> Batches {
         let mut batches = Batches::new();
         for info in self.claims.values().filter(|info| info.pods.len() == 1 && info.pods.contains(pod)) {

@@ -1,5 +1,5 @@
-//! The connections to one driver. The registration socket is dialled for one registration. The socket of the driver's
-//! services stays connected while the driver is registered.
+//! The connections to one driver. Each registration dials the registration socket. The socket of the driver's services
+//! stays connected while the driver is registered.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};

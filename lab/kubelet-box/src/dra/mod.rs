@@ -66,7 +66,7 @@ pub struct DraOptions {
 }
 
 impl DraOptions {
-    /// A kubelet's own values, except for `reconcile`.
+    /// A kubelet's own values, except for `reconcile` and `wait_timeout`.
     pub fn new(registry: impl Into<PathBuf>) -> Self {
         Self {
             registry: registry.into(),
@@ -276,7 +276,7 @@ impl DraKubelet {
         }
     }
 
-    /// Unprepares the claims of an ended pod that no other pod uses. After an error a kubelet tries again.
+    /// Unprepares those claims of an ended pod that no other pod uses. After an error a kubelet tries again.
     pub async fn stop_pod(&self, pod: &str) -> Result<(), DraError> {
         let life = self.life(pod)?;
         for (driver, claims) in self.core.change(|books| books.last_uses(pod)) {
