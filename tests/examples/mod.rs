@@ -35,8 +35,8 @@ fn check_object(schemas: &[Schema], object: &Value) {
     assert_eq!(schema.faults(object), [""; 0], "{object}");
 }
 
-/// Checks that a pod's claims come from the manifest's template and from the one that a ComputeDomain's
-/// controller makes, if any, and that the container uses each. Kueue admits no pod without a request of CPU or memory.
+/// Checks that a pod's claims come from the manifest's template and the one that a ComputeDomain's controller makes, if
+/// any, and that the container uses each and has no limits. Kueue admits no pod without a request of CPU or memory.
 fn check_pod(objects: &[Value], pod: &Value) {
     let claims = pod["resourceClaims"].as_array().unwrap();
     let template = of_kind(objects, "ResourceClaimTemplate");
@@ -51,7 +51,7 @@ fn check_pod(objects: &[Value], pod: &Value) {
     assert!(resources["requests"]["cpu"].is_string() && resources.get("limits").is_none(), "{resources}");
 }
 
-/// The number of GPUs of a claim. Kueue accepts only templates with `exactly` and `ExactCount` (0.19.2,
+/// The number of GPUs of a template. Kueue accepts only templates with `exactly` and `ExactCount` (0.19.2,
 /// pkg/dra/claims.go), and KAI counts only those (0.17, pkg/common/resources/dra.go).
 fn gpu_count(template: &Value) -> u64 {
     let requests = template["spec"]["spec"]["devices"]["requests"].as_array().unwrap().iter();

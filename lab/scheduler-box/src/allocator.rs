@@ -285,7 +285,6 @@ impl<'a> Attempt<'a> {
         let (Some(ask), Some(device)) = (self.ask(chosen), self.devices.devices.get(chosen.device)) else {
             return Ok(false);
         };
-        // Only one claim at a time may have this device.
         let is_exclusive = !device.device.allow_multiple_allocations && !self.shares.contains_key(&device.name);
         if ask.asked.capacity.is_none() && is_exclusive {
             return Ok(true);

@@ -15,7 +15,7 @@ impl Cluster {
     /// of each container, with their counts. A resource that no class names is left to device plugins; `None` if this
     /// holds for all resources.
     ///
-    /// The caller checks that no device plugin of the node serves the resource: else the scheduler makes no claim.
+    /// Call it only if no device plugin of the node serves the resource: else the scheduler makes no claim.
     pub fn extended_claim(&self, namespace: &str, pod: &str, containers: &[Vec<(&str, u64)>]) -> Option<Value> {
         let mut requests = Vec::new();
         for (container, resources) in containers.iter().enumerate() {

@@ -1,8 +1,8 @@
 //! `linkwise-lab demo --dra`: the demo's node, but its GPUs are offered through DRA.
 //!
 //! A node of linkwise and the kubelet's DRA manager in a box run in a [`Cluster`] of API server and scheduler. Pods
-//! request `nvidia.com/gpu: N`, which the policy of manifests/dra, or without a template for N the scheduler, turns into
-//! a claim. Nothing is simulated between the scheduler's allocation and the CDI devices of the container.
+//! request `nvidia.com/gpu: N`, which the policy of manifests/dra, or without a template for N the scheduler, turns
+//! into a claim. Nothing is simulated between the scheduler's allocation and the CDI devices of the container.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
