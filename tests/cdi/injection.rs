@@ -148,5 +148,5 @@ fn nearest_nics_come_with_their_gpus() {
     // GPUs 0 and 1 share a PCIe switch with a NIC.
     assert_eq!(nics("dgx1-v100", &[0, 1]), expected("mlx5_0", &["uverbs0", "rdma_cm"]));
     assert_eq!(nics("dgx1-v100", &[1, 7]), expected("mlx5_0,mlx5_3", &["uverbs0", "uverbs3", "rdma_cm"]));
-    assert_eq!(nics("workstation-a6000", &[0]), expected("", &[]), "a NIC that is not near is injected");
+    assert_eq!(nics("workstation-a6000", &[0]), expected("", &[]), "a distant NIC is injected");
 }

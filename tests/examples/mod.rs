@@ -36,7 +36,7 @@ fn check_object(schemas: &[Schema], object: &Value) {
 }
 
 /// Checks that a pod's claims come from the manifest's template and the one that a ComputeDomain's controller makes, if
-/// any, and that the container uses each and has no limits. Kueue admits no pod without a request of CPU or memory.
+/// any, and that the container uses each, without limits. Kueue admits no pod without a request of CPU or memory.
 fn check_pod(objects: &[Value], pod: &Value) {
     let claims = pod["resourceClaims"].as_array().unwrap();
     let template = of_kind(objects, "ResourceClaimTemplate");

@@ -337,7 +337,7 @@ async fn device_of_a_begun_claim_is_destroyed_at_start() {
     }
 }
 
-/// A pod may use a begun claim, because Prepare begins the claims of an earlier boot again.
+/// A pod may use a begun claim: Prepare begins claims of an earlier boot again.
 #[tokio::test]
 async fn begun_claim_is_prepared_after_dra_is_off() {
     let (mut node, driver) = node();

@@ -1,5 +1,5 @@
-//! Checkpoints of other versions, broken ones, and claims on a node that lost its GPUs. An unreadable checkpoint stays
-//! and holds its GPUs until the kubelet unprepares its claim, or a sweep finds that the claim has ended.
+//! Checkpoints of other versions, broken ones, and a node that lost its GPUs. An unreadable checkpoint stays and holds
+//! its GPUs until the kubelet unprepares its claim, or a sweep finds that the claim has ended.
 
 use std::fs;
 use std::sync::Arc;
