@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
-/// One machine.
 #[derive(Debug, Deserialize)]
 pub struct Sheet {
     pub cpu: Option<Cpu>,

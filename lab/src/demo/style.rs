@@ -12,7 +12,6 @@ const RED: &str = "\x1b[31m";
 const GREEN: &str = "\x1b[32m";
 const RESET: &str = "\x1b[0m";
 
-/// The choice of colours.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Style {
     pub colour: bool,

@@ -268,14 +268,12 @@ impl Node {
         self.log.wait(&[&format!("phase={:?}", phase.words())]).await;
     }
 
-    /// Returns true if a metric of the plugin has this value.
     pub fn has_metric(&self, metric: &str, value: u64) -> bool {
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &self.registry).unwrap();
         text.contains(&format!("{metric} {value}\n"))
     }
 
-    /// Waits until a metric of the plugin has this value.
     pub async fn wait_metric(&self, metric: &str, value: u64) {
         until(|| self.has_metric(metric, value)).await;
     }

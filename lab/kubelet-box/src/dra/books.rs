@@ -112,7 +112,7 @@ impl Books {
                 let info = info.ok_or_else(|| {
                     let claim = &used.claim;
                     DraError::Other(format!(
-                        "container {container} uses the claim {claim}, which its pod or the kubelet does not have"
+                        "container {container} uses the claim {claim}, which its pod or the kubelet lacks"
                     ))
                 })?;
                 let is_used = |device: &&wire::Device| {
