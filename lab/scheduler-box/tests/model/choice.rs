@@ -177,8 +177,8 @@ fn claims_of_a_pod_share_no_device() {
     assert!(cluster.allocate("n", &[count(2), count(2)]).is_err());
 }
 
-/// extendeddynamicresources.go: the claim has a request `container-<i>-request-<j>` for each resource of each container
-/// that a class names. types.go, DeviceClassSpec.extendedResourceName: the class that was created last wins, then the
+/// extendeddynamicresources.go: the claim has a request `container-<i>-request-<j>` for each resource with a class in
+/// each container. types.go, DeviceClassSpec.extendedResourceName: the class that was created last wins, then the
 /// first by name. The claim has no constraints, so that it gets the first devices in published order.
 #[test]
 fn extended_resource_gets_the_first_devices() {

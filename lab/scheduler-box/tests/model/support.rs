@@ -24,7 +24,7 @@ pub fn plain(names: impl IntoIterator<Item = impl std::fmt::Display>) -> Value {
 
 /// The slice with another value of the field at a JSON pointer below `spec`.
 pub fn with(mut slice: Value, pointer: &str, value: Value) -> Value {
-    *slice["spec"].pointer_mut(pointer).expect("the slice has the field") = value;
+    *slice["spec"].pointer_mut(pointer).expect("the slice lacks the field") = value;
     slice
 }
 

@@ -20,7 +20,7 @@ const GPUS: [usize; 3] = [1, 2, 4];
 #[derive(Debug, Default)]
 struct Got {
     claims: u64,
-    /// The number of claims that got the best free set of the cluster.
+    /// The number of claims that got a best free set of the cluster.
     best: u64,
     /// The sum of the claims' collectives against the best free set's, in millionths.
     millionths: u64,
