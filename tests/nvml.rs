@@ -94,7 +94,7 @@ async fn up_with(change: impl FnOnce(&mut AgentCommand)) -> (Machine, Agent) {
 }
 
 async fn next(agent: &mut Agent) -> Result<FromAgent, AgentEnded> {
-    timeout(LIMIT, agent.next()).await.expect("a message of the agent comes in time")
+    timeout(LIMIT, agent.next()).await.expect("no message of the agent in time")
 }
 
 /// The agent's next message that is not a poll.
@@ -107,7 +107,7 @@ async fn message(agent: &mut Agent) -> Result<FromAgent, AgentEnded> {
             }
         }
     };
-    timeout(LIMIT, wait).await.expect("a message other than polls comes in time")
+    timeout(LIMIT, wait).await.expect("no message other than polls in time")
 }
 
 /// The GPUs and the failures of a scan, which must be the agent's next message besides polls.
@@ -129,7 +129,7 @@ async fn polled(agent: &mut Agent, gpu: u32, wanted: impl Fn(&HealthPoll) -> boo
             }
         }
     };
-    timeout(LIMIT, wait).await.expect("such a poll comes in time")
+    timeout(LIMIT, wait).await.expect("no such poll in time")
 }
 
 /// Raises an XID of this GPU, and waits until it arrives.
@@ -137,7 +137,7 @@ async fn raise_xid(machine: &Machine, agent: &mut Agent, gpu: u32, code: u64) {
     machine.tell(&format!("xid {gpu} {code}"));
     let xid = FromAgent::Xid { gpu: uuid(gpu), code, gpu_instance: None, compute_instance: None };
     let waiting = async { while message(agent).await.unwrap() != xid {} };
-    timeout(LIMIT, waiting).await.expect("the XID arrives in time");
+    timeout(LIMIT, waiting).await.expect("the XID did not arrive in time");
 }
 
 fn signal(name: &str, agent: &Agent) {

@@ -171,7 +171,7 @@ fn device_held_twice_is_shown_twice_and_counted_once() {
 #[test]
 fn claims_of_one_container_count_together() {
     let node = through_dra();
-    assert_eq!(Placements::of(&node).free.values().sum::<usize>(), 8, "GPUs of DRA count as free too");
+    assert_eq!(Placements::of(&node).free.values().sum::<usize>(), 8, "GPUs of DRA are not free");
     let claims = [claimed("one", "gpu-0"), claimed("two", "gpu-1")];
     let mut holdings = Holdings { claims: claims.clone().into(), ..Holdings::default() };
     for pod in ["first", "second"] {
@@ -193,7 +193,7 @@ fn holder_names_expire_when_the_kubelet_stays_away() {
     let almost = NAMES_KEPT.saturating_sub(Duration::from_secs(1));
     assert_eq!([Duration::ZERO, almost, NAMES_KEPT].map(shown), [1, 1, 0]);
     let back = state.clone().apply(Event::Holders(None), NOW.saturating_sub(Duration::from_secs(86_400))).0;
-    assert_eq!(Placements::of(&back).allocations.len(), 1, "a clock that jumps back forgets nothing");
+    assert_eq!(Placements::of(&back).allocations.len(), 1, "a clock that jumped back forgot names");
     // The GPUs stay held, although the names of the holders are forgotten.
     assert_eq!(Placements::of(&at(NAMES_KEPT)).free.values().sum::<usize>(), 6);
     let gone = after(&state, Event::Holders(Some(Holdings::default())));
@@ -209,7 +209,7 @@ fn containers_beyond_the_bound_are_not_added() {
     let more = ContainerHoldings { claims: [claimed("c", "gpu-1")].into(), ..Default::default() };
     holdings.add(name("pod-0", "main"), more);
     let first: BTreeMap<_, _> = holdings.by_container.into_iter().take(1).collect();
-    assert_eq!(first[&name("pod-0", "main")].claims.len(), 2, "a known container gets more devices");
+    assert_eq!(first[&name("pod-0", "main")].claims.len(), 2, "a known container got no more devices");
 }
 
 fn ids(node: &NodeState, set: Set) -> BTreeSet<DeviceId> {
@@ -274,7 +274,7 @@ fn unhealthy_gpus_are_named_as_a_shortfall() {
 fn ended_pods_devices_are_free_when_offered() {
     let node = unheld("dgx1-v100");
     let all: Set = 0xff;
-    // The list still has a pod that has ended since.
+    // The kubelet's last list still has a pod that has ended.
     let state = after(&node, held(&node, &[all & !0b10_0001]));
     let best = |offered: Set| admitted(&state, 0b10_0001, offered, &[]).best_at_admission.unwrap();
     assert!(best(all) > best(0), "{} {}", best(all), best(0));
@@ -328,7 +328,7 @@ fn admissions_are_no_more_than_devices() {
     for given in subsets(0xff).filter(|set| *set != 0) {
         state = after(&state, allocated(&node, given, 0xff));
     }
-    assert_eq!(state.record().admissions.len(), 1, "an admission ends when a later admission has one of its GPUs");
+    assert_eq!(state.record().admissions.len(), 1, "an admission outlived a later one with one of its GPUs");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Recorded files (hwloc's and NCCL's) of machines in the field, compared with the fact sheets of those machines.
 //!
 //! The folder `shared/topologies` beside this repository has fact sheets of most machines, and in `raw` the recorded
-//! files, which we may not copy. Without it these tests are ignored; our own dumps test the same readers in
+//! files, which we may not copy. Without `raw` these tests are ignored; our own dumps test the same readers in
 //! `crates/host`. Each XML file has a row in [`TABLE`], with the reason for each difference.
 
 use std::path::{Path, PathBuf};
@@ -94,8 +94,8 @@ fn by_index(topology: &NodeTopology) -> Vec<usize> {
     gpus
 }
 
-/// Compares the levels between GPUs and those NICs that both the sheet's matrix and the topology have; returns their
-/// number.
+/// Compares the levels between GPUs and those NICs that both the sheet's matrix and the topology have; returns the
+/// number of these NICs.
 fn compare_nics(raw: &str, topology: &NodeTopology, sheet: &Sheet) -> usize {
     let columns = words(&sheet.topo_matrix.columns);
     let mut compared = 0;
@@ -133,7 +133,7 @@ fn recorded_files_match_fact_sheets() {
         // hwloc records no NVLinks, so each of its files yields this warning.
         let warnings = warnings.iter().filter(|warning| !matches!(warning, TopologyWarning::NvLinksUnknown(_)));
         let warnings: Vec<String> = warnings.map(ToString::to_string).collect();
-        let addresses = |sheet: &Sheet| {
+        let assert_addresses = |sheet: &Sheet| {
             for (gpu, known) in by_index(&topology).into_iter().zip(&sheet.gpus) {
                 let address: PciAddress = known.bdf.as_ref().unwrap().parse().unwrap();
                 assert_eq!(topology.gpus()[gpu].pci, address, "{raw}");
@@ -142,14 +142,14 @@ fn recorded_files_match_fact_sheets() {
         match expect {
             Matrix(name) => {
                 let sheet = sheet(&folder, name);
-                addresses(&sheet);
+                assert_addresses(&sheet);
                 assert_eq!(ours(&topology), of_sheet(&sheet, true), "{raw}");
                 nics += compare_nics(raw, &topology, &sheet);
                 assert_eq!(warnings, [""; 0], "{raw}");
             }
             Pcie(name, why) => {
                 let sheet = sheet(&folder, name);
-                addresses(&sheet);
+                assert_addresses(&sheet);
                 assert_eq!(ours(&topology), of_sheet(&sheet, false), "{raw}: {why}");
                 nics += compare_nics(raw, &topology, &sheet);
             }

@@ -241,7 +241,7 @@ fn packed_release_is_reproducible_with_valid_sums() {
 }
 
 #[test]
-#[cfg_attr(not(all(has_shellcheck, has_actionlint)), ignore = "no shellcheck, actionlint here: make tools brings them")]
+#[cfg_attr(not(all(has_shellcheck, has_actionlint)), ignore = "no shellcheck or no actionlint: make tools brings them")]
 fn workflows_and_scripts_of_a_release_are_sound() {
     let scripts = fs::read_dir(repository("release")).unwrap().map(|entry| entry.unwrap().path());
     let scripts: Vec<PathBuf> = scripts.filter(|path| path.extension().is_some_and(|name| name == "sh")).collect();
@@ -251,11 +251,11 @@ fn workflows_and_scripts_of_a_release_are_sound() {
     let workflows: Vec<PathBuf> = workflows.collect();
     // Actions are named by commit, because a tag can be moved. The same Rust builds programs and image.
     let dockerfile = dockerfile::text();
-    let rust = toolchain(&dockerfile).next().expect("the Dockerfile names a Rust");
+    let rust = rust_versions(&dockerfile).next().expect("the Dockerfile names no Rust image");
     assert_eq!(rust.split('.').count(), 3, "a tag that moves: {rust}");
     for path in &workflows {
         let text = fs::read_to_string(path).unwrap();
-        toolchain(&text).for_each(|other| assert_eq!(other, rust, "{}", path.display()));
+        rust_versions(&text).for_each(|other| assert_eq!(other, rust, "{}", path.display()));
         let uses = text.lines().filter_map(|line| line.trim().trim_start_matches("- ").strip_prefix("uses: "));
         for action in uses {
             let commit = action.split_once('@').unwrap().1.split(' ').next().unwrap();
@@ -265,8 +265,8 @@ fn workflows_and_scripts_of_a_release_are_sound() {
     run(Command::new(tool("actionlint")).arg("-shellcheck").arg(shellcheck).args(&workflows)).unwrap();
 }
 
-/// The versions of Rust whose image a text names.
-fn toolchain(text: &str) -> impl Iterator<Item = &str> {
+/// The Rust versions of the images that a text names.
+fn rust_versions(text: &str) -> impl Iterator<Item = &str> {
     text.split("docker.io/library/rust:").skip(1).filter_map(|rest| rest.split('-').next())
 }
 
@@ -285,8 +285,8 @@ fn files(path: &Path) -> Vec<PathBuf> {
     fs::read_dir(path).unwrap().flat_map(|entry| files(&entry.unwrap().path())).collect()
 }
 
-/// Returns true if docker sends this path: the last pattern of .dockerignore that matches the path or a folder above it
-/// decides.
+/// Returns true if docker sends this path: no pattern of .dockerignore matches the path or a folder above it, or the
+/// last that does begins with `!`.
 fn is_let_through(patterns: &str, path: &str) -> bool {
     let parts: Vec<&str> = path.split('/').collect();
     let is_at = |pattern: &str| {

@@ -1,8 +1,8 @@
 //! Every machine of the collection of fact sheets can be expressed as a node file that yields the sheet's matrix.
 //!
-//! The sheets are not part of this repository: the tests read them from `../shared/topologies`, and without that folder
-//! they are ignored. Each sheet is converted to observations and assembled, and the levels of its GPUs and NICs are
-//! compared with its matrix, cell by cell. [`DIFFERENCES`] lists the cells that differ, with the reason.
+//! The sheets are not part of this repository: the tests read them from `../shared/topologies`, and without its folder
+//! `raw` they are ignored. Each sheet is converted to observations and assembled, and the levels of its GPUs and NICs
+//! are compared with its matrix, cell by cell. [`DIFFERENCES`] lists the cells that differ, with the reason.
 
 mod convert;
 pub mod sheet;
