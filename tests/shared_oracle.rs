@@ -1,5 +1,5 @@
 //! The choice among units on GPUs (slots, MIG devices), compared with a naive reading of its definition: the oracle
-//! lists the ways to spread a request that the rules allow, and has the brute force of whole GPUs decide between them.
+//! lists the spreads of a request that the rules allow, and has the brute force of whole GPUs decide between them.
 
 #![allow(clippy::cast_possible_truncation, reason = "a few GPUs are counted")]
 
@@ -63,7 +63,7 @@ fn keep_best(oracle: &Oracle<'_>, spreads: &mut Vec<Counts>, least: usize) {
 
 fn distributed(oracle: &Oracle<'_>, shelves: &[Shelf], size: usize, by_use: bool) -> Option<Counts> {
     let mut spreads = all_spreads(shelves, size);
-    // A GPU that gives more than it must gives at most one unit more than any GPU that still has a free unit.
+    // If a GPU gives more than `must`, it gives at most one unit more than any GPU that still has a free unit.
     spreads.retain(|counts| {
         let pairs = (0..counts.len()).flat_map(|a| (0..counts.len()).map(move |b| (a, b)));
         pairs.into_iter().all(|(a, b)| {
@@ -117,16 +117,16 @@ fn packed(oracle: &Oracle<'_>, shelves: &[Shelf], size: usize) -> Option<Counts>
     spreads.into_iter().max()
 }
 
-/// The units of all GPUs, and for each GPU the ids that are available and those that must be included; `turn` rotates
+/// The units of all GPUs, and for each GPU the ids that are available and those that must be included; `shift` rotates
 /// these parts among the ids.
-fn stock(tables: &AllocationTables, shelves: &[Shelf], turn: usize) -> (Units, [Vec<Vec<DeviceId>>; 2]) {
+fn stock(tables: &AllocationTables, shelves: &[Shelf], shift: usize) -> (Units, [Vec<Vec<DeviceId>>; 2]) {
     let mut units = Vec::new();
     let mut lists = [vec![Vec::new(); shelves.len()], vec![Vec::new(); shelves.len()]];
     for (place, shelf) in shelves.iter().enumerate() {
         let count = shelf.busy + shelf.must + shelf.free;
         for slot in 0..count {
             let id = Units::slot(&tables.topology().gpus()[place].uuid, slot);
-            let at = (slot + turn) % count;
+            let at = (slot + shift) % count;
             if at < shelf.free {
                 lists[0][place].push(id.clone());
             } else if at < shelf.free + shelf.must {
@@ -149,13 +149,13 @@ fn ask(
     preferred_units(tables, units, &AllocationRequest { available, must_include: must, size }, policy)
 }
 
-fn compare(tables: &AllocationTables, shelves: &[Shelf], turn: usize, size: usize) {
+fn compare(tables: &AllocationTables, shelves: &[Shelf], shift: usize, size: usize) {
     let oracle = Oracle::new(tables.topology());
-    let (units, lists) = stock(tables, shelves, turn);
+    let (units, lists) = stock(tables, shelves, shift);
     let flat = || [0, 1].map(|list: usize| lists[list].concat());
     let backwards = || flat().map(|ids: Vec<DeviceId>| ids.into_iter().rev().collect());
     for policy in POLICIES {
-        let question = format!("{policy:?} {size} of {shelves:?} turned {turn}");
+        let question = format!("{policy:?} {size} of {shelves:?} shifted by {shift}");
         let (answer, report) = ask(tables, &units, flat(), size, policy);
         let (again, again_report) = ask(tables, &units, backwards(), size, policy);
         assert_eq!((&answer, &report), (&again, &again_report), "{question}");
@@ -169,7 +169,7 @@ fn compare(tables: &AllocationTables, shelves: &[Shelf], turn: usize, size: usiz
             assert_eq!(report.fallback, Some(FallbackReason::Size), "{question}");
             continue;
         };
-        // Each GPU gives the ids that must be included, then those with the lowest numbers, as the lists are ordered.
+        // Each GPU gives the ids that must be included, then the first of its list, those with the lowest numbers.
         let mut chosen: BTreeSet<DeviceId> = lists[1].concat().into_iter().collect();
         for (place, count) in counts.iter().enumerate() {
             chosen.extend(lists[0][place].iter().take(count - shelves[place].must).cloned());
@@ -204,13 +204,13 @@ proptest! {
     fn random_units_match_brute_force(
         observed in random_node::node(6),
         shelves in vec(shelf(), 6),
-        turn in 0..7_usize,
+        shift in 0..7_usize,
         sizes in vec(0..14_usize, 1..6),
     ) {
         let tables = tables(&observed);
         let shelves = &shelves[..tables.topology().gpus().len().min(6)];
         for size in sizes {
-            compare(&tables, shelves, turn, size);
+            compare(&tables, shelves, shift, size);
         }
     }
 
@@ -274,7 +274,7 @@ fn dgx1_slots_get_expected_choices() {
     let spread = case(&[], &must, 3, Distributed);
     assert_eq!(spread.iter().filter(|(gpu, _)| *gpu == 5).count(), 2, "{spread:?}");
     assert_eq!(case(&[], &must, 3, Packed), [(5, 0), (5, 1), (5, 2)]);
-    // Packed takes the lowest free slots of the GPU with a held slot, then one of its best neighbour.
+    // Packed takes the lowest free slots of the GPU with a held slot, then a slot of its best neighbour.
     let packed = case(&[(0, 0)], &[], 4, Packed);
     assert_eq!(packed[..3], [(0, 1), (0, 2), (0, 3)]);
     assert!(v100.topology().symbol(0, packed[3].0).starts_with("NV2"), "{packed:?}");

@@ -51,7 +51,7 @@ impl<'a> Way<'a> {
         self.functions.iter().rev().find_map(|function| function.numa).or(self.bridge.numa)
     }
 
-    /// The package of the nearest NUMA node on the way up that has one, else that of the host bridge.
+    /// The package of the nearest NUMA node with a package on the way up, else that of the host bridge.
     fn package(&self, host: &HostObservation) -> Option<PackageId> {
         let own = self.functions.iter().rev().filter_map(|function| function.numa);
         let all = own.chain(self.bridge.numa);
@@ -91,12 +91,12 @@ fn rank_in_tree(host: &HostObservation, a: &Way<'_>, b: &Way<'_>) -> u8 {
     if above(a) + above(b) + meeting.count() <= 1 { 0 } else { 1 }
 }
 
-type Place = (Option<NumaNodeId>, Option<PackageId>);
+type Location = (Option<NumaNodeId>, Option<PackageId>);
 
-/// The rank of two places of the host that no tree connects: 3 on or beside one NUMA node, 4 in one package, 5 beyond.
-fn rank_apart(host: &HostObservation, a: Place, b: Place) -> u8 {
+/// The rank of two locations that no tree connects: 3 on or beside one NUMA node, 4 in one package, 5 beyond.
+fn rank_apart(host: &HostObservation, a: Location, b: Location) -> u8 {
     let ((a_numa, a_package), (b_numa, b_package)) = (a, b);
-    let node = |(numa, package): Place| numa.map(|numa| beside(host, numa, package).unwrap_or(numa));
+    let node = |(numa, package): Location| numa.map(|numa| beside(host, numa, package).unwrap_or(numa));
     if a_numa.is_some() && (a_numa == b_numa || node(a) == node(b)) {
         return 3;
     }
@@ -211,8 +211,8 @@ fn switch_links(gpu: &GpuObservation) -> u32 {
     links_to(gpu, |remote| matches!(remote, NvLinkRemote::Switch(_))).unwrap_or(0)
 }
 
-/// Returns true if two GPUs have NVLinks to one plane, that is in one clique. A GPU that reports no clique is in the
-/// machine's clique if the machine has only one.
+/// Returns true if two GPUs have NVLinks to one plane, that is in one clique. If neither reports a clique, they
+/// share a plane. If only one does, the machine must have no other clique.
 fn share_plane(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -> bool {
     let switched = node.gpus.iter().filter(|gpu| switch_links(gpu) > 0);
     let cliques: BTreeSet<&FabricObservation> = switched.filter_map(|gpu| gpu.fabric.as_ref()).collect();
@@ -261,7 +261,7 @@ fn rank(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -> u8 {
 }
 
 /// The NUMA node and the package of a GPU: the kernel's if the host's tree has the GPU, else NVML's.
-fn near(node: &NodeObservation, gpu: &GpuObservation) -> Place {
+fn near(node: &NodeObservation, gpu: &GpuObservation) -> Location {
     match Way::to_address(&node.host, gpu.pci) {
         Some(way) => (way.numa(), way.package(&node.host)),
         None => (gpu.numa, gpu.numa.and_then(|numa| package_of(&node.host, numa))),
@@ -518,7 +518,7 @@ fn gpu_missing_from_host_tree_warns() {
 #[test]
 fn refused_p2p_warns_only_where_nccl_would_use_it() {
     let mut node = dgx1();
-    // GPUs 0 and 3 have NVLinks; 0 and 5 are on two processors without NVLinks.
+    // NVLinks join GPUs 0 and 3, but not GPUs 0 and 5, which are on two processors.
     node.gpus[0].p2p_refused = [(3, P2pRefusal::Setting), (5, P2pRefusal::Chipset)].into();
     let found = warnings(&node);
     let [found] = &found[..] else { panic!("{found:?}") };
