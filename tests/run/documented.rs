@@ -1,5 +1,5 @@
-//! The configurations of the NVIDIA plugin's README (`tests/configs/nvidia`) and one of ours, each in a whole process:
-//! the resources, their devices, and what a container gets. Compare the snapshots with that README.
+//! The configurations of the NVIDIA plugin's README (`tests/configs/nvidia`, except MPS) and one of ours, each in a
+//! whole process: the resources, their devices, and what a container gets. Compare the snapshots with that README.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -26,7 +26,7 @@ async fn start_offering(setup: Setup, wanted: &[(&str, usize)]) -> (Node, Kubele
     (node, kubelet)
 }
 
-/// The kubelet's list: each resource with its devices, the slots of one device on one line.
+/// The kubelet's list: each resource with its healthy devices, the slots of one device on one line.
 fn listing(kubelet: &KubeletBox) -> String {
     let mut text = String::new();
     for (name, resource) in kubelet.state().resources.iter() {
@@ -163,7 +163,7 @@ const MIXED_OFFER: [(&str, usize); 6] = [
     ("nvidia.com/mig-1g.10gb.me", 1),
     ("nvidia.com/mig-2g.20gb", 1),
     ("nvidia.com/mig-3g.40gb", 1),
-    // With such devices the NVIDIA plugin ends (docs/mig.md).
+    // With such devices the NVIDIA plugin ends.
     ("nvidia.com/mig-2c.4g.40gb", 2),
 ];
 

@@ -75,7 +75,7 @@ async fn broken_library_in_the_driver_root_is_named() {
     assert!(!status.success() && lines.concat().contains(library.to_str().unwrap()), "{lines:?}");
     let (mut setup, library) = with_driver_root();
     std::fs::write(&library, "no library").unwrap();
-    setup.library = fake_nvml::library_path();
+    setup.library = fake_nvml::library_path(); // The operator's library wins.
     let (node, _kubelet) = setup.serve(8).await;
     let line = node.process.said("NVML library loaded").await;
     assert_eq!(line["path"], fake_nvml::library_path().to_str().unwrap());

@@ -65,7 +65,7 @@ async fn unanswered_mig_mode_offers_no_whole_gpu() {
     );
     kubelet.wait(|state| state.resources.get("nvidia.com/mig-7g.80gb").is_some()).await.unwrap();
     let state = kubelet.state();
-    assert_eq!(state.resources[GPU].healthy, BTreeSet::from([mig::gpu(0)]), "GPU 2 is in MIG mode");
+    assert_eq!(state.resources[GPU].healthy, BTreeSet::from([mig::gpu(0)]), "GPU 2 is offered whole");
     assert_eq!(state.resources[HALF].healthy.len(), 2);
 }
 

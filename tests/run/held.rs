@@ -29,7 +29,6 @@ async fn lost_gpu_stays_listed_until_its_pod_ends() {
     node.metric("linkwise_devices{resource=\"nvidia.com/gpu\",health=\"unhealthy\"}", 2).await;
     node.metric("linkwise_gpus", 6).await;
 
-    // GPU 0 is back and healthy.
     node.setup.tell("add 0");
     wait_unhealthy(&kubelet, &[7]).await;
     // Once its pod has ended, GPU 7 leaves the list.

@@ -168,7 +168,7 @@ async fn cdi_folder_lost_later_is_logged_once() {
     node.metric("linkwise_cdi_spec_writes_total{outcome=\"failed\"}", 2).await;
     wait_registered(&kubelet, 1, 0).await;
     assert_eq!(node.process.count("keeping the previous ones"), 1);
-    // The spec is back as soon as the folder is.
+    // The next check makes folder and spec again.
     fs::remove_file(&folder).unwrap();
     wait_spec_with(&node, &["0", "GPU-a", "1", "GPU-b", "all"]).await;
 }

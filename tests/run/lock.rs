@@ -39,7 +39,7 @@ async fn hung_disk_is_waited_for_and_makes_no_second_owner() {
     answer(&pipe);
     wait_stage(&first, "Owning").await;
     wait_registered(kubelet, 1, GPUS.len()).await;
-    // The second one waits for the disk too, learns that the lock is held, and takes over.
+    // The second waits for the disk too, learns that the lock is held, and takes over.
     let second = world.spawn("second");
     second.said("the state folder does not answer").await;
     ready(second.up().await, 503, "").await;

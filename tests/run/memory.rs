@@ -1,4 +1,4 @@
-//! The agent's memory: a library that maps much and uses little works, one that leaks costs its agent, and one that
+//! The agent's memory: a library that maps much and uses little works, one that leaks ends its agent, and one that
 //! needs more than the bound is reported with the setting.
 
 use linkwise_kubelet_box::KubeletBox;
@@ -48,7 +48,7 @@ async fn leaking_library_costs_its_process_only() {
     }
 }
 
-/// The commands that start an agent and do not serve.
+/// Commands that start an agent and do not serve.
 pub const TOOLS: [&[&str]; 5] = [
     &["topology"],
     &["allocate", "--size=2"],
@@ -81,7 +81,7 @@ async fn library_with_a_go_runtime_works_with_every_command() {
     node.metric("linkwise_nvml_agent_starts_total", 1).await;
 }
 
-/// Asserts that each command fails on this machine with this cause.
+/// Asserts that each of [`TOOLS`] fails on this machine with this cause.
 pub async fn assert_every_command_fails(setup: &Setup, cause: &str) {
     for words in TOOLS {
         let (code, output) = ran(setup.tool(words)).await;

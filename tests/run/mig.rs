@@ -10,7 +10,7 @@ use linkwise_core::topology::NodeObservation;
 use linkwise_host::machines;
 use linkwise_kubelet_box::KubeletBox;
 
-/// GPU 0 whole, GPU 1 in seven, GPU 2 in a 3g and two halves of a 4g, GPU 3 in two 1g, one with media, and a 2g.
+/// GPU 0 whole, GPU 1 in seven, GPU 2 in a 3g and two halves of a 4g, GPU 3 in two 1g (one with media) and a 2g.
 pub const MIXED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/four-gpus-mig.yaml");
 
 /// Writes the kernel's list of a machine's MIG capabilities, below a /proc of the test's own.

@@ -70,7 +70,7 @@ impl Shared {
         self.folder.join("config.yaml")
     }
 
-    /// Starts the daemons' process, called as the NVIDIA plugin's is.
+    /// Starts the daemons' process under the name of the NVIDIA plugin's.
     fn daemons(&self) -> Process {
         let link = self.folder.join("mps-control-daemon");
         if !link.exists() {

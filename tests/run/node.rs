@@ -34,7 +34,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// The kinds of kubelets: up to 1.36, from 1.37.
 pub const KUBELETS: [Connections; 2] = [Connections::ByResource, Connections::BySocket];
 
-/// The GPUs of dgx1-v100 on the PCI bus.
+/// The PCI addresses of dgx1-v100's GPUs.
 pub const DGX1_V100: [&str; 8] = [
     "0000:06:00.0",
     "0000:07:00.0",
@@ -164,12 +164,12 @@ impl Setup {
         std::fs::rename(self.at("bus"), self.at("sys/bus")).unwrap();
     }
 
-    /// Puts a GPU on the PCI bus whose `vendor` file hangs its reader.
+    /// Puts a GPU on the PCI bus; reading its `vendor` file hangs.
     pub fn hung_on_bus(&self) {
         fifo(&self.at("sys/bus/pci/devices/0000:06:00.0/vendor"));
     }
 
-    /// Sends a command to the fake NVML of every process, and to the journal.
+    /// Sends a command to the fake NVML of every process, and a state to the journal.
     pub fn tell(&self, command: &str) {
         Control::new(self.at("control")).send(command).unwrap();
     }
@@ -239,7 +239,7 @@ impl Setup {
         command
     }
 
-    /// Another command on this machine, which ends by itself.
+    /// Another command on this machine.
     pub fn tool(&self, words: &[&str]) -> Command {
         let mut command = Command::new(&self.program);
         command.env_clear().args(words);
@@ -329,7 +329,7 @@ pub async fn wait_registered(kubelet: &KubeletBox, times: u64, gpus: usize) -> R
     kubelet.wait(|state| wanted(&state.resources[GPU])).await.unwrap().resources[GPU].clone()
 }
 
-/// The command, started by the program and with the arguments in `words`.
+/// The command, started by a program: `words` are that program and its first arguments.
 pub fn started_by(words: &[&str], command: &Command) -> Command {
     let command = command.as_std();
     let mut starter = Command::new(words[0]);
@@ -472,7 +472,7 @@ impl Process {
         (status, seen.lines.iter().filter(|line| !line.starts_with('{')).cloned().collect())
     }
 
-    /// Ends linkwise as a kubelet does.
+    /// Ends linkwise with SIGTERM, as kubelets do.
     pub async fn end(&mut self) {
         self.signal("TERM");
         let (status, last) = self.ended().await;

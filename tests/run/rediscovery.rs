@@ -83,7 +83,7 @@ async fn hung_files_delay_neither_polls_nor_events() {
     wait_unhealthy(&kubelet, &[3, 4]).await;
 }
 
-/// A machine of two packages with a GPU each, whose host hwloc reads from a file that the test writes.
+/// A machine of two packages with a GPU each; hwloc reads its host from a file that the test writes.
 fn seen_by_hwloc(call_ms: u128) -> Setup {
     let setup = Setup::with(&machine(&[("GPU-a", "0000:03:00.0", ""), ("GPU-b", "0000:81:00.0", "")]));
     let setup = setup.arg("--nvml-poll-ms=50").arg(format!("--nvml-call-ms={call_ms}"));
