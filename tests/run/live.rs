@@ -71,8 +71,8 @@ async fn sharing_changes_while_pods_keep_their_devices() {
     let (node, kubelet) = setup.serve(8).await;
     let whole = allocation(&kubelet, "whole", GPU, 2).await;
     map.swap("..2", SHARED);
-    // All ids change. Ids that no pod holds leave the list; the pod's ids stay, unhealthy as the
-    // slots of its GPUs.
+    // All ids change. Ids that no pod holds leave the list; the pod's ids stay, unhealthy like the slots of its
+    // GPUs.
     let slots_of_held: Vec<String> =
         whole.devices.iter().flat_map(|gpu| [format!("{gpu}::0"), format!("{gpu}::1")]).collect();
     wait_list(&kubelet, GPU, 12, &[whole.devices.clone(), slots_of_held].concat()).await;

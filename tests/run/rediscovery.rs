@@ -1,5 +1,5 @@
 //! GPUs that come and go, links that go down: the list, the choice and the events follow without a restart. Files that
-//! hang delay nothing.
+//! hang delay no event.
 
 use std::io::Write;
 

@@ -48,7 +48,7 @@ fn attribute_without_domain_is_in_the_drivers_domain() {
 }
 
 /// types.go, DeviceConstraint: a constraint that names requests applies only to these, and their devices must agree
-/// even across drivers. The first GPU has no NIC in its group, so that the search goes back to the second GPU.
+/// even across drivers. The first GPU has no NIC in its group, so that the search goes on to the second GPU.
 #[test]
 fn constraint_aligns_two_requests() {
     let gpus = slice("a", json!([in_group("gpu-0", "a"), in_group("gpu-1", "b")]));
