@@ -1,7 +1,7 @@
 //! The kinds of node of a fleet, and what each can give to a claim.
 //!
 //! A fleet is some machines (`--node`), or the nodes of a cluster, read from their ResourceSlices (`--cluster`). Slices
-//! do not have the bandwidths of groups. A node's bandwidths are known if a machine, built-in or of `--node`, has the
+//! do not have the bandwidths of groups. A node gets the bandwidths of a machine, built-in or of `--node`, that has the
 //! same number, model and groups of GPUs.
 //!
 //! [`rails_claim`] makes claims of GPUs on fixed rails. Pods that share a template of such claims get the same rails on
@@ -166,7 +166,7 @@ fn product_of(topology: &NodeTopology) -> Option<&str> {
     topology.gpus().first()?.model.as_deref()
 }
 
-/// A machine whose bandwidths are known.
+/// A machine whose bandwidths count for nodes with the same GPUs.
 struct KnownMachine {
     name: String,
     topology: NodeTopology,
@@ -192,7 +192,7 @@ fn known_machines(nodes: &[String]) -> Vec<KnownMachine> {
     nodes.iter().map(String::as_str).chain(built_in).filter_map(known).collect()
 }
 
-/// The slices in a file: a list of objects, or one.
+/// The slices in a file: a list of objects, or one object.
 fn slices_of(path: &Path) -> Result<Vec<Value>> {
     let name = if path == Path::new("-") { "standard input".to_owned() } else { path.display().to_string() };
     let mut text = String::new();

@@ -186,15 +186,15 @@ fn needed(node: &Node) -> Vec<PathBuf> {
 /// Counts the device nodes that pass a check. Each that fails is a finding, with its fault and the remedy.
 fn count_good(
     found: &mut Findings,
-    nodes: &[PathBuf],
+    paths: &[PathBuf],
     check: impl Fn(&Path) -> Result<(), (String, &'static str)>,
 ) -> usize {
     let mut good = 0;
-    for node in nodes {
-        match check(node) {
+    for path in paths {
+        match check(path) {
             Ok(()) => good += 1,
             Err((fault, advice)) => {
-                let what = format!("{}{fault}", node.display());
+                let what = format!("{}{fault}", path.display());
                 found.each(Status::Failed, fault, what, advice);
             }
         }
@@ -209,7 +209,7 @@ pub(super) fn device_nodes(found: &mut Findings, node: &Node) {
         return found.skipped(format!("no GPU is known, and there is no {}", control.display()), None);
     }
     let needed = needed(node);
-    let good = count_good(found, &needed, |node| match fs::metadata(node) {
+    let good = count_good(found, &needed, |path| match fs::metadata(path) {
         Ok(meta) if meta.file_type().is_char_device() => Ok(()),
         Ok(_) => Err((
             " is not a character device".to_owned(),
@@ -251,9 +251,9 @@ pub(super) fn permissions(found: &mut Findings, node: &Node) {
     if let Ok(own) = fs::metadata("/proc/self") {
         found.ok(format!("runs as uid {}", own.uid()));
     }
-    let is_node = |node: &PathBuf| fs::metadata(node).is_ok_and(|meta| meta.file_type().is_char_device());
+    let is_node = |path: &PathBuf| fs::metadata(path).is_ok_and(|meta| meta.file_type().is_char_device());
     let nodes: Vec<PathBuf> = needed(node).into_iter().filter(is_node).collect();
-    let good = count_good(found, &nodes, |node| match OpenOptions::new().read(true).write(true).open(node) {
+    let good = count_good(found, &nodes, |path| match OpenOptions::new().read(true).write(true).open(path) {
         Ok(_) => Ok(()),
         Err(error) => Err((
             format!(": {error}"),

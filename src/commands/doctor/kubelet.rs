@@ -308,7 +308,7 @@ pub(super) fn topology_manager(
         let advice = "set --numa-hints=package, or off";
         found.warning(format!("{silent} of {all} are on NUMA nodes without CPUs, and give no hint"), advice);
     }
-    if hints == NumaHints::Node && several_to_a_package(topology) {
+    if hints == NumaHints::Node && has_gpus_on_several_nodes_of_a_package(topology) {
         found.warning(
             "packages have several NUMA nodes with CPUs, and GPUs on more than one of them",
             "under a policy other than none set --numa-hints=package, or pods of several GPUs are spread or refused \
@@ -340,7 +340,7 @@ fn check_policy(found: &mut Findings, Policy { name, source }: &Policy, topology
 }
 
 /// Returns true if GPUs of one package are on more than one of its NUMA nodes.
-fn several_to_a_package(topology: &NodeTopology) -> bool {
+fn has_gpus_on_several_nodes_of_a_package(topology: &NodeTopology) -> bool {
     let places: Vec<_> = topology.gpus().iter().filter_map(|gpu| Some((gpu.package?, gpu.cpu_node?))).collect();
     places.iter().any(|(package, node)| places.iter().any(|(other, another)| package == other && node != another))
 }

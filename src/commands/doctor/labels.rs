@@ -14,7 +14,7 @@ use linkwise_core::words::count;
 /// The file in which gpu-feature-discovery writes its labels by default.
 const DEFAULT_FILE: &str = "/etc/kubernetes/node-feature-discovery/features.d/gfd";
 /// The first part of the GPU labels that gpu-feature-discovery and linkwise write.
-const OURS: &str = "nvidia.com/gpu.";
+const GPU_LABELS: &str = "nvidia.com/gpu.";
 /// The largest file that NFD reads (source/local, `MaxFeatureFileSize`), in bytes.
 const MAX_FILE: u64 = 65_536;
 
@@ -30,8 +30,8 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
             Ok(bytes) => {
                 let text = String::from_utf8_lossy(&bytes);
                 let labels = labels(&text, now);
-                let ours = labels.iter().filter(|label| label.starts_with(OURS)).count();
-                writers.extend((ours > 0).then_some((path, ours)));
+                let of_gpus = labels.iter().filter(|label| label.starts_with(GPU_LABELS)).count();
+                writers.extend((of_gpus > 0).then_some((path, of_gpus)));
             }
             Err(error) => {
                 found.warning(format!("cannot read {}: {error}", path.display()), "NFD reads it: check its mode")
@@ -41,7 +41,7 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
     let has_own = writers.iter().any(|(path, _)| *path == own);
     let alone = writers.len() == 1;
     for (path, labels) in writers {
-        let what = format!("{} has {} {OURS}*", path.display(), count(labels, "label"));
+        let what = format!("{} has {} {GPU_LABELS}*", path.display(), count(labels, "label"));
         match (path == own, alone) {
             (true, true) => found.ok(what),
             (true, false) => {}
@@ -68,7 +68,7 @@ fn is_read(path: &Path) -> bool {
 }
 
 /// The keys of the labels that NFD makes: a line each, `key=value` or `key`. A directive in a comment sets when the
-/// labels below it end, up to the next such directive, or keeps the next line from becoming a label.
+/// labels below it end, up to the next such directive, or removes the label of the next line.
 fn labels(text: &str, now: Timestamp) -> BTreeSet<&str> {
     let (mut labels, mut skipped, mut expired) = (BTreeSet::new(), false, false);
     for line in text.split('\n').map(str::trim).filter(|line| !line.is_empty()) {

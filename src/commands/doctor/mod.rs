@@ -58,7 +58,7 @@ fn below(root: &Path, path: &str) -> PathBuf {
     root.join(path.trim_start_matches('/'))
 }
 
-/// The files and folders in a folder, by name.
+/// The files and folders in a folder, sorted by name.
 fn entries(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
     let mut paths: Vec<PathBuf> = std::fs::read_dir(folder)?.flatten().map(|entry| entry.path()).collect();
     paths.sort();

@@ -254,10 +254,10 @@ impl Comparison {
         if !matches!(self.verdict, Verdict::Below | Verdict::NotCalibrated) {
             return causes;
         }
-        let is_ours = |pci: &PciAddress| set.gpus().iter().any(|gpu| gpu.pci == *pci);
+        let is_in_run = |pci: &PciAddress| set.gpus().iter().any(|gpu| gpu.pci == *pci);
         for warning in warnings {
             if let TopologyWarning::P2pRefused { pairs, .. } = warning
-                && pairs.iter().any(|(a, b)| is_ours(a) && is_ours(b))
+                && pairs.iter().any(|(a, b)| is_in_run(a) && is_in_run(b))
             {
                 causes.push(Cause::Warning(warning.to_string()));
             }

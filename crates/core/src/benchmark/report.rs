@@ -185,8 +185,8 @@ impl NcclReport {
         self.devices.values().filter_map(|device| device.host.as_deref()).collect::<BTreeSet<_>>().len().max(1)
     }
 
-    /// Returns true if each row that is fast enough to compare has the bus bandwidth of an all-reduce of n ranks:
-    /// 2(n - 1)/n × the algorithm bandwidth.
+    /// Returns true if each measurement that is fast enough to compare has the bus bandwidth of an all-reduce of n
+    /// ranks: 2(n - 1)/n × the algorithm bandwidth.
     pub fn is_of(&self, ranks: usize) -> bool {
         let Some(others) = ranks.checked_sub(1).filter(|others| *others > 0) else { return false };
         let (ranks, others) = (ranks as u128, others as u128);
@@ -351,7 +351,7 @@ fn wrong_values(text: &str) -> u64 {
     digits.parse().unwrap_or(if is_too_long { u64::MAX } else { matches!(text, "inf" | "nan" | "-nan").into() })
 }
 
-/// Returns true if two values differ by at most a fiftieth of the second.
+/// Returns true if two values differ by at most a fiftieth of `other`.
 fn agree(one: u128, other: u128) -> bool {
     one.abs_diff(other).saturating_mul(50) <= other
 }

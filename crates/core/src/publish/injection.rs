@@ -222,7 +222,7 @@ impl InjectionOptions {
 impl CdiOptions {
     /// Moves the CDI devices to the place in the device plugin API that carries them. A container gets one answer for
     /// each resource, so the annotation's name contains the resource. A name that is too long is cut and ends with a
-    /// hash of the resource.
+    /// hash of the whole name.
     pub fn place(&self, resource: &ResourceName, injection: &mut Injection) {
         if let Some(prefix) = &self.annotation_prefix {
             let name = format!("{ANNOTATION_PLUGIN}_{}", resource.as_str().replace('/', "_"));
@@ -288,10 +288,10 @@ pub const MPS_SHM: &str = "shm";
 /// The /dev/shm of a control daemon and its clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MpsShm {
-    /// One for the daemons of all resources, as with the NVIDIA plugin, and for daemons of claims that an older release
-    /// started.
+    /// One for the daemons of all resources, as with the NVIDIA plugin, and for the claims' daemons that an older
+    /// release started.
     Common,
-    /// One for the daemon alone. Daemons of claims have it.
+    /// One for the daemon alone. This release starts claims' daemons with it.
     Own,
 }
 

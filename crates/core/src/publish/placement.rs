@@ -102,7 +102,7 @@ pub struct Outlook {
     pub nvls: Option<u64>,
     /// The best collective of that many GPUs on this machine, MB/s; `None` for one GPU.
     pub best: Option<u64>,
-    /// The best set, in the order of their PCI addresses; empty if no such request can be met.
+    /// The GPUs of the best set, in the order of their PCI addresses; empty if no such request can be met.
     pub gpus: Vec<GpuUuid>,
 }
 

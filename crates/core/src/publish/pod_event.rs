@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn threshold_itself_is_enough() {
+    fn quality_at_the_threshold_has_no_event() {
         let at = |collective| events(vec![allocation("a/p/c", Some(collective), Some(40_000), &[])], 75).len();
         assert_eq!((at(30_000), at(29_999)), (0, 1));
         let huge = allocation("a/p/c", Some(u64::MAX - 1), Some(u64::MAX), &[]);

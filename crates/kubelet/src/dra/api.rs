@@ -95,8 +95,8 @@ impl LedgerLink {
         (Self(sender), receiver)
     }
 
-    /// Has a claim planned and entered, once the state is open. Returns the claim's hardware, or why it gets none;
-    /// `None` if the node is ending. If the caller stops waiting, the entry may still be made.
+    /// Asks the writer to plan and enter a claim once the state is open. Returns the claim's hardware, or why it gets
+    /// none; `None` if the node is ending. If the caller stops waiting, the entry may still be made.
     pub async fn give(
         &self,
         plan: impl FnOnce(&NodeState) -> Result<(Event, Prepared), ClaimError> + Send + 'static,
@@ -104,7 +104,7 @@ impl LedgerLink {
         self.enter(true, Box::new(plan)).await
     }
 
-    /// Has a function make an event from the current state; returns once the event is applied.
+    /// Asks the writer to make an event from the current state and to apply it; returns once it is applied.
     pub async fn change(&self, event: impl FnOnce(&NodeState) -> Event + Send + 'static) {
         self.enter(false, Box::new(|state| Ok((event(state), Prepared::default())))).await;
     }

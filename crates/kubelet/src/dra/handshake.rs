@@ -14,7 +14,7 @@ use crate::registration::{self, Action, Handshake, LifePhase};
 /// An input of the DRA plugin's own.
 #[derive(Clone, Debug)]
 pub(super) enum OwnInput {
-    /// Claims can be prepared, or there are claims to unprepare.
+    /// Claims can be prepared, there are claims to unprepare, or another process has the claims.
     Ready,
     /// This many connections to our services are open.
     Connections(usize),

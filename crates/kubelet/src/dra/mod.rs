@@ -158,7 +158,7 @@ impl Settings {
 /// A phase of the plugin's life with the kubelet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Phase {
-    /// No GPU has been seen yet, or the host was not scanned.
+    /// No GPU has been seen yet, or the host was not scanned; while DRA is off, no claim is left to unprepare.
     WaitingForGpus,
     /// There is no folder of registration sockets.
     WaitingForKubelet,

@@ -63,7 +63,7 @@ pub fn is_registration_socket(name: &str) -> bool {
     is_ours(name, |rest| rest.starts_with('@') && rest.ends_with(REGISTRATION))
 }
 
-/// Returns true for the file name of a socket of ours with any number, if `follows` holds for the text after it.
+/// Returns true for the file name of a socket of ours, if `follows` holds for the text after its number.
 fn is_ours(name: &str, follows: impl Fn(&str) -> bool) -> bool {
     let rest = name.strip_prefix(PREFIX).and_then(|rest| rest.split_at_checked(8));
     rest.is_some_and(|(number, rest)| is_number(number) && follows(rest))

@@ -105,13 +105,13 @@ impl ManagerTask {
         let stop = CancellationToken::new();
         let sweeps = keep_sweeping(&manager, &stop);
         let renewals = stop.run_until_cancelled(keep_specs(&manager));
-        let turn = async {
+        let withdrawal = async {
             self.await_withdrawal(&right).await;
             stop.cancel();
             self.claims_right.send_replace(None);
             sleep(LATE_CALLS).await;
         };
-        tokio::join!(sweeps, renewals, turn);
+        tokio::join!(sweeps, renewals, withdrawal);
         self.shared.manager.send_replace(None);
         let end = right.end();
         drop((manager, right));
