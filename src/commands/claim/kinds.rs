@@ -51,9 +51,9 @@ pub(super) struct Kind {
     pub claims: Vec<ExactClaim>,
     /// The attributes that a claim with alternatives lists.
     pub alternatives: Vec<String>,
-    /// The best collective of a set of the requested size, MB/s; `None` if its bandwidths are unknown.
+    /// The best collective of a set of the requested size, MB/s, if it is known.
     pub best: Option<u64>,
-    /// The least collective of a set of the requested size, MB/s; `None` if its bandwidths are unknown.
+    /// The least collective of a set of the requested size, MB/s, if it is known.
     pub least: Option<u64>,
     /// The model of its GPUs, as the attribute `productName` has it.
     pub product: Option<String>,

@@ -34,7 +34,7 @@ pub(super) enum Nvml {
     Fails(String, Fault),
     /// The agent ended without an answer, for this reason; with the remedy.
     Ends(String, &'static str),
-    /// A call hangs.
+    /// NVML did not answer within this time.
     Hangs(Duration),
 }
 

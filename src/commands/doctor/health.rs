@@ -89,7 +89,7 @@ impl History {
                 }
                 return Self { running: Some(state), kept: None };
             }
-            Err(error) if shows_no_linkwise(&error) => {}
+            Err(error) if means_no_linkwise_runs(&error) => {}
             Err(error) => found.warning(
                 format!("{error:#}"),
                 "the reasons of a running linkwise are unknown here: run this as root, with its --admin-socket",
@@ -164,8 +164,7 @@ impl History {
     }
 }
 
-/// Returns true if the error shows that no linkwise runs.
-fn shows_no_linkwise(error: &anyhow::Error) -> bool {
+fn means_no_linkwise_runs(error: &anyhow::Error) -> bool {
     let kind = error.downcast_ref().map(std::io::Error::kind);
     matches!(kind, Some(ErrorKind::NotFound | ErrorKind::ConnectionRefused))
 }

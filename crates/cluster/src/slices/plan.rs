@@ -1,4 +1,4 @@
-//! Plans the writes that make the API server's slices equal to the wanted pool: a function of the pool and the slices.
+//! Plans the writes that make the API server's slices equal to the wanted pool. Pure.
 //!
 //! The rules are those of Kubernetes' own helper for DRA drivers (resourceslicecontroller.go). The pool keeps its
 //! generation if at most one slice changes, none is new, and all agree on generation and number of slices; otherwise

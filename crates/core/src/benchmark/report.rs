@@ -185,8 +185,8 @@ impl NcclReport {
         self.devices.values().filter_map(|device| device.host.as_deref()).collect::<BTreeSet<_>>().len().max(1)
     }
 
-    /// Returns true if each measurement that is fast enough to compare has the bus bandwidth of an all-reduce of n
-    /// ranks: 2(n - 1)/n × the algorithm bandwidth.
+    /// Returns true if each measurement fast enough to compare has the bus bandwidth of an all-reduce of n ranks:
+    /// 2(n - 1)/n × the algorithm bandwidth.
     pub fn is_of(&self, ranks: usize) -> bool {
         let Some(others) = ranks.checked_sub(1).filter(|others| *others > 0) else { return false };
         let (ranks, others) = (ranks as u128, others as u128);

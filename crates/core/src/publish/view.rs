@@ -19,7 +19,7 @@ use crate::state::{
 use crate::topology::{GpuUuid, NumaNodeId, TopologyWarning};
 use crate::words::{gigabytes, ranges};
 
-/// A text that is constant in one version. A view of another version may have others.
+/// A text that is constant in one version. Another version may have other texts.
 type Word = Cow<'static, str>;
 
 /// The view of a node. docs/operations.md documents its JSON.
@@ -336,7 +336,7 @@ impl ShortfallView {
 
 impl ChoiceView {
     /// Describes a choice that was made `at` this time, in seconds since 1970. `narrowed` is true if the kubelet did
-    /// not offer all devices that were free.
+    /// not offer all free devices.
     pub fn of(at: u64, resource: &ResourceName, report: &AllocationReport, narrowed: bool) -> Self {
         Self {
             at,

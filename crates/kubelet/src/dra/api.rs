@@ -104,7 +104,7 @@ impl LedgerLink {
         self.enter(true, Box::new(plan)).await
     }
 
-    /// Asks the writer to make an event from the current state and to apply it; returns once it is applied.
+    /// Asks the writer to make an event from the current state and apply it; returns once it is applied.
     pub async fn change(&self, event: impl FnOnce(&NodeState) -> Event + Send + 'static) {
         self.enter(false, Box::new(|state| Ok((event(state), Prepared::default())))).await;
     }

@@ -19,7 +19,7 @@ use linkwise_system::metrics::{new, number};
 /// for 45 s.
 const BUCKETS: [f64; 9] = [256e-6, 1e-3, 4e-3, 16e-3, 64e-3, 256e-3, 1.0, 4.0, 16.0];
 
-/// Labels by name, in the order in which they are shown.
+/// Labels by name, in the order shown.
 type Labels<const N: usize> = [(&'static str, &'static str); N];
 
 /// The metrics of the DRA plugin.

@@ -69,7 +69,7 @@ pub struct Settings {
     pub cdi_folder: PathBuf,
     /// The kernel's id of this boot. If it is unknown, each repeated Prepare plans its claim again.
     pub boot: Option<String>,
-    /// The ways in which containers get their GPUs; always by CDI and UUID.
+    /// The operator's options; the GPUs themselves always come by CDI and UUID.
     pub injection: InjectionOptions,
     /// The host's devices beside its GPUs, as last scanned.
     pub host_devices: watch::Receiver<Arc<HostDevices>>,

@@ -262,7 +262,7 @@ fn is_value(value: &str) -> bool {
     value.is_empty() || is_name(value)
 }
 
-/// Returns true if Kubernetes accepts this key. The prefix is one of ours, and valid.
+/// Returns true if Kubernetes accepts this key. Prefixes are constants, and valid.
 fn is_key(key: &str) -> bool {
     key.split_once('/').is_some_and(|(_, name)| is_name(name))
 }
