@@ -153,7 +153,7 @@ pub(super) fn container_runtime(found: &mut Findings, node: &Node) {
     }
 }
 
-/// Returns true if devices of a kind are NVIDIA's: `nvidia.com/gpu`, or `k8s.device-plugin.nvidia.com/gpu`.
+/// Returns true if devices of a kind are NVIDIA's, such as `nvidia.com/gpu`, `k8s.device-plugin.nvidia.com/gpu`.
 fn is_nvidias(kind: &str) -> bool {
     let vendor = kind.split('/').next().unwrap_or_default();
     vendor == "nvidia.com" || vendor.ends_with(".nvidia.com")
