@@ -57,7 +57,7 @@ fn packing(gpus: usize, group: usize, collective: &[u32], top: u32) -> Vec<u32> 
 }
 
 /// The smallest sum of ranks that a division into pairs has, for every set. One GPU of a set of odd size stays alone.
-pub(super) fn closeness_table(topology: &NodeTopology) -> Vec<u8> {
+pub(super) fn distance_table(topology: &NodeTopology) -> Vec<u8> {
     by_set(topology.gpus().len(), |set, totals: &[u8]| {
         let lowest = set.lowest();
         let rest = set.without(lowest);

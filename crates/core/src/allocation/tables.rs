@@ -95,7 +95,7 @@ impl AllocationTables {
         }
     }
 
-    /// The choice of the best `size` of these GPUs; `None` if there are fewer.
+    /// The choice of the best `size` of these GPUs; `None` if there are fewer, or for size 0.
     pub(super) fn best(&self, gpus: GpuSet, size: usize) -> Option<AllocationReport> {
         let question = Question::of(GpuSet::default(), gpus, size, AllocationPolicy::BestEffort);
         (1..=gpus.len()).contains(&size).then(|| question.answer(self))
@@ -144,7 +144,7 @@ impl SetTables {
         let pairs = collective::pair_sums(gpus, |a, b| topology.bandwidth(a, b));
         let distances = collective::pair_sums(gpus, |a, b| u32::from(topology.rank(a, b).number()));
         let pairs = pairs.into_iter().zip(distances.into_iter().map(minus)).collect();
-        let distances = remaining::closeness_table(topology).into_iter().map(|distance| minus(u64::from(distance)));
+        let distances = remaining::distance_table(topology).into_iter().map(|distance| minus(u64::from(distance)));
         let room = remaining::room_table(topology).into_iter().zip(distances).collect();
         let near_nics = NearNics::of(topology);
         let (collective, by_collective) = ranked(collective);

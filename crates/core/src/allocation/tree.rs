@@ -1,4 +1,4 @@
-//! A machine of more than 16 GPUs as a tree of clusters, in which a set's values are sums over the clusters.
+//! A machine of more than 16 GPUs as a tree of clusters, from which a set's values are computed.
 //!
 //! Behind PCIe switches and NVSwitches, bandwidths and ranks are nested: the bandwidth between two GPUs is that of the
 //! smallest cluster around both. A collective is then the width of the smallest cluster around a set, and the best
@@ -240,8 +240,8 @@ fn has_plain_links(topology: &NodeTopology) -> bool {
 
 /// The width of the widest cluster with room for a group.
 fn widest(bandwidths: &Forest, group: usize) -> Top {
-    let holds = bandwidths.clusters.iter().find(|cluster| cluster.members.len() >= group);
-    Top { mbps: holds.map_or(0, |cluster| cluster.width), exact: true }
+    let found = bandwidths.clusters.iter().find(|cluster| cluster.members.len() >= group);
+    Top { mbps: found.map_or(0, |cluster| cluster.width), exact: true }
 }
 
 /// The best collective of any `group` GPUs. Values all sets if they are few, otherwise those that grow from each GPU
