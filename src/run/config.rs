@@ -188,7 +188,7 @@ mod tests {
         load_text(&Flags::default(), &Environment::default(), &file.to_string()).unwrap().settings
     }
 
-    /// Takes the value at a path of keys out of a tree.
+    /// A copy of a tree without the value at a path of keys.
     fn without(tree: &Value, path: &str) -> Value {
         let mut tree = tree.clone();
         let (parent, last) = path.rsplit_once('.').unwrap_or(("", path));

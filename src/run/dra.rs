@@ -60,7 +60,7 @@ pub(super) struct Inputs<'a> {
 }
 
 impl<'a> Inputs<'a> {
-    /// Inputs for a plugin that serves claims, cannot order MIG devices and MPS, and has its metrics shown.
+    /// Inputs for a plugin that serves claims, cannot order MIG devices or MPS, and has its metrics shown.
     pub fn new(
         settings: &'a Settings,
         name: String,

@@ -20,7 +20,7 @@ use linkwise_core::state::NodeState;
 use linkwise_node::node::Node;
 use linkwise_system::right::Right;
 
-/// The shortest time between two lists of events. Admissions meanwhile are in the next list.
+/// The shortest time between two lists of events. Admissions in that time are in the next list.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Starts the tasks that write events about the pods of a node, if the settings ask for it.

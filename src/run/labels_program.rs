@@ -1,8 +1,8 @@
 //! `linkwise labels`, which replaces gpu-feature-discovery: a process of its own that publishes the node's labels. It
 //! needs the driver and the host's /sys, and no kubelet.
 //!
-//! At SIGHUP, and if the configuration file has other settings, its tasks start again; rejected settings change
-//! nothing.
+//! At SIGHUP, and when the settings in the configuration file change, the process starts its tasks again; rejected
+//! settings change nothing.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -102,7 +102,7 @@ async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()>
 #[derive(Clone)]
 struct Publisher {
     access: Access,
-    /// The part `replaced` is shared by all starts of a process, so that the process replaces GPU Feature Discovery's
+    /// The field `replaced` is shared by all starts of a process, so that the process replaces GPU Feature Discovery's
     /// object once.
     settings: NodeFeatureSettings,
 }
@@ -202,7 +202,7 @@ async fn once(args: &LabelsArgs, settings: &Settings, publisher: Option<&Publish
         }
         Err(error) => {
             let no_driver = error.downcast_ref().is_some_and(|error: &CallError| error.fault().is_no_driver());
-            // The supervisor of a process that keeps running decides in the same way.
+            // A Tegra counts like a missing driver, as in the NVML supervisor.
             let no_driver = no_driver || is_tegra;
             if !no_driver || settings.fail_on_init_error.value == Some(true) || may_have_gpus(&sysfs).await {
                 return Err(error.context("NVML unavailable, keeping the previous labels"));

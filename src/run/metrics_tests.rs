@@ -1,4 +1,4 @@
-//! The golden test of all modules' metrics: names, types, help and labels are an interface.
+//! Tests of the modules' metrics: names, types, help and labels are an interface.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -67,7 +67,7 @@ fn rpc(method: &str, code: &'static str, elapsed: Duration) -> Life<Phase> {
     Life::Rpc(Rpc { method: method.to_owned(), code: code.to_owned(), elapsed })
 }
 
-/// The text of all metrics except those of DRA, each with at least one series.
+/// The text of the metrics of a node without DRA and API server.
 fn everything() -> String {
     let (metrics, sender) = metrics();
     let resource = ResourceName::gpu();
@@ -214,7 +214,7 @@ fn unbounded_labels_share_a_series() {
 }
 
 #[test]
-fn every_metric_is_documented() {
+fn golden_metrics_are_documented() {
     let documented = include_str!("../../docs/metrics.md");
     let text = everything() + "\n" + &everything_of_dra();
     let names = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")).filter_map(|line| line.split(' ').next());

@@ -2,8 +2,9 @@
 //!
 //! `start` builds all objects, and gives the tasks to the node. `driver` makes the supervisor of the NVML agent;
 //! `cdi_sync` keeps CDI specs and device nodes up to date; `labels`, `dra`, `condition` and `events` publish the
-//! snapshots for schedulers and people; `config` reloads the configuration; `mps` orders MPS daemons, and is
-//! their process; `labels_program` is another process. A task that ends unexpectedly ends its process, with the cause.
+//! snapshots for schedulers and people; `config` reloads the configuration; `operators` serves the admin socket;
+//! `mps` orders MPS daemons, and has the process that starts them; `labels_program` is `linkwise labels`. A task
+//! that ends unexpectedly ends its process, with the cause.
 
 mod cdi_sync;
 mod condition;

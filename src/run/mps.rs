@@ -1,6 +1,6 @@
 //! `linkwise mps-control-daemon`: starts and ends a supervised control daemon for each resource that MPS shares and for
 //! GPUs of claims that ask for it. A process of its own, in a container with the privileges that MPS needs; the plugin
-//! has none.
+//! has none of them.
 //!
 //! The process follows the file in which the plugin orders daemons, reads no configuration file and never calls NVML.
 //! `daemons` runs the ordered daemons; `orders` is the plugin's side, a task of `linkwise run`.
@@ -81,7 +81,7 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     let (mut last_signals, mut hangup) = (LastSignals::listen()?, listen(SignalKind::hangup(), "SIGHUP")?);
     let layout = Layout::new(&args.root.container_root);
     let _lock = lock(&layout)?;
-    // Only the plugin reads the configuration file.
+    // This process reads no configuration file.
     let settings = load_text(&args.flags, &Environment::read(), "")?.settings;
     let gate = gate(&settings, "mps-control-daemon");
     let daemons_gate = gate.as_ref().map(|gate| gate.for_user("mps-daemons"));
@@ -119,7 +119,7 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
 /// The orders of the plugin, as they were read last.
 #[derive(Default)]
 struct Demand {
-    /// `None` before they were read.
+    /// `None` before the first attempt to read them.
     orders: Option<Orders>,
     refused: Reported<String>,
     unreadable: Reported<String>,
@@ -127,7 +127,8 @@ struct Demand {
 }
 
 impl Demand {
-    /// Reads the orders; returns true if they changed. While they cannot be read, the previous ones stay.
+    /// Reads the orders; returns true if they changed. While they cannot be read, the previous ones stay; at the
+    /// start there are none.
     async fn follow(&mut self, layout: &Layout) -> bool {
         let layout = layout.clone();
         let read = files::blocking(move || Orders::read(&layout)).await;
@@ -141,8 +142,8 @@ impl Demand {
         has_changed
     }
 
-    /// The daemons to serve now, with their limits: resources, and the GPUs of claims. `None` before the orders were
-    /// read.
+    /// The daemons to serve now, with their limits: resources, and the GPUs of claims. `None` before the first
+    /// attempt to read the orders.
     fn wanted(&mut self) -> Option<BTreeMap<ResourceName, Limits>> {
         let orders = self.orders.as_ref()?;
         let (mut served, mut refused) = (orders.resources.clone(), Vec::new());

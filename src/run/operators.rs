@@ -116,7 +116,7 @@ mod tests {
         let bound = timeout(Duration::from_secs(60), bound);
         tokio::select! {
             ended = &mut served => panic!("{ended:?}"),
-            bound = bound => bound.expect("the socket is bound in time"),
+            bound = bound => bound.expect("the socket is not bound in time"),
         }
     }
 }
