@@ -1,4 +1,4 @@
-//! Keeps the GPUs' health across restarts of linkwise: one small file, written apart from admissions.
+//! Keeps the health record across restarts of linkwise: one small file, written apart from admissions.
 //!
 //! Called by `node`, which owns the task, by the takeover, and by the doctor, for which no file is renamed or written.
 //! The core's `state` decides what is recorded, and which part of a record still counts.

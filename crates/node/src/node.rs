@@ -427,9 +427,9 @@ impl Node {
         observe::held(&self.state.current, &self.readiness, &mut self.held_reported);
     }
 
-    /// Starts and ends plugins, so that each resource has one. A resource that comes back while its plugin is ending
-    /// gets the next plugin once that one has ended: two plugins of one name would take the kubelet's one endpoint from
-    /// each other.
+    /// Starts and ends plugins, so that each resource has one while plugins are wanted. A resource that comes back
+    /// while its plugin is ending gets the next plugin once that one has ended: two plugins of one name would take the
+    /// kubelet's one endpoint from each other.
     fn match_plugins(&mut self) {
         let are_wanted = self.plugin_status.borrow().is_wanted && self.is_published;
         let offered = self.state.current.offers().resources().keys().filter(|_| are_wanted);
@@ -499,7 +499,7 @@ impl Node {
         self.apply(Event::Holders(holders.held.map(|held| Holdings { is_early, ..held })));
     }
 
-    /// Forgets the plugin of a withdrawn resource. Returns true if the ended task ran such a plugin.
+    /// Forgets a plugin that was told to end. Returns true if the ended task ran such a plugin.
     fn forget_withdrawn(&mut self, task: &str) -> bool {
         let ended = |(resource, end): (&ResourceName, &CancellationToken)| {
             (end.is_cancelled() && plugin_task(resource) == task).then(|| resource.clone())

@@ -70,7 +70,7 @@ pub fn plan(state: &NodeState, readiness: &Readiness) {
         _ if !has_gpus => readiness.remove(&Part::Plan),
         (true, true) => readiness.remove(&Part::Plan),
         (true, false) => readiness.note(Part::Plan, "offered in part", problems.join("; ")),
-        // The MPS daemons, and DRA without its rights, report their own trouble.
+        // The MPS daemons and the parts of DRA report their own trouble.
         _ if !state.mps_shares().is_empty() || state.offers().plan().door == Door::Dra => readiness.remove(&Part::Plan),
         (false, false) => readiness.refuse(Part::Plan, "nothing can be offered", problems.join("; ")),
         (false, true) => readiness.refuse(Part::Plan, "nothing is offered", "every GPU is left out".to_owned()),

@@ -55,7 +55,7 @@ struct NodeFacts {
     stands_by: AtomicBool,
 }
 
-/// The last page, and the letters of the pods on it.
+/// The last page, and the numbers of the pods on it.
 #[derive(Debug, Default)]
 struct Rendered {
     numbers: PodNumbers,

@@ -41,7 +41,7 @@ pub struct PciBus {
 }
 
 impl PciBus {
-    /// The NVIDIA GPUs on the bus; `None` if the kernel lists no bus here.
+    /// The NVIDIA GPUs on the bus; `None` if the bus cannot be listed here.
     pub fn gpus(&mut self, sysfs: &Path) -> Option<BusGpus> {
         let devices = sysfs.join("bus/pci/devices");
         let mut now = BTreeMap::new();
