@@ -57,8 +57,8 @@ pub(super) fn limits_of(nvml: &NvmlArgs) -> Limits {
     Limits { start, call }
 }
 
-/// The settings for starting the NVML agent, for a command that only reads: with the driver's root that `run` would
-/// search in this container.
+/// The settings for starting the NVML agent, for a command that only reads. The driver's root is that of the
+/// environment variables, or the default.
 pub fn agent_command(host: &HostArgs) -> AgentCommand {
     // The configuration file is not read, because its file system may hang.
     let loaded = load_text(&Flags::default(), &Environment::read(), "");
