@@ -95,7 +95,6 @@ pub(super) fn spawn_in(node: &mut Node, inputs: Inputs<'_>, api: Option<&ApiServ
     let serves = plugin.serves;
     let (pool, published) = watch::channel(None);
     let plugin = dra::Settings { read_claim: api.map(read_claim), published, ..plugin };
-    // A node without DRA and without claims shows no series of claims.
     let metrics = match has_metrics {
         true => node.metrics().register(PluginMetrics::register),
         false => PluginMetrics::register(&mut Registry::default()),

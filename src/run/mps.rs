@@ -47,7 +47,7 @@ const PACE: Pace = Pace {
     longest_pause: Duration::from_secs(60),
 };
 
-/// The time from one reading of the orders, a small file, to the next.
+/// The time from one reading of the orders to the next.
 const ORDERS_POLL: Duration = Duration::from_millis(500);
 
 /// Runs the control daemons until a signal ends it; with `mount-shm`, only mounts shared memory. The first process of a

@@ -43,7 +43,6 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     let Loaded { mut settings, findings } = load(&args.flags)?;
     config::log(&findings);
     refuse_wsl(args, &settings)?;
-    // The folder of data that outlast this process.
     let state_dir = args.state_dir.clone().or_else(|| keeper::default_folder(&settings.kubelet_socket.value));
     let rights = RightsReader::new(&settings, args.node_name.as_deref(), &args.api);
     let dra = dra::start::start(settings.dra_gpus.value, state_dir.as_deref(), &rights).await;

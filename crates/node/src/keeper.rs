@@ -164,8 +164,7 @@ pub struct Kept {
     pub identity: NodeIdentity,
 }
 
-/// Reads the record in `folder`, or else in [`default_folder`]. The call may block. An error names the file, and the
-/// reason why it is not used.
+/// Reads the record in `folder`, or else in [`default_folder`]. The call may block. An error names the file.
 pub fn kept(folder: Option<&Path>, kubelet_socket: &Path, sysfs: &Path) -> Result<Kept, (PathBuf, ReadError)> {
     let folder = folder.map(Path::to_owned).or_else(|| default_folder(kubelet_socket)).unwrap_or_default();
     let file = folder.join(FILE);

@@ -420,7 +420,7 @@ impl Node {
         }
     }
 
-    /// Follows the published state. A new resource gets a plugin; the plugin of a removed resource ends.
+    /// Follows the published state.
     fn follow_published(&mut self) {
         self.is_published = true;
         self.match_plugins();

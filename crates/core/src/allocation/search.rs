@@ -4,8 +4,8 @@
 //! set is a count for each class. Second, if this leaves more than [`MAX_SETS`] sets, the search keeps only the widest
 //! clusters that hold the request, because a set's first value is the width of its cluster. Third, if at most
 //! [`MAX_SETS`] sets are left, the search compares all, and the answer is exact. Otherwise sets grow GPU by GPU, from
-//! `must_include` and from whole clusters, and only the best few of each size grow further. Their best may not be the
-//! best of all, so the report marks the answer as not exact.
+//! `must_include` and from whole clusters, and only the best few of each size grow further; the report marks the
+//! answer as not exact.
 //!
 //! A mesh of NVLinks is not a tree of clusters, so the search is not exact for it. If a request may take few of its
 //! GPUs, it gets tables of these GPUs alone.
