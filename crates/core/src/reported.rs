@@ -1,6 +1,6 @@
 //! [`Reported`]: reports a fact when it begins, and not again while it lasts.
 //!
-//! Used where a log line would otherwise repeat at every poll. A bound limits the memory where the keys come from
+//! Used where a log line would otherwise repeat at every poll. A bound limits the memory, because keys may come from
 //! outside.
 
 use alloc::collections::BTreeMap;

@@ -1,5 +1,5 @@
 //! Values as text: the words for an enum's values in configuration files and on the command line, numbers and lists for
-//! messages, and the types that are serialised as their `Display` text.
+//! messages, and the types whose serialised form is their `Display` text.
 //!
 //! `config` makes its parsers and error texts from [`Words`]. A value is serialised as its word.
 

@@ -86,7 +86,7 @@ impl GpuHealth {
 
     /// The record for our next process; `None` if there is nothing to keep.
     pub fn kept(&self) -> Option<GpuRecord> {
-        let reasons = self.reasons.iter().filter(|standing| standing.reason.needs_reset() && !standing.is_over);
+        let reasons = self.reasons.iter().filter(|standing| standing.reason.needs_action() && !standing.is_over);
         let reasons = reasons.map(|standing| KeptReason {
             reason: standing.reason.clone(),
             since: standing.since.as_secs(),
@@ -106,8 +106,8 @@ impl GpuHealth {
     pub fn verdict(&self, xids: &XidPolicy, concerned: impl Fn(&UnhealthyReason) -> bool) -> Health {
         let counts = |reason: &UnhealthyReason| xids.counts(reason) && concerned(reason);
         let counting = || self.reasons.iter().filter(|standing| counts(&standing.reason));
-        let needs_reset = counting().find(|standing| standing.reason.needs_reset());
-        match needs_reset.or_else(|| counting().next()) {
+        let needs_action = counting().find(|standing| standing.reason.needs_action());
+        match needs_action.or_else(|| counting().next()) {
             None => Health::Healthy,
             Some(StandingReason { reason, since, .. }) => Health::Unhealthy { reason: reason.clone(), since: *since },
         }
@@ -145,7 +145,7 @@ impl GpuHealth {
         self.is_listed = true;
         if !off_bus {
             if core::mem::take(&mut self.record.seen.off_bus) {
-                self.remedy(|standing| standing.reason.needs_reset());
+                self.remedy(|standing| standing.reason.needs_action());
             }
             self.remedy(|standing| standing.reason == UnhealthyReason::OffBus);
         }
@@ -243,7 +243,7 @@ impl GpuHealth {
         let is_decisive = self.polled.is_none() || self.reasons.iter().any(|standing| standing.is_over);
         self.polled = Some(now);
         if self.shows_reset(poll) {
-            self.remedy(|standing| standing.seen_poll_since && standing.reason.needs_reset());
+            self.remedy(|standing| standing.seen_poll_since && standing.reason.needs_action());
         }
         self.learn(poll, unreachable);
         let shown = self.proven_reasons(poll);

@@ -8,7 +8,7 @@ use thiserror::Error;
 use super::device::MigInstance;
 use super::poll::RecoveryAction;
 
-/// The cause of a device's ill health. docs/health.md says when each begins and how it ends.
+/// The reason why a device counts as unhealthy. docs/health.md says when each begins and how it ends.
 #[derive(Clone, Debug, PartialEq, Eq, Error, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum UnhealthyReason {
@@ -214,7 +214,7 @@ impl UnhealthyReason {
     }
 
     /// Returns true if the GPU needs a reset or another action; such a reason is kept across our restarts.
-    pub(super) fn needs_reset(&self) -> bool {
+    pub(super) fn needs_action(&self) -> bool {
         matches!(
             self,
             Self::Xid { .. }

@@ -57,7 +57,7 @@ impl XidClass {
         }
     }
 
-    /// Returns true if it takes the GPU out of service: `RecoveryAction` only if the driver has no such actions.
+    /// Returns true if it can take the GPU out of service; `RecoveryAction` does if the driver has no such actions.
     pub fn fails(self) -> bool {
         matches!(self, Self::ResetGpu | Self::RebootNode | Self::RecoveryAction)
     }
