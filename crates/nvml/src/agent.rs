@@ -1,9 +1,8 @@
 //! The NVML agent's main: the hidden subcommand `linkwise nvml-agent`.
 //!
-//! Three threads: this one waits for events, one polls (`watch`), and one reads the parent's requests. The thread
-//! that reads requests ends the process when the parent is gone or closes the socket, even if NVML hangs, because it
-//! never calls NVML itself.
-//! The code is synchronous on purpose: the calls block.
+//! Three threads: the main thread waits for events, one polls (`watch`), and one reads the parent's requests. The
+//! thread that reads requests ends the process when the parent is gone or closes the socket, even if NVML hangs,
+//! because it never calls NVML itself. The code is synchronous on purpose: the calls block.
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -39,7 +39,7 @@ pub enum Fault {
     VersionMismatch,
     /// NVML is not initialised in this process (any more).
     Uninitialized,
-    /// The process may not open the device nodes.
+    /// The process may not open the device nodes, or lacks the right for the call.
     NoPermission,
     /// The GPU has fallen off the bus.
     GpuLost,

@@ -29,7 +29,7 @@ use super::watchdog::{Limits, Watchdog};
 /// The time that an agent has to end after it was killed or has closed its socket.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The least number of bytes to read at once.
+/// The least room for one read, in bytes.
 const MIN_READ: usize = 8 << 10;
 
 /// The longest time for reading the file with a process's state.
@@ -282,7 +282,7 @@ impl Wire {
         match timeout(END_TIMEOUT, self.process.wait()).await {
             Ok(Ok(status)) => Err(AgentEnded::Exited(status)),
             Ok(Err(error)) => Err(AgentEnded::Io(error)),
-            // Its end is not awaited: a process that hangs in the kernel survives SIGKILL.
+            // The killed process is not awaited: if it hangs in the kernel, it survives SIGKILL.
             Err(_) => Err(self.give_up(AgentEnded::Silent)),
         }
     }

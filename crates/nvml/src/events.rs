@@ -175,7 +175,7 @@ fn pause_after(has_event: bool, lasted: Duration) -> Duration {
 }
 
 /// Pauses this thread, which has no other work; another thread ends the process.
-#[expect(clippy::disallowed_methods, reason = "the child is synchronous and waits for no state here")]
+#[expect(clippy::disallowed_methods, reason = "the agent is synchronous and waits for no state here")]
 fn rest(length: Duration) {
     thread::sleep(length);
 }

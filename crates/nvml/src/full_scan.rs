@@ -211,7 +211,7 @@ fn only_node(words: &[c_ulong]) -> Option<NumaNodeId> {
     one.then(|| NumaNodeId(number * c_ulong::BITS + word.trailing_zeros()))
 }
 
-/// The greatest speed of the link: the lesser of GPU and slot.
+/// The fastest link that both GPU and slot support.
 fn pcie(device: &Device<'_>, calls: &Calls) -> Answer<PcieLink> {
     let generation = calls.ask("nvmlDeviceGetMaxPcieLinkGeneration", || device.max_pcie_link_gen())?;
     let width = calls.ask("nvmlDeviceGetMaxPcieLinkWidth", || device.max_pcie_link_width())?;

@@ -7,8 +7,8 @@
 //! call to the parent before it is made, and `raw` has the calls that nvml-wrapper lacks or has wrong. Only the agent
 //! loads the library.
 //!
-//! The program calls `supervisor` and `child`, its hidden subcommand `agent`. Nothing here decides the meaning of a
-//! fact: the core's `topology` and `state` do.
+//! The program calls `supervisor`, `child` and `gate`, its hidden subcommand `agent`. Nothing here decides the meaning
+//! of a fact: the core's `topology` and `state` do.
 
 pub mod agent;
 pub mod call;

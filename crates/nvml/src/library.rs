@@ -1,6 +1,6 @@
 //! Finds the driver's library in a driver root: a folder that holds the files of a driver as a host's root does.
 //!
-//! Called by `agent` each time it starts, so that it finds a driver that was installed meanwhile. It loads nothing.
+//! Called by each agent at its start, so that it finds a driver that was installed late. This module loads nothing.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! Makes, destroys and lists GPU instances for claims, in the agent. See docs/mig.md.
+//! Makes and destroys GPU instances for claims, and lists MIG devices, in the agent. See docs/mig.md.
 //!
 //! Called by `watch` for an order of the parent, one at a time. Each call is reported before it is made. If it
 //! hangs, the parent knows the call, and kills this process after the limit of a call.
@@ -69,7 +69,7 @@ fn fill(gpu: &Gpu<'_>, instance: &GpuInstanceHandle<'_, '_>, id: u32) -> Result<
     const PROFILE: &str = "nvmlGpuInstanceGetComputeInstanceProfileInfo";
     const CREATE: &str = "nvmlGpuInstanceCreateComputeInstance";
     let mut whole: Option<sys::nvmlComputeInstanceProfileInfo_t> = None;
-    // The first of the largest profiles is taken: 7_SLICE, also once the bindings have 7_SLICE_NVL of NVML 13.
+    // Of equally large profiles the first is taken: 7_SLICE before 7_SLICE_NVL of NVML 13, which the bindings lack.
     for number in 0..sys::NVML_COMPUTE_INSTANCE_PROFILE_COUNT {
         match gpu.calls.raw(PROFILE, || instance.compute_profile(number)) {
             // This instance does not have the profile.

@@ -15,15 +15,15 @@ use linkwise_core::quote::excerpt;
 use linkwise_core::state::{HealthPoll, Reach};
 use linkwise_core::topology::{GpuUuid, MigUuid};
 
-/// The longest line, in bytes, that either side accepts. All facts of sixteen GPUs take a hundredth of it.
+/// The longest line, in bytes, that either side sends. All facts of sixteen GPUs take a hundredth of it.
 pub const MAX_LINE: usize = 4 << 20;
 
 /// A message from the agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub enum FromAgent {
-    /// A call is about to be made. It has returned when the next one is reported, or at the end of a poll, a scan or an
-    /// order: [`FromAgent::Ready`], [`FromAgent::Polled`], [`FromAgent::MigDone`], [`FromAgent::Leaving`].
+    /// A call is about to be made. It has returned when the next one is reported, or when one of these messages comes:
+    /// [`FromAgent::Ready`], [`FromAgent::Polled`], [`FromAgent::MigDone`], [`FromAgent::Leaving`].
     Calling(Called),
     /// A full scan: one at the start, one whenever the node has changed, and one for each [`ToAgent::Observe`] and
     /// [`ToAgent::Mig`]. Events come only after the first scan. At the start a [`FromAgent::Polled`] follows at once.
@@ -122,7 +122,7 @@ pub enum ToAgent {
     Observe,
     /// Poll soon: at once, or a second after the last poll.
     Poll,
-    /// Make, destroy or list GPU instances, and send a [`FromAgent::MigDone`]. One order at a time.
+    /// Make or destroy a GPU instance, or list MIG devices; send a [`FromAgent::MigDone`]. One order at a time.
     Mig(MigOrder),
 }
 

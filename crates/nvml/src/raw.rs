@@ -157,7 +157,7 @@ pub fn addressing_mode(device: &Device<'_>) -> Answer<u32> {
     Ok(mode.map(|mode| mode.value))
 }
 
-/// The call for a temperature that NVML 13 has.
+/// NVML 13's call for a temperature.
 pub const TEMPERATURE: &str = "nvmlDeviceGetTemperatureV";
 
 /// Reads the GPU's temperature, and drops the value.

@@ -99,9 +99,9 @@ pub struct NvLinkScan {
 #[serde(deny_unknown_fields)]
 pub struct MigScan {
     pub enabled: bool,
-    /// The MIG devices by index; an error if NVML could not count them or shows none of them.
+    /// The MIG devices by index; an error if NVML could not count them, or shows none although the kernel has some.
     pub devices: Answer<BTreeMap<u32, Answer<MigDeviceScan>>>,
-    /// The profiles of GPU instances that have a place; an error if the call for any of them failed.
+    /// The profiles that can be placed on the GPU; an error if the call for any of them failed.
     pub profiles: Answer<Vec<MigProfileObservation>>,
 }
 

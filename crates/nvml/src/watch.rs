@@ -1,5 +1,5 @@
-//! The agent's polls: cheap calls to each GPU at an interval, and a full scan whenever a poll shows that the node has
-//! changed, the parent asks, or a MIG order was carried out.
+//! The agent's polls: cheap calls to each GPU at an interval, and a full scan after each change of the node that a poll
+//! shows, each request of the parent for a scan, and each MIG order.
 //!
 //! It runs on a thread of its own, so that it delays neither the wait for events nor reads of the parent's socket.
 //! Called by `agent`.
@@ -245,7 +245,7 @@ mod tests {
         let mut seen = Fingerprint::default();
         assert!(seen.update(facts(2, &[0, 1], &[(0, 3, true)])));
         assert!(!seen.update(facts(2, &[0, 1], &[(0, 3, true)])));
-        // One GPU does not answer, and the links of another do not.
+        // One GPU does not answer, nor do the links of the other.
         assert!(!seen.update(facts(2, &[0], &[])));
         assert!(!seen.update(Fingerprint::default()));
         assert!(!seen.update(facts(2, &[0, 1], &[(0, 3, true)])), "the old values are a change");

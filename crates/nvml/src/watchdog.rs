@@ -99,8 +99,8 @@ impl Watchdog {
         (waiting > WAIT_TIMEOUT + self.limits.call).then_some(waiting)
     }
 
-    /// Returns true for a deadline that is due. If this process woke more than a second late (it was suspended, and
-    /// maybe the agent with it), starts the deadline again and returns false.
+    /// Confirms a deadline that is due. If this process woke more than a second late (it was suspended, and maybe the
+    /// agent with it), starts the deadline again and returns false.
     pub fn confirm_expiry(&mut self, now: Instant) -> bool {
         if now.saturating_duration_since(self.deadline) > MAX_LATENESS {
             self.set_limit(self.limit, now);
