@@ -30,7 +30,7 @@ pub(super) struct Daemons {
 /// A supervisor, and the limits for which it was started.
 struct Supervisor {
     limits: Limits,
-    /// Set while its daemon does not serve.
+    /// Set from a failure of its daemon until it serves or ends.
     is_failing: Arc<AtomicBool>,
     end: CancellationToken,
 }

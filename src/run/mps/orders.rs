@@ -216,7 +216,7 @@ fn write_and_check(
     let waits =
         waits.into_iter().map(|name| (name, Err("the daemon of the previous claim has not ended yet".to_owned())));
     let daemons: BTreeMap<_, _> = orders.of_claims().map(ready).chain(waits).collect();
-    // The record is read after the markers, because a daemon records its GPUs before it serves.
+    // These records are read after the markers, because a daemon records its GPUs before it serves.
     let exclusive = exclusive_gpus(layout).unwrap_or_default().intersection(&orders.gpus).cloned().collect();
     let has_orders = !daemons.is_empty() || !orders.resources.is_empty();
     let claims = is_known.then_some(MpsServed { revision, trouble: trouble.clone(), daemons, exclusive });

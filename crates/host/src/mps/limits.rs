@@ -1,7 +1,8 @@
-//! The limits of each client of a shared GPU, memory and threads, from the GPUs and the number of replicas. Pure.
+//! The limits of each client of a shared GPU: memory and threads. Pure.
 //!
-//! The numbers are those of the NVIDIA device plugin: a replica's memory is the GPU's divided by the replicas, rounded
-//! down to whole MiB, and its threads are 100 % divided by the replicas, rounded down to whole percent.
+//! An order for claims has its limits. For a resource they are those of the NVIDIA device plugin: a replica's memory is
+//! the GPU's divided by the replicas, rounded down to whole MiB; its threads are 100 % divided by the replicas, rounded
+//! down to whole percent.
 
 use serde::{Deserialize, Serialize};
 

@@ -106,7 +106,7 @@ where
     let mut next: u64 = 0;
     loop {
         tokio::select! {
-            // Requests that have arrived are read first, so that a new connection closes none of their connections.
+            // Requests that have arrived are read first, so that their connections do not count as silent.
             biased;
             Some(number) = connections.next() => drop(open.remove(&number)),
             accepted = accept() => match accepted {
@@ -193,7 +193,7 @@ mod tests {
         let client = async {
             let (mut idle, ours) = duplex(1024);
             connect.send(ours).await.unwrap();
-            // The preface, and settings without any (RFC 9113, 3.4 and 6.5).
+            // The preface, and an empty SETTINGS frame (RFC 9113, 3.4 and 6.5).
             idle.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await.unwrap();
             let mut answer = Vec::new();
             idle.read_to_end(&mut answer).await.unwrap();

@@ -87,9 +87,9 @@ pub struct Local {
 }
 
 impl Local {
-    /// Binds the socket for these callers; makes its folder if it is missing. A socket whose process has ended is
-    /// replaced, a socket that is served never. Of two processes that bind at the same moment one gets `Taken`. Must
-    /// be called within a tokio runtime.
+    /// Binds the socket for these callers; makes its folder if it is missing. Replaces a socket whose process has
+    /// ended, but never one that is served. Of two processes that bind at the same moment one gets `Taken`. Must be
+    /// called within a tokio runtime.
     pub fn bind(path: &Path, callers: Callers) -> Result<Self, LocalError> {
         let failed = |source| LocalError::Bind(path.to_owned(), source);
         if uds::is_dead(path) {
