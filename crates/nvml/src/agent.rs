@@ -164,26 +164,26 @@ fn load(command: &AgentCommand, calls: &Calls) -> Result<(PathBuf, Nvml), CallEr
             in_root.into_iter().chain(LIBRARIES.map(PathBuf::from)).collect()
         }
     };
-    let mut missing = None;
+    let mut load_error = None;
     for library in candidates {
         match init(&library, calls) {
             Ok(nvml) => return Ok((library, nvml)),
-            Err(error) if error.fault() == Fault::Library => drop(missing.get_or_insert(error)),
+            Err(error) if error.fault() == Fault::Library => drop(load_error.get_or_insert(error)),
             Err(error) => return Err(error),
         }
     }
-    let missing = missing.unwrap_or_else(|| CallError::in_words(LOAD, "no library to load"));
+    let load_error = load_error.unwrap_or_else(|| CallError::in_words(LOAD, "no library to load"));
     let root = match &command.library {
         Some(library) => Some(library).filter(|root| root.is_dir()),
         None => command.driver_root.as_ref(),
     };
-    let Some(root) = root else { return Err(missing) };
-    let (why, root, folders) = (&missing.reason, root.display(), library::FOLDERS.join(", "));
+    let Some(root) = root else { return Err(load_error) };
+    let (why, root, folders) = (&load_error.reason, root.display(), library::FOLDERS.join(", "));
     Err(CallError::in_words(LOAD, format_args!("{why}; searched below the driver's root {root}: {folders}")))
 }
 
 fn init(library: &Path, calls: &Calls) -> Result<Nvml, CallError> {
-    let missing = |reason: &str| {
+    let cannot_load = |reason: &str| {
         let library = library.display();
         // The dynamic linker's message begins with the name too.
         let reason = reason.strip_prefix(&format!("{library}: ")).unwrap_or(reason);
@@ -191,8 +191,8 @@ fn init(library: &Path, calls: &Calls) -> Result<Nvml, CallError> {
     };
     // nvml-wrapper loads and initialises the library in one step.
     let opened = calls.raw(INIT, || match Nvml::builder().lib_path(library.as_os_str()).init() {
-        Err(NvmlError::LibloadingError(error)) => Err(missing(&error.to_string())),
+        Err(NvmlError::LibloadingError(error)) => Err(cannot_load(&error.to_string())),
         result => answer(INIT, result),
     });
-    opened?.ok_or_else(|| missing("it has no working nvmlInit_v2"))
+    opened?.ok_or_else(|| cannot_load("it has no working nvmlInit_v2"))
 }

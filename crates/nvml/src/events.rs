@@ -127,7 +127,7 @@ pub fn register<'nvml>(
 }
 
 /// Waits for the events of the registered GPUs and reports them, while `may_continue` returns true before a wait.
-/// Requests a poll after each event: the poll finds what the error left behind.
+/// Requests a poll after each event: the poll finds what the reported error left behind.
 pub fn listen(
     set: &EventSet<'_>,
     gpus: &[Gpu<'_>],

@@ -99,8 +99,8 @@ fn identify<'nvml>(
 
 /// Makes a call that must answer: "not offered" is an error too.
 fn required<T>(calls: &Calls, call: &'static str, make: impl FnOnce() -> Result<T, NvmlError>) -> Result<T, CallError> {
-    let missing = || CallError::in_words(call, "NVML does not offer this call here");
-    calls.ask(call, make)?.ok_or_else(missing)
+    let not_offered = || CallError::in_words(call, "NVML does not offer this call here");
+    calls.ask(call, make)?.ok_or_else(not_offered)
 }
 
 /// Asks the GPUs, and the kernel under `procfs`, for all other facts.

@@ -166,7 +166,6 @@ pub fn temperature(device: &Device<'_>) -> Answer<()> {
     const VERSION_1: u32 = size_of::<sys::nvmlTemperature_v1_t>() as u32 | 1 << 24;
     let sensor = sys::nvmlTemperatureSensors_enum_NVML_TEMPERATURE_GPU;
     let reading = sys::nvmlTemperature_v1_t { version: VERSION_1, sensorType: sensor, temperature: 0 };
-    // nvml-wrapper does not have this call.
     Ok(get(TEMPERATURE, &device.nvml().lib().nvmlDeviceGetTemperatureV, device, reading)?.map(drop))
 }
 

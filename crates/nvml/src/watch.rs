@@ -1,5 +1,5 @@
-//! The agent's polls: cheap calls to each GPU at an interval, and a full scan after each change of the node that a poll
-//! shows, each request of the parent for a scan, and each MIG order.
+//! The agent's polls: cheap calls to each GPU at an interval, and a full scan after each change that a poll shows, each
+//! `Observe` of the parent, and each MIG order.
 //!
 //! It runs on a thread of its own, so that it delays neither the wait for events nor reads of the parent's socket.
 //! Called by `agent`.

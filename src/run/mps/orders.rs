@@ -91,16 +91,16 @@ impl OrdersTask {
             }
             self.report(&snapshot, &checked.resources, &mut ready).await?;
             let mut pause = (!checked.resources.is_empty()).then_some(POLL);
-            if let Some(done) = checked.claims {
-                let not_ready = done.daemons.iter().filter_map(|(name, state)| Some((name, state.as_ref().err()?)));
+            if let Some(served) = checked.claims {
+                let not_ready = served.daemons.iter().filter_map(|(name, state)| Some((name, state.as_ref().err()?)));
                 for (daemon, why) in claims.replace(not_ready.map(|(name, why)| (name.clone(), why.clone()))) {
                     tracing::info!(%daemon, why, "MPS daemon of claims not ready");
                 }
-                let is_settled = done.daemons.values().all(Result::is_ok) && done.exclusive.is_empty();
-                if !done.daemons.is_empty() || !done.exclusive.is_empty() {
+                let is_settled = served.daemons.values().all(Result::is_ok) && served.exclusive.is_empty();
+                if !served.daemons.is_empty() || !served.exclusive.is_empty() {
                     pause = Some(if is_settled { POLL } else { CLAIM_POLL });
                 }
-                self.served.send_replace(Some(done));
+                self.served.send_replace(Some(served));
             }
             tokio::select! {
                 changed = self.snapshots.changed() => if changed.is_err() { return Ok(()) },
