@@ -64,8 +64,8 @@ pub enum Event {
     Prepared(Vec<PreparedClaim>),
     /// Another process prepares the claims of this node from now on.
     ClaimsHandedOver,
-    /// The identity of this boot and of this load of the driver. It comes before the first scan, and before each scan
-    /// by another agent.
+    /// The identity of this boot and of this load of the driver. It comes before each scan, but after the first if the
+    /// host was not probed in time.
     Identified(NodeIdentity),
     /// The record that our last process kept. It comes before [`Self::Identified`].
     Restored(Box<HealthRecord>),

@@ -15,7 +15,8 @@ pub(super) fn healthy_whole_gpus<'a>(hardware: &Hardware, devices: impl Iterator
     whole.filter_map(|device| hardware.topology().position(&device.gpu.uuid)).collect()
 }
 
-/// The best bandwidth of as many GPUs as `given`: among `given` and `free`, and among `given` and the healthy GPUs.
+/// The best bandwidth of as many GPUs as `given`: among `given` and `free`, and among `given` and all GPUs without a
+/// standing reason or a cordon.
 fn best_bandwidths(hardware: &Hardware, given: GpuSet, free: GpuSet) -> Option<FreeThen> {
     let (tables, gpus) = (hardware.tables(), hardware.topology().gpus());
     let own = tables.collective(given)?;
@@ -50,8 +51,8 @@ pub(super) fn at_allocate(
     best_bandwidths(hardware, given, healthy_whole_gpus(hardware, free.map(|(_, device)| device)))
 }
 
-/// The best bandwidth that was free when our DRA plugin began to prepare claims, by UID; `None` for a claim that a pod
-/// has already, because an earlier process prepared it.
+/// The best bandwidth that was free when our DRA plugin began to prepare claims, by UID; `None` if it is unknown, or if
+/// the ledger or the kubelet's list has the claim already.
 pub(super) fn at_prepare(
     (hardware, ledger, offers): (&Hardware, &Ledger, &Offers),
     claims: &[PreparedClaim],

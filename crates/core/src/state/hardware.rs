@@ -145,7 +145,7 @@ impl Hardware {
         self.inventory.accept(shortfalls).into_iter().map(|shortfall| Effect::Shortfall(shortfall, false)).collect()
     }
 
-    /// The record of the GPUs' health for our next process. [`Effect::Keep`] reports each change.
+    /// The GPUs' health, the inventory and the identity, as the record for our next process has them.
     pub fn record(&self) -> HealthRecord {
         let gpus = self.health.iter().filter_map(|(gpu, health)| Some((gpu.clone(), health.kept()?)));
         HealthRecord {

@@ -42,7 +42,7 @@ struct StandingReason {
     /// True if a poll has come since the reason began. This first poll is not evidence, because it may have been sent
     /// before the reason began.
     seen_poll_since: bool,
-    /// True if the remedy has been observed since: a reset, or the GPU's release from quarantine.
+    /// True if the remedy has been observed since: a reset, the GPU's return to the bus or release from quarantine.
     remedied: bool,
     /// True if the reason ends with the next poll that does not show it again.
     is_over: bool,
@@ -113,8 +113,8 @@ impl GpuHealth {
         }
     }
 
-    /// Returns true if a standing reason shows that other GPUs cannot reach the GPU: it is lost, off the bus, refused
-    /// until a reset, or in quarantine.
+    /// Returns true if a standing reason shows that other GPUs cannot reach the GPU: it is lost, off the bus, or in
+    /// quarantine, or the driver refuses it until a reset.
     pub fn is_unreachable(&self) -> bool {
         self.reasons.iter().any(|standing| match standing.reason {
             UnhealthyReason::Lost { .. }
@@ -308,7 +308,7 @@ impl GpuHealth {
         first.saturating_mul(MAX_HOLD_FACTOR.min(doublings))
     }
 
-    /// Counts a failure. Each full [`DECAY_INTERVAL`] of health before it takes one doubling back.
+    /// Counts a failure. Each full [`DECAY_INTERVAL`] of preceding health takes one doubling back.
     fn count_failure(&mut self) {
         let hours = u32::try_from(self.well.as_secs() / DECAY_INTERVAL.as_secs()).unwrap_or(u32::MAX);
         self.record.flaps = Some(match self.record.flaps {
@@ -385,7 +385,7 @@ impl GpuHealth {
     }
 
     /// The reasons that a poll shows, without those that still need a second look, because one bad answer is not a
-    /// failure. The latter wait in `doubted` for the next poll, and during a hold they neither extend nor restart it.
+    /// failure. The latter wait in `doubted` for the next poll; until then their hold time neither passes nor restarts.
     fn proven_reasons(&mut self, poll: &HealthPoll) -> Vec<UnhealthyReason> {
         let before = core::mem::take(&mut self.doubted);
         let is_proven = |reason: &UnhealthyReason| {

@@ -42,7 +42,7 @@ pub struct Ledger {
     answered: Option<Timestamp>,
     /// The admissions, with the best bandwidth that was free at each.
     pub(super) admissions: Admissions,
-    /// True once the prepared claims are known.
+    /// True while the prepared claims are known.
     has_read_claims: bool,
     /// True if there is no socket on which the kubelet could be asked.
     pub(super) has_no_lists: bool,
@@ -322,8 +322,8 @@ impl Ledger {
         known.filter(|(claimed, gpu, _)| !self.is_for_admin(claimed, &gpu.uuid))
     }
 
-    /// The number of held devices that are not in `own` (ids of other resources, ids of earlier plans, claims), by the
-    /// GPU's place in the graph.
+    /// The number of held devices on each GPU, by its place in the graph: the devices of claims, and the ids for which
+    /// `own` returns false, such as ids of other resources or earlier plans.
     pub(super) fn used_otherwise(
         &self,
         topology: &NodeTopology,
@@ -408,8 +408,8 @@ pub fn gpu_behind(topology: &NodeTopology, id: &DeviceId) -> Option<String> {
     }
 }
 
-/// The hardware behind a claimed device, by the UUIDs among its CDI names, otherwise by its name. If these do not show
-/// which MIG device it is, the whole GPU with the minor number in the name counts.
+/// The hardware behind a claimed device, by the UUIDs among its CDI names, otherwise, with [`DRA_DRIVER`], by its name.
+/// If these do not show which MIG device it is, the whole GPU with the minor number in the name counts.
 fn claimed_hardware<'a>(topology: &'a NodeTopology, claimed: &ClaimedDevice) -> Vec<Part<'a>> {
     let known: Vec<_> = claimed.cdi_names.iter().filter_map(|name| find_hardware(topology, name)).collect();
     if !known.is_empty() || claimed.driver != DRA_DRIVER {

@@ -24,7 +24,7 @@ pub struct NodeState {
     pub(super) ledger: Arc<Ledger>,
     pub(super) offers: Arc<Offers>,
     pub(super) opening: Opening,
-    /// The GPUs that are held, computed from the ledger and the hardware. Each change publishes a snapshot.
+    /// The GPUs that are held, computed from the three parts. Each change publishes a snapshot.
     pub(super) held: Arc<Held>,
 }
 
@@ -34,7 +34,7 @@ pub struct GpuStatus<'a> {
     /// The GPU.
     pub gpu: &'a Gpu,
     /// True if any of its devices is healthy or only cordoned: a GPU with slots or MIG devices has several. A GPU
-    /// without devices is healthy if it has no standing reason.
+    /// without devices, or whose MIG devices are all gone, is healthy if it has no standing reason.
     pub is_healthy: bool,
     /// The standing reasons of the GPU and its MIG devices, each with its beginning, in the order in which they began.
     /// Then the other reasons that keep its devices from being given out, such as a pod that holds them under another
@@ -193,7 +193,7 @@ impl NodeState {
         !self.offers.resources().is_empty() || !doors.gpus.is_empty() || !doors.waiting.is_empty()
     }
 
-    /// The record for our next process. [`Effect::Keep`](super::Effect::Keep) reports each change.
+    /// The record for our next process. [`Effect::Keep`](super::Effect::Keep) is the order to write it.
     pub fn record(&self) -> HealthRecord {
         let (admissions, claim_admissions) = self.ledger.admissions.record();
         let of_dra = || self.offers.doors.gpus.iter();

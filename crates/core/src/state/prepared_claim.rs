@@ -108,7 +108,7 @@ pub struct Prepared {
 pub struct PreparedDevice {
     /// The request that it is for, without its alternative.
     pub request: String,
-    /// The alternative of the request that was taken, if it has any.
+    /// The alternative that was taken, if the request has any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub alternative: Option<String>,
     /// The pool.
@@ -205,7 +205,7 @@ impl PreparedDevice {
 }
 
 /// The full name of the CDI device of a claim's request. It stays the same whatever hardware the claim has: the kubelet
-/// keeps it over its restarts and reboots.
+/// keeps it over its restarts and the node's reboots.
 pub fn claim_device(uid: &str, request: &str) -> String {
     format!("{CLAIM_KIND}={uid}-{request}")
 }

@@ -57,11 +57,11 @@ pub enum PlanProblem {
     MpsTooManyClients {
         /// The resource.
         resource: ResourceName,
-        /// The first such GPU.
+        /// The first GPU whose limit is too low.
         gpu: PciAddress,
         /// The number in the plan.
         replicas: u32,
-        /// The limit.
+        /// Its limit.
         max_clients: u32,
     },
     /// Two resources would have one name.
