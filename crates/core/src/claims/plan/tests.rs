@@ -20,7 +20,7 @@ fn state(door: Door) -> NodeState {
     state_with(door, &serde_json::json!({}))
 }
 
-/// The same state with more fields of the first GPU.
+/// The state that `state` makes, with more fields of the first GPU.
 fn state_with(door: Door, first: &serde_json::Value) -> NodeState {
     // As in a node file, a missing field is unknown.
     let gpu = |index: u32| -> GpuObservation {
@@ -205,7 +205,7 @@ fn gpu_held_outside_the_pool_is_refused() {
         cdi_names: Vec::new(),
     };
     let of_claim = |pool| Holdings { claims: [claimed(pool)].into(), ..Holdings::default() };
-    let refused = |holdings: Holdings, claim: &Claim| {
+    let result = |holdings: Holdings, claim: &Claim| {
         let state = state(Door::Dra).apply(Event::Holders(Some(holdings)), Duration::ZERO).0;
         planned_on(&state, &HostDevices::default(), claim, "u", &[]).map(drop)
     };
@@ -213,14 +213,14 @@ fn gpu_held_outside_the_pool_is_refused() {
     let plain = of_admin.clone();
     of_admin.status.allocation.as_mut().unwrap().devices.results[0].admin_access = Some(true);
     let held = |holder: &str| Err(format!("device gpu-0 (GPU-0) is held by {holder}"));
-    for (holdings, complaint) in [
+    for (holdings, expected) in [
         (Holdings::from_iter([plugin]), held("a pod, as nvidia.com/gpu 'GPU-0'")),
         (of_claim("node"), held("the claim ml/old, from the pool 'node'")),
         // A claim of our own pool may have ended after the list.
         (of_claim("pool"), Ok(())),
     ] {
-        assert_eq!(refused(holdings.clone(), &plain), complaint);
-        assert_eq!(refused(holdings, &of_admin), Ok(()), "an administrator gets a held GPU too");
+        assert_eq!(result(holdings.clone(), &plain), expected);
+        assert_eq!(result(holdings, &of_admin), Ok(()), "an administrator gets a held GPU too");
     }
 }
 
@@ -291,9 +291,9 @@ fn mig_devices_of_a_gpu_are_prepared_apart() {
     let plan = |claim: &Claim, uid: &str, others: &[(ClaimName, Prepared)]| {
         planned_on(&state, &HostDevices::default(), claim, uid, others)
     };
-    let known =
+    let complaint =
         "there is no device 'gpu-0' on this node; there are gpu-0-mig-1g10gb-19-0, gpu-0-mig-1g10gb-19-1, gpu-1";
-    assert_eq!(plan(&claim("u", &[("a", "gpu-0")]), "u", &[]).unwrap_err(), known);
+    assert_eq!(plan(&claim("u", &[("a", "gpu-0")]), "u", &[]).unwrap_err(), complaint);
     let one = claim("u", &[("a", "gpu-0-mig-1g10gb-19-0")]);
     let first = plan(&one, "u", &[]).unwrap();
     let contents = contents(&state, &HostDevices::default(), &first);

@@ -16,7 +16,7 @@ pub struct DraFacts<'a> {
     pub topology: &'a NodeTopology,
     /// The driver's versions.
     pub versions: &'a DriverVersions,
-    /// The order and the groups of the GPUs that are offered through DRA.
+    /// The order and the groups of the GPUs of [`offered_now`].
     pub layout: &'a GpuLayout,
     /// The GPUs and MIG devices that are offered through DRA, in any order.
     pub devices: Vec<DraDevice<'a>>,
@@ -192,7 +192,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_are_read_with_what_vendors_add() {
+    fn version_is_read_without_vendor_suffix() {
         for (text, expected) in [
             ("v1.36.2", Some((1, 36, 2))),
             ("1.37.0", Some((1, 37, 0))),

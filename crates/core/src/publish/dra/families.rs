@@ -21,8 +21,8 @@ const MAX_FAMILIES: usize = 10;
 /// The most sets that are valued for one size. A size with more (eights of 17 GPUs) has no family.
 const MAX_SETS: usize = 1 << 14;
 
-/// The limit of `steps * left.len()` in [`disjoint_groups`]: more than 16 GPUs need. At the limit it returns the
-/// best family found so far.
+/// The limit of `steps * left.len()` in [`disjoint_groups`]; 16 GPUs need less. At the limit it returns the best family
+/// found so far.
 const MAX_STEPS: usize = 1 << 20;
 
 /// The most states of a node by which families are compared: all states of up to 12 GPUs.
@@ -57,8 +57,7 @@ struct Candidate {
     /// True for the first family of its size, which is always published: otherwise a claim for groups only would find
     /// none on this node.
     is_first: bool,
-    /// The gain by the family: the number of states in which a claim takes it, times the number of worse tiers, or 1 if
-    /// there is none.
+    /// The number of states in which a claim takes it, times the number of worse tiers (at least 1).
     gain: usize,
 }
 

@@ -24,8 +24,8 @@ pub struct GpuLayout {
 }
 
 impl GpuLayout {
-    /// Computes the layout of some GPUs of `tables`, without those in MIG mode. It costs some hundred choices, so use a
-    /// [`LayoutCache`].
+    /// Computes the layout of some GPUs of `tables`, without those in MIG mode. It costs as much as some hundred
+    /// choices of GPUs, so use a [`LayoutCache`].
     pub fn of(tables: &AllocationTables, gpus: GpuSet) -> Self {
         let topology = tables.topology();
         let whole = whole(topology, gpus);
@@ -183,7 +183,7 @@ fn nest(tables: &AllocationTables, gpus: GpuSet, parts: &mut Vec<Part>) -> Vec<u
     order
 }
 
-/// The order in which the two halves of a part have changed places.
+/// The order, with the two halves of a part exchanged.
 fn with_halves_exchanged(order: &[usize], Part { best, rest }: &Part) -> Vec<usize> {
     let of = |half: GpuSet| order.iter().copied().filter(move |gpu| half.contains(*gpu));
     let is_part = |gpu: &usize| best.contains(*gpu) || rest.contains(*gpu);
@@ -193,7 +193,7 @@ fn with_halves_exchanged(order: &[usize], Part { best, rest }: &Part) -> Vec<usi
     order.iter().map(|gpu| if is_part(gpu) { exchanged.next().unwrap_or(*gpu) } else { *gpu }).collect()
 }
 
-/// All orders in which two GPUs have changed places.
+/// The orders that an exchange of two GPUs makes of this one.
 fn exchanges(order: &[usize]) -> Vec<Vec<usize>> {
     let pairs = (0..order.len()).flat_map(|a| (a + 1..order.len()).map(move |b| (a, b)));
     let exchanged = |(a, b)| {

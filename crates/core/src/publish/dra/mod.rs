@@ -1,10 +1,10 @@
 //! The devices that a node publishes through DRA (`resource.k8s.io/v1`): its GPUs and MIG devices as devices of
 //! resource slices, with attributes by which the scheduler finds GPUs that belong together.
 //!
-//! Pure: the same snapshot gives the same devices. [`devices`] makes them from [`DraFacts`]. [`GpuLayout`] has the
-//! order and the groups of the GPUs, `attributes` describes a device; its taints keep an unhealthy device from being
-//! allocated. [`mod@slice`] packs devices into slices within the API's limits. The writer of slices (`crates/cluster`)
-//! owns pool generations and object names.
+//! Pure: [`devices`] makes the same devices from the same [`DraFacts`]. [`GpuLayout`] has the order and the groups of
+//! the GPUs, `attributes` describes a device; taints keep an unhealthy device from being allocated. [`mod@slice`] packs
+//! devices into slices within the API's limits. The writer of slices (`crates/cluster`) owns pool generations and
+//! object names.
 
 mod attributes;
 mod dynamic_mig;
