@@ -1,8 +1,8 @@
 //! The machine for people: as text by `linkwise topology`, as a picture by its `--format svg` and on the node's page.
 //!
-//! `outline` makes the machine a nested list, which `text` prints. A [`Picture`] is made from that list: nested boxes
-//! and links, which have no places yet. `layout` gives them places, `svg` prints them. All of this is a function of the
-//! machine: no clock, no randomness, the same text for the same machine.
+//! `outline` makes a nested list of the machine, which `text` prints. A [`Picture`] is made from that list: nested
+//! boxes and links, which have no places yet. `layout` gives them places, `svg` prints them. All of this is a function
+//! of the machine and of a page's marks: no clock, no randomness.
 
 mod layout;
 mod outline;
@@ -26,7 +26,7 @@ pub use text::{machine_tree, matrix};
 /// The most interfaces that are named in one box.
 const MAX_NAMES: usize = 4;
 
-/// The widest row of packages, unless they have to be in one row: on a common screen its texts can still be read.
+/// The widest row of packages in pixels, unless they have to be in one row: a common screen shows it legibly.
 const MAX_ROW_WIDTH: i64 = 2000;
 /// The widest row in a page that has other content beside the picture.
 const MAX_ROW_WIDTH_IN_PAGE: i64 = 1280;
@@ -126,8 +126,8 @@ impl Picture {
         Self { title, models, ..Self::build(observed, topology, |_| None) }
     }
 
-    /// Makes the picture for a page: without a title, in the page's own colours, and with a mark for each GPU that has
-    /// one, by its index in the topology's GPUs.
+    /// Makes the picture for a page: without a title, in the page's own colours, and with `marks` by the index in the
+    /// topology's GPUs. A GPU without a mark has no holder and is healthy.
     pub fn of_node(observed: &NodeObservation, topology: &NodeTopology, marks: &BTreeMap<usize, Mark>) -> Self {
         let unmarked = Mark::default();
         let mark = |place| Some(marks.get(&place).unwrap_or(&unmarked));

@@ -1,7 +1,7 @@
 //! The machine as a nested list: packages, NUMA nodes, host bridges, switches, GPUs, NICs.
 //!
-//! This is the one walk over the observed host; the tree and the pictures draw its result. Every GPU of the topology is
-//! in the list exactly once, even if the host's PCI tree does not show it. The walk judges and draws nothing.
+//! The tree and the pictures both draw the result of this one walk. Every GPU of the topology is in the list exactly
+//! once, even if the host's PCI tree does not show it. The walk judges and draws nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 

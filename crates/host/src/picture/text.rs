@@ -1,5 +1,5 @@
-//! The machine as text: the tree of packages, NUMA nodes, host bridges, switches, GPUs and NICs, and the matrix, as
-//! `nvidia-smi topo -m` prints it.
+//! The machine as text: the tree of packages, NUMA nodes, host bridges, switches, GPUs and NICs, and a matrix like that
+//! of `nvidia-smi topo -m`.
 
 use super::outline::{Part, PartKind, outline};
 use super::style::clean;
