@@ -14,8 +14,7 @@ use crate::topology::{GpuUuid, NodeTopology};
 /// The GPUs of which a pod or a prepared claim has any part; `None` until the kubelet has listed the holders.
 pub(super) type Held = Option<BTreeSet<GpuUuid>>;
 
-/// The use that can be made of a GPU now. Each GPU has one of these values. A value that this version does not know is
-/// read as unknown.
+/// The use that can be made of a GPU now. A value that this version does not know is read as unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Availability {

@@ -6,8 +6,8 @@
 //! - With the door DRA, a pod may still have a GPU through the device plugin or another DRA plugin. DRA gets the GPU
 //!   when two lists of the kubelet in a row show no such pod, and then keeps it, over our restarts too
 //!   ([`super::HealthRecord::dra`]). One list is not enough, because it may be older than the last pod, and a kubelet
-//!   that has just started knows fewer pods. If linkwise cannot ask the kubelet ([`super::NodeState::without_lists`]),
-//!   DRA gets the GPU at once.
+//!   that has just started knows fewer pods. Without a PodResources socket ([`super::NodeState::without_lists`]), DRA
+//!   gets the GPU at once.
 //! - With the door of the device plugin, DRA keeps its GPUs until their claims end, and has those of claims that our
 //!   DRA plugin has prepared. A claim that the kubelet lists on any other GPU makes that GPU's devices unhealthy
 //!   ([`super::ledger`]).

@@ -1,4 +1,4 @@
-//! [`Event`] and [`Effect`]: the input of the state, and the work that it gives the node's loop.
+//! [`Event`] and [`Effect`]: the input of the state, and its orders to the node's loop.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};

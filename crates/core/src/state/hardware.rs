@@ -436,7 +436,7 @@ impl Hardware {
 
 /// The addresses on the host's PCI bus.
 fn addresses(host: &HostObservation) -> BTreeSet<PciAddress> {
-    // A stack instead of recursion, because a node file from outside may nest to any depth.
+    // A stack instead of recursion, because a node file may nest to any depth.
     let mut stack: Vec<&PciObservation> = host.host_bridges.iter().flat_map(|bridge| &bridge.devices).collect();
     let mut found = BTreeSet::new();
     while let Some(device) = stack.pop() {

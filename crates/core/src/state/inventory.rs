@@ -36,7 +36,7 @@ pub struct Inventory {
     pub gpus: BTreeMap<GpuUuid, KnownGpu>,
     /// The shortfalls that stand, without the accepted ones.
     pub shortfalls: Vec<Shortfall>,
-    /// The shortfalls that an operator accepted, while they last.
+    /// The shortfalls that an operator accepted, while they last. A missing GPU leaves `gpus` instead.
     pub accepted: Vec<Shortfall>,
 }
 

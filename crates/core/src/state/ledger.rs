@@ -323,7 +323,7 @@ impl Ledger {
     }
 
     /// The number of held devices on each GPU, by its place in the graph: the devices of claims, and the ids for which
-    /// `own` returns false, such as ids of other resources or earlier plans.
+    /// `own` is false, such as ids of other resources or earlier plans.
     pub(super) fn used_otherwise(
         &self,
         topology: &NodeTopology,

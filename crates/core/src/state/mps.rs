@@ -1,5 +1,4 @@
-//! Resources that are shared by MPS: the GPUs of each, the limits of MPS, and slots that are offered only while their
-//! control daemon is ready.
+//! Resources that are shared by MPS: the GPUs of each, the limits of MPS, and slots that wait for their control daemon.
 //!
 //! A part of [`super::Offers`]. The node orders the daemons of [`super::NodeState::mps_shares`], and reports those that
 //! are ready as an event.

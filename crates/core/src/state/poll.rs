@@ -132,7 +132,7 @@ pub enum FabricHealth {
     Unused,
     /// It has joined.
     Joined,
-    /// It has not begun, or is still joining.
+    /// It has not begun to join, or is still joining.
     Joining,
     /// It could not join, or has joined by a route that is unhealthy.
     Failed {
