@@ -2,7 +2,7 @@
 //!
 //! `outline` makes a nested list of the machine, which `text` prints. A [`Picture`] is made from that list: nested
 //! boxes and links, which have no places yet. `layout` gives them places, `svg` prints them. All of this is a function
-//! of the machine and of a page's marks: no clock, no randomness.
+//! of the machine and of a page's marks.
 
 mod layout;
 mod outline;
@@ -126,8 +126,8 @@ impl Picture {
         Self { title, models, ..Self::build(observed, topology, |_| None) }
     }
 
-    /// Makes the picture for a page: without a title, in the page's own colours, and with `marks` by the index in the
-    /// topology's GPUs. A GPU without a mark has no holder and is healthy.
+    /// Makes the picture for a page: without a title, in the page's own colours, and with `marks` by the GPU's index in
+    /// the topology. A GPU without a mark is shown as free.
     pub fn of_node(observed: &NodeObservation, topology: &NodeTopology, marks: &BTreeMap<usize, Mark>) -> Self {
         let unmarked = Mark::default();
         let mark = |place| Some(marks.get(&place).unwrap_or(&unmarked));

@@ -65,7 +65,7 @@ impl<'a> Part<'a> {
         Self { kind, pci: None, below }
     }
 
-    /// A line about the part, in people's words; for a GPU only the address.
+    /// A line about the part; for a GPU only the address.
     pub fn label(&self) -> String {
         let address = self.pci.map(|pci| format!(" {pci}")).unwrap_or_default();
         match self.kind {

@@ -157,7 +157,7 @@ fn path(line: &Line) -> Path {
     Path::new().set("d", data).set("fill", "none")
 }
 
-/// The end of a rounded corner on the way to a neighbouring point, at most half of the way.
+/// The end of a rounded corner towards a neighbouring point, at most half of the way.
 fn towards((x, y): (i64, i64), (to_x, to_y): (i64, i64)) -> (i64, i64) {
     let step = |from: i64, to: i64| (to - from).signum() * 9.min((to - from).abs() / 2);
     (x + step(x, to_x), y + step(y, to_y))

@@ -21,7 +21,7 @@ fn inside(inner: Rect, outer: Rect) -> bool {
     inner.x >= outer.x && inner.y >= outer.y && inner.right() <= outer.right() && inner.bottom() <= outer.bottom()
 }
 
-/// Checks that no boxes or texts overlap, each text stays in its box, and every GPU is drawn once.
+/// Checks that no boxes or texts overlap, each text stays in its box, and every GPU, link and port is drawn once.
 fn check(machine: &Machine) {
     let name = &machine.name;
     let (topology, _) = NodeTopology::assemble(&machine.observed);

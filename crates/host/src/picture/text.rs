@@ -15,7 +15,7 @@ const LEGEND: &str = "
   NODE  one NUMA node              SYS   between NUMA nodes
 ";
 
-/// Text for people: a machine's title and tree.
+/// A machine's title and tree.
 pub fn machine_tree(machine: &Machine) -> String {
     let (topology, _) = NodeTopology::assemble(&machine.observed);
     let gpu = |place: usize| {

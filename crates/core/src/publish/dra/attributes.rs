@@ -1,7 +1,6 @@
 //! The attributes, capacities and taints of a GPU or MIG device. docs/dra.md lists them.
 //!
-//! Taints keep an unhealthy device from being allocated. They follow from the reasons why it is unhealthy, and end with
-//! them.
+//! Taints keep an unhealthy device from being allocated. They end with the reasons why it is unhealthy.
 
 use crate::prelude::*;
 

@@ -43,7 +43,7 @@ pub struct ExactClaim {
     /// The number of those states in which the claim waits.
     pub waits: u64,
     /// The mean of `1000 * collective / best` over the states in which the claim does not wait: the collective of its
-    /// GPUs, and the best one of the free GPUs.
+    /// GPUs, and the best one of as many free GPUs.
     pub share: Option<u64>,
     /// The same mean of a claim with alternatives, over the states in which this claim waits.
     pub forgone: Option<u64>,

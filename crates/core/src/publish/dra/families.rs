@@ -2,10 +2,10 @@
 //! ([`GroupSize`]).
 //!
 //! All sets of a size are sorted, best first; equally good sets are a tier. A *group* consists of GPUs of which any
-//! `size` are a set of this tier or of a better one: two GPUs of a bridge, or all GPUs of a package whose GPUs are
-//! alike. Groups overlap, but a GPU has one value for an attribute. So a tier is split into *families*, each of
-//! disjoint groups. A family is an attribute (`quad1a`: of 4 GPUs, the first tier, its first family), and its value on
-//! a GPU names the group that the GPU is in. None of this depends on the GPUs that are free now.
+//! `size` are a set of this tier or of a better one: two GPUs of an NVLink bridge, or all GPUs of a package whose
+//! GPUs are alike. Groups overlap, but a GPU has one value for an attribute. So a tier is split into *families*, each
+//! of disjoint groups. A family is an attribute (`quad1a`: of 4 GPUs, the first tier, its first family), and its value
+//! on a GPU names the GPU's group. None of this depends on the GPUs that are free now.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};

@@ -3,7 +3,7 @@
 //! The scheduler takes the first GPUs that fit, so the best sets are adjacent, the best first. A claim without
 //! constraints for k GPUs gets the first k that are free. If k is 2, 4 or 8, it gets at least as much bandwidth as with
 //! the order of PCI addresses, on average over all states of a node of up to 16 GPUs. The order does not depend on the
-//! GPUs that are free now: an order that follows allocations is stale when the scheduler reads it, which is worse.
+//! GPUs that are free now: an order that follows allocations is stale when the scheduler reads it.
 
 use crate::prelude::*;
 use alloc::sync::Arc;
@@ -24,8 +24,8 @@ pub struct GpuLayout {
 }
 
 impl GpuLayout {
-    /// Computes the layout of some GPUs of `tables`, without those in MIG mode. It costs as much as some hundred
-    /// choices of GPUs, so use a [`LayoutCache`].
+    /// Computes the layout of some GPUs of `tables`, without those in MIG mode. It takes some hundred choices of GPUs:
+    /// use a [`LayoutCache`].
     pub fn of(tables: &AllocationTables, gpus: GpuSet) -> Self {
         let topology = tables.topology();
         let whole = whole(topology, gpus);
