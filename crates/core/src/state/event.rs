@@ -57,7 +57,7 @@ pub enum Event {
         resource: ResourceName,
         /// The devices.
         devices: BTreeSet<DeviceId>,
-        /// The devices from which the kubelet let us choose; empty if it did not ask.
+        /// The devices from which the kubelet let us choose these; empty if it did not.
         offered: Vec<DeviceId>,
     },
     /// All claims that our DRA plugin has prepared or is about to prepare.

@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn wait_ends_in_time_after_the_scan() {
+    fn wait_ends_max_wait_after_the_scan() {
         let mut opening = Opening { scan: true, poll: true, holders: true, ..Opening::default() };
         assert!(!opening.tick(MAX_WAIT), "the wait begins with the scan");
         opening.scanned(true, MAX_WAIT);

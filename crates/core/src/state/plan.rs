@@ -168,7 +168,7 @@ pub struct SharedResource {
     pub rename: Option<ResourceName>,
     /// The devices that are shared; the others are offered unshared under `name`.
     pub devices: SharedDevices,
-    /// The number of slots of each device, at least 2.
+    /// The number of slots of each device; fewer than 2 are a [`super::PlanProblem`].
     pub replicas: u32,
 }
 

@@ -333,7 +333,7 @@ fn lost_gpu_is_refused_and_one_with_xid_is_not() {
 }
 
 #[test]
-fn opaque_settings_are_enforced_or_refused_by_name() {
+fn opaque_settings_are_accepted_or_refused_by_name() {
     let gpu = |fields: &str| format!(r#"{{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig"{fields}}}"#);
     let mig =
         |fields: &str| format!(r#"{{"apiVersion":"resource.nvidia.com/v1beta1","kind":"MigDeviceConfig"{fields}}}"#);
