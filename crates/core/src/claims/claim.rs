@@ -66,7 +66,7 @@ impl From<Object> for Claim {
 }
 
 impl Claim {
-    /// Returns true if our driver's devices in the allocation include a MIG device, by its name.
+    /// Returns true if a device of our driver in the allocation has the name of a MIG device.
     pub fn has_mig_device(&self) -> bool {
         self.allocated().filter(|result| result.driver == DRA_DRIVER).any(|result| is_mig(&result.device))
     }

@@ -101,8 +101,8 @@ struct Config {
     mps: RequestedMps,
 }
 
-/// The MPS that a configuration requests, or the reason why its sharing cannot be enforced. `None` if containers take
-/// turns on the device.
+/// The MPS that a configuration requests, or the reason why its sharing cannot be enforced. `None` if containers get
+/// time slices of the device.
 type RequestedMps = Result<Option<MpsConfig>, ConfigError>;
 
 impl Configs {

@@ -106,7 +106,7 @@ pub enum DeviceRefusal {
     /// An administrator's MIG device is in the place where the claim's would be made.
     #[error(" cannot be made: {0} is in its place and was not made for a claim")]
     PlaceTaken(MigUuid),
-    /// The device went away while the claim was being prepared.
+    /// The snapshot no longer has the device.
     #[error(" is gone")]
     Vanished,
     /// A pod has the GPU through a device plugin or another DRA driver. The value is the holder, in words.

@@ -125,8 +125,7 @@ impl MpsDevice<'_> {
     }
 }
 
-/// Plans the MPS of a claim's devices. `others` has the MPS of the other claims. `Err` refuses the first device that
-/// cannot have MPS.
+/// Plans the MPS of a claim's devices. `others` has the MPS of the other claims. `Err` refuses one device.
 pub(super) fn plan<'a>(
     devices: &[MpsDevice<'_>],
     others: impl Iterator<Item = (&'a ClaimName, &'a ClaimMps)>,

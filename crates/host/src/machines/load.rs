@@ -25,7 +25,7 @@ pub fn load(name_or_path: &str) -> Result<Machine, MachineError> {
 }
 
 /// Reads a machine from the bytes of a file, whose content decides the format. Messages name `path`, the origin of the
-/// bytes; a dump or matrix gets the name of the file in `path`, without its extension. Opens no file.
+/// bytes; a machine that is not a node file gets the name of the file in `path`, without extension. Opens no file.
 pub fn of_bytes(path: &str, bytes: Vec<u8>) -> Result<Machine, MachineError> {
     let not_text = |error: FromUtf8Error| MachineError::NotText(path.to_owned(), error.utf8_error().valid_up_to());
     let text = String::from_utf8(bytes).map_err(not_text)?;
@@ -91,7 +91,7 @@ fn looks_like_a_name(text: &str) -> bool {
 /// The version of the format that this build reads and writes.
 pub const VERSION: u32 = 1;
 
-/// The fault of a node file's text, in one line, with the line of the text if it has one.
+/// The fault of a node file's text, in one line; names the line of the text if that is known.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct MachineFileError(String);

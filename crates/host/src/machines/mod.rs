@@ -103,7 +103,7 @@ const MODELS: [(&str, &str); 22] = [
 pub struct UnknownModel(String);
 
 impl Machine {
-    /// Gives this model, with its compute capability, to the GPUs without a model.
+    /// Gives this model to the GPUs without a model, and its compute capability where theirs is unknown.
     pub fn set_model(&mut self, model: &str) -> Result<(), UnknownModel> {
         let known = MODELS.iter().find(|(part, _)| model.contains(part));
         let capability = known.and_then(|(_, capability)| ComputeCapability::try_from((*capability).to_owned()).ok());

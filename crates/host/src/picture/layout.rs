@@ -22,9 +22,9 @@ const BAR_HEIGHT: i64 = 22;
 const LEVEL_HEIGHT: i64 = BAR_HEIGHT + 16;
 /// The space between two rows of packages that face a plane: its bar, and counts on both sides.
 const ROW_GAP: i64 = 122;
-/// The widest text for which the box of a GPU or NIC grows.
+/// The widest text for which the box of a GPU or NIC grows, apart from a GPU's first line.
 const MAX_CARD_TEXT: i64 = 170;
-/// The widest text for which a package or NUMA node grows.
+/// The widest text for which a package or NUMA node grows, apart from its first line.
 const MAX_FRAME_TEXT: i64 = 260;
 /// The least width of the packages: the title of a machine with one GPU needs room too.
 const MIN_WIDTH: i64 = 560;
@@ -36,7 +36,7 @@ const MIN_PORT_WIDTH: i64 = 15;
 /// The distance from one track to the next: a count's height and some space.
 const TRACK_HEIGHT: i64 = 20;
 const PLANE_HEIGHT: i64 = 34;
-/// The distance from the last track to a plane: room for the counts.
+/// The distance from a plane up to the next part: room for the counts.
 const PLANE_GAP: i64 = 44;
 
 /// A rectangle, in pixels from the top left.
@@ -255,7 +255,7 @@ impl Layout {
         let rect = Rect { x, y, width: block.width(), height };
         let lines = match block.lines.join(" ") {
             _ if is_frame || is_leaf => block.lines.clone(),
-            // A bar shows the text that fits.
+            // A bar shows all lines in one if they fit, otherwise the first.
             whole if width(&whole, Style::Plain) <= rect.width - 8 => vec![whole],
             _ => block.lines.iter().take(1).cloned().collect(),
         };
@@ -281,7 +281,7 @@ impl Layout {
         }
     }
 
-    /// Places the title and the models of the GPUs; returns the top of the packages.
+    /// Places the title, if any, and the models of the GPUs; returns the top of the packages.
     fn title(&mut self, picture: &Picture, room: i64) -> i64 {
         let Some(title) = &picture.title else { return MARGIN };
         let mut y = MARGIN;
@@ -354,7 +354,7 @@ struct Routes<'a> {
 impl<'a> Routes<'a> {
     /// Gives each link its ends and its track.
     fn new(picture: &'a Picture, gpus: &BTreeMap<usize, Rect>) -> Self {
-        let x = |place: usize| gpus.get(&place).map_or(0, |rect| rect.x);
+        let x = |gpu: usize| gpus.get(&gpu).map_or(0, |rect| rect.x);
         // The ends at each GPU from left to right: links to the left, the farthest last; the plane; links to the right,
         // the farthest first. So two links from the same GPU to the same side never cross.
         let mut ends: BTreeMap<usize, Vec<(i64, Option<usize>)>> = BTreeMap::new();
@@ -369,12 +369,12 @@ impl<'a> Routes<'a> {
             ends.entry(port.gpu).or_default().push((0, None));
         }
         let mut at: BTreeMap<(usize, Option<usize>), i64> = BTreeMap::new();
-        for (place, mut ends) in ends {
+        for (gpu, mut ends) in ends {
             ends.sort_unstable();
-            let Some(rect) = gpus.get(&place) else { continue };
-            let room = (1..).zip(&ends).last().map_or(1, |(count, _)| count + 1);
+            let Some(rect) = gpus.get(&gpu) else { continue };
+            let gaps = (1..).zip(&ends).last().map_or(1, |(count, _)| count + 1);
             for ((_, link), number) in ends.into_iter().zip(1..) {
-                at.insert((place, link), rect.x + rect.width * number / room);
+                at.insert((gpu, link), rect.x + rect.width * number / gaps);
             }
         }
         let route = |(number, link): (usize, &'a Link)| {
@@ -400,7 +400,7 @@ impl<'a> Routes<'a> {
         let mut drops: Vec<(i64, i64)> = self.ports.values().map(|x| (*x, i64::MAX)).collect();
         drops.extend(self.routes.iter().flat_map(|route| [(route.left, track(route)), (route.right, track(route))]));
         let mut order: Vec<&Route<'_>> = self.routes.iter().collect();
-        // The deepest come first: where lines cross, the shorter one is on top.
+        // The deepest come first: where lines cross, the shallower is on top.
         order.sort_by_key(|route| (Reverse(track(route)), route.left));
         for route in order {
             let y = track(route);
@@ -432,7 +432,7 @@ impl<'a> Routes<'a> {
     }
 }
 
-/// The x of a link's count on its track: as near to the middle as possible, where no line comes down through the count.
+/// The x of a link's count on its track: nearest to the middle where no line comes down through it, else the middle.
 fn count_x(route: &Route<'_>, y: i64, half: i64, drops: &[(i64, i64)]) -> i64 {
     let middle = (route.left + route.right) / 2;
     let free = |x: i64| {
@@ -450,7 +450,7 @@ fn give_tracks(routes: &mut [Route<'_>], crosses: bool) -> i64 {
     chosen.sort_by_key(|route| (route.right - route.left, route.left, route.link.a, route.link.b));
     let mut tracks: Vec<Vec<(i64, i64)>> = Vec::new();
     for route in chosen {
-        // A route is at least as wide as its count.
+        // A route takes at least the width of its count.
         let half = ((route.right - route.left) / 2).max(24) + 4;
         let middle = (route.left + route.right) / 2;
         let (left, right) = (middle - half, middle + half);

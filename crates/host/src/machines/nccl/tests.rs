@@ -3,9 +3,9 @@
 use super::*;
 use linkwise_core::topology::{NicKind, NodeTopology, NvLinkRemote, PciKind, TopologyWarning};
 
-/// A dump in NCCL's form: two NUMA nodes, a switch with two GPUs and a NIC, and a GPU without a switch.
+/// A dump in NCCL's form: two NUMA nodes, a switch with two GPUs and a NIC's switch, and a GPU without a switch.
 const DUMP: &str = include_str!("testdata/dump.xml");
-/// A file in the form of cloud vendors: an invented switch, no gpu elements, PCI domains, NICs of three kinds.
+/// A file in the form of cloud vendors: an invented switch, no gpu elements, PCI domains, EFA, InfiniBand and Ethernet.
 const CLOUD: &str = include_str!("testdata/cloud.xml");
 
 fn machine(text: &str) -> Machine {
