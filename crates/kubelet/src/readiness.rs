@@ -82,7 +82,7 @@ impl Readiness {
         Self { parts, idle: watch::Sender::new(idle), driver_is_away, takeover_failure }
     }
 
-    /// Sets that NVML has been unavailable for the grace period.
+    /// Records whether NVML has been unavailable for the grace period.
     pub fn set_driver_away(&self, is_away: bool) {
         self.driver_is_away.store(is_away, Ordering::Relaxed);
     }
@@ -97,7 +97,7 @@ impl Readiness {
         *lock(&self.takeover_failure) = why;
     }
 
-    /// The reason why the node is idle. It is shown while there is no plugin.
+    /// The reason why the node is idle. It is shown only while there is no device plugin.
     pub fn idle(&self) -> &watch::Sender<Idle> {
         &self.idle
     }
@@ -152,7 +152,7 @@ impl Readiness {
         });
     }
 
-    /// Follows the changes of phases.
+    /// Follows the parts and their phases.
     pub fn news(&self) -> watch::Receiver<BTreeMap<Part, PartState>> {
         self.parts.subscribe()
     }
@@ -241,7 +241,7 @@ mod tests {
         let lines = ["takeover: standing by", "could not take over"].map(str::to_owned).to_vec();
         assert_eq!(readiness.summary(), Err(lines));
         readiness.remove(&Part::Owner);
-        assert_eq!(readiness.summary(), Err(vec!["no scan yet".to_owned()]), "it stands by no more");
+        assert_eq!(readiness.summary(), Err(vec!["no scan yet".to_owned()]), "only a standby shows it");
     }
 
     #[test]

@@ -1,7 +1,7 @@
-//! Executes the machine's decisions: checks the files, serves the session, makes the calls, keeps the time.
+//! Executes the state machine's decisions: checks the files, serves the session, makes the calls, keeps the time.
 //!
 //! All the work of a plugin is done in the task of [`Executor::run`], which the node owns; only tonic's connections
-//! have tasks of their own, which the session ends. The machine alone decides what to do next.
+//! have tasks of their own, which the session ends. The state machine alone decides on actions.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};

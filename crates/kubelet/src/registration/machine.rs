@@ -280,7 +280,7 @@ impl<H: Handshake> Attempts<H> {
             return self.attempt_or_wait(now);
         }
         match self.other_kubelet() {
-            // A kubelet that has ended leaves its socket behind, so that attempts fail and the pauses grow. For the new
+            // A kubelet that has ended leaves its socket behind, so attempts fail and the pauses grow. For the new
             // kubelet they start from the shortest again.
             Some(_) if self.phase == H::Phase::PAUSING => {
                 self.forget_failures();

@@ -1,8 +1,8 @@
-//! The machine in a simulated world, for the tests of both handshakes: random events, simulated time, and the rules
-//! that hold after every input.
+//! The state machine in a simulated world, for the tests of both handshakes: random events, simulated time, and the
+//! rules that hold after every input.
 //!
-//! A world keeps its own records (which socket of ours stands, which connections are open) from the machine's actions
-//! and its own events alone; nothing here reads the machine's state but its phase, its timer and its end. The
+//! A world keeps its own records (which socket of ours stands, which connections are open) from the state machine's
+//! actions and its own events alone; of the state machine it reads only the phase, the timer and the end. The
 //! [`Neighbour`] decides what a kubelet does with the sockets.
 
 use std::fmt::Debug;
@@ -33,10 +33,10 @@ pub trait Neighbour: Debug + Default + Sized {
     const GOAL: PhaseOf<Self>;
     /// The longest time from any state to [`Self::GOAL`], once everything works.
     const RECOVERY: Duration;
-    /// The longest time until the machine's next timer.
+    /// The longest time until the state machine's next timer.
     const MAX_WAIT: Duration;
 
-    /// The machine at its start.
+    /// The state machine at its start.
     fn machine(seed: u64) -> RegistrationMachine<Self::Handshake>;
     /// The kubelet with this number as the files show it.
     fn kubelet(number: u64) -> <Self::Handshake as Handshake>::Kubelet;
@@ -72,7 +72,7 @@ pub enum Happening<A> {
     KubeletGone,
     KubeletNew,
     KubeletTouched,
-    OwnGone,
+    SocketGone,
     BindEnds(bool),
     ServerEnds,
     ConnectionsClose,
@@ -94,7 +94,7 @@ pub struct Socket {
     pub ended: bool,
 }
 
-/// A machine, the kubelet and the files, all simulated.
+/// A state machine, with a simulated kubelet and simulated files.
 #[derive(Debug)]
 pub struct World<N: Neighbour> {
     pub machine: RegistrationMachine<N::Handshake>,
@@ -204,7 +204,7 @@ impl<N: Neighbour> World<N> {
         N::check(self);
     }
 
-    /// Closes all connections to a socket that has ended; [`Self::feed_closed`] feeds that to the machine later.
+    /// Closes all connections to a socket that has ended; [`Self::feed_closed`] feeds [`Input::Closed`] later.
     fn close(&mut self) {
         self.socket.take_if(|socket| socket.ended);
     }
@@ -216,7 +216,7 @@ impl<N: Neighbour> World<N> {
         self.feed(Input::Checked { kubelet, has_sockets, others });
     }
 
-    /// Lets the machine's timer expire.
+    /// Lets the state machine's timer expire.
     pub fn wait(&mut self) -> Vec<ActionOf<N::Handshake>> {
         self.now = self.machine.wake().expect("something is due");
         self.feed(Input::Tick)
@@ -226,7 +226,7 @@ impl<N: Neighbour> World<N> {
         match happening {
             Happening::Passes(millis) => {
                 let until = self.now + Duration::from_millis(millis);
-                // Timers go off when they are due. The bound is for a machine whose timer stays due.
+                // Timers go off when they are due. The bound is for a timer that stays due.
                 for _ in 0..1000 {
                     match self.machine.wake().filter(|wake| *wake <= until) {
                         Some(wake) => self.now = self.now.max(wake),
@@ -253,7 +253,7 @@ impl<N: Neighbour> World<N> {
                 self.check_files();
             }
             Happening::KubeletTouched => self.check_files(),
-            Happening::OwnGone => {
+            Happening::SocketGone => {
                 if let Some(socket) = &mut self.socket {
                     socket.stands = false;
                 }
@@ -319,7 +319,7 @@ impl<N: Neighbour> World<N> {
         }
     }
 
-    /// Checks that a machine that is asked to end is over once its connections are closed, after half a second at most.
+    /// Checks that a plugin that is asked to end is over once its connections are closed, after half a second at most.
     pub fn check_shutdown(mut self) {
         let begin = self.now;
         self.feed(Input::Shutdown);
@@ -357,7 +357,7 @@ pub fn happening<N: Neighbour>() -> impl Strategy<Value = Happening<N::Happening
         1 => Just(Happening::KubeletGone),
         3 => Just(Happening::KubeletNew),
         1 => Just(Happening::KubeletTouched),
-        1 => Just(Happening::OwnGone),
+        1 => Just(Happening::SocketGone),
         6 => prop::bool::weighted(0.8).prop_map(Happening::BindEnds),
         1 => Just(Happening::ServerEnds),
         3 => Just(Happening::ConnectionsClose),

@@ -20,8 +20,8 @@ struct Shown {
     view: NodeView,
 }
 
-/// A DGX-1 on which two pods with these names hold GPUs 0 to 3, and GPU 5 is unhealthy for this reason. The reason is
-/// also other text, such as the node's name.
+/// A DGX-1 on which two pods with these names hold GPUs 0 to 3, and GPU 5 is unhealthy for this reason. Other
+/// texts, such as the node's name, are equal to the reason.
 fn shown(pods: [&str; 2], reason: &str) -> Shown {
     let mut observed = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
     observed.gpus[2].model = Some(reason.to_owned());

@@ -35,7 +35,7 @@ enum Own {
     AllWell,
     /// The next time PodResources is asked, and its answer.
     NextAsk(Listing),
-    /// An input that the machine does not expect.
+    /// An input that the state machine does not expect.
     Spurious(u8),
 }
 
@@ -337,7 +337,7 @@ proptest! {
             match fails[round % fails.len()] {
                 0 => world.happens(Happening::KubeletNew),
                 1 => world.happens(Happening::BindEnds(false)),
-                2 => world.happens(Happening::OwnGone),
+                2 => world.happens(Happening::SocketGone),
                 3 => world.happens(Happening::ServerEnds),
                 4 => does(&mut world, Own::StreamEnds),
                 _ => does(&mut world, Own::RegisterEnds(false)),

@@ -1,9 +1,9 @@
 //! MPS control daemons for claims: orders those that claims need, and waits for a claim's daemon before the claim
 //! counts as prepared.
 //!
-//! Called at the claim's turn. The manager orders the daemons that the checkpoints in memory need. A checkpoint is in
-//! memory from before its file is written until after the file is removed. So a killed process leaves nothing to undo:
-//! the next one orders what the files have. Another process carries orders out (docs/mps.md).
+//! The wait holds the claim's turn. The manager orders the daemons that the checkpoints in memory need. A checkpoint is
+//! in memory from before its file is written until after the file is removed. So a killed process leaves nothing to
+//! undo: the next one orders what the files have. Another process carries orders out (docs/mps.md).
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,10 +1,10 @@
 //! The CDI specs of claims. Each claim has a file with a CDI device for each of its requests, and a second file with a
-//! CDI device for each of the claim's devices. The latter have names and no edits that matter.
+//! CDI device for each of the claim's devices. The second file's CDI devices have no edits that matter.
 //!
 //! The CDI device of a request has everything that a container of the request gets: the edits of its GPUs and of what
-//! belongs to them, copied from the node's CDI devices, and the claim's own edits. So its name means this claim's part
-//! of the node as long as the claim lives, even if the node's CDI devices get other names. The specs are made from the
-//! current state, and written again when it changes.
+//! belongs to them, copied from the node's CDI devices, and the claim's own edits. So the device's name means this
+//! claim's part of the node as long as the claim lives, even if the node's CDI devices get other names. The specs are
+//! made from the current state, and written again when it changes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

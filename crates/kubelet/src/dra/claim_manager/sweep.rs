@@ -1,9 +1,9 @@
-//! Sweeps: undoes claims that are over and that the kubelet never unprepared, and restores CDI specs that are missing.
+//! Sweeps: undoes claims that are half made, or over and never unprepared by the kubelet, and renews CDI specs.
 //!
 //! A checkpoint that cannot be read (a disk that fails, a later version's file, a file torn by a crash of the machine)
 //! stays until the kubelet unprepares its claim, or the cluster and the kubelet's list show that the claim is over. A
-//! new preparation replaces a torn file. The GPUs, MIG devices and MPS control daemons that can be read stay held. If
-//! nothing can be read, the kubelet's list says which devices its claim has.
+//! new preparation replaces a torn file. The GPUs, MIG devices and MPS control daemons in the readable parts stay
+//! held. If nothing can be read, the kubelet's list says which devices the claim has.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -91,12 +91,12 @@ impl ClaimManager {
         let state = Arc::clone(&self.snapshot.borrow());
         // A spec without a checkpoint may be that of a container's claim, whose checkpoint is in another state folder
         // of this boot. The kubelet's list names the claims of containers.
-        let is_used = |uid: &String| {
+        let may_be_used = |uid: &String| {
             let mut names = state.ledger().claimed_lately().flat_map(|held| &held.cdi_names);
             !state.ledger().lists_all()
                 || names.any(|name| name.strip_prefix(uid.as_str()).is_some_and(|rest| rest.starts_with('-')))
         };
-        let with_spec = with_spec.into_iter().filter(|uid| !is_used(uid));
+        let with_spec = with_spec.into_iter().filter(|uid| !may_be_used(uid));
         for uid in with_spec.chain(state.ledger().claims().map(|(claim, _)| claim.uid.clone())) {
             if let Some(turn) = self.idle_turn(&uid)
                 && lock(&self.slots).get(&uid).is_none_or(|slot| slot.found.is_none())

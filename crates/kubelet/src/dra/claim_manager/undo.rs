@@ -73,7 +73,7 @@ impl ClaimManager {
     }
 
     /// Undoes all steps for a claim: the MIG devices that were made for it, its spec, its checkpoint, its entry. While
-    /// DRA is off, a step that has failed for some time is skipped.
+    /// DRA is off, a step that fails is skipped if the first attempt is long past.
     pub(super) async fn undo(&self, uid: &str, turn: &Turn) -> Result<(), UnprepareError> {
         let gives_up = self.gives_up(uid);
         let done = |result: Result<(), UnprepareError>| match result {

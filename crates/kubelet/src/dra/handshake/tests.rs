@@ -222,7 +222,7 @@ proptest! {
             let fail = match fails[round % fails.len()] {
                 0 => Happening::KubeletGone,
                 1 => Happening::BindEnds(false),
-                2 => Happening::OwnGone,
+                2 => Happening::SocketGone,
                 3 => Happening::ServerEnds,
                 4 => Happening::Own(Own::Restarts),
                 _ => Happening::Own(Own::Registers(false)),
@@ -341,7 +341,7 @@ fn refused_registration_is_tried_again_with_pauses() {
 fn deleted_socket_is_made_again() {
     let mut world = registered();
     world.now += Duration::from_secs(10);
-    world.happens(Happening::OwnGone);
+    world.happens(Happening::SocketGone);
     assert!(world.has_ended_with("our sockets are gone or were replaced"));
     world.happens(Happening::ConnectionsClose);
     assert!(world.binding);

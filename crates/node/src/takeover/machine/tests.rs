@@ -160,7 +160,7 @@ impl World {
                 Sent::Message(Input::TheyServe)
             }
             Action::Send(Message::Back) => Sent::Message(Input::Refused),
-            Action::Send(message) => unreachable!("the machine sends {message:?}"),
+            Action::Send(message) => unreachable!("the state machine sends {message:?}"),
             Action::Adopt => return assert!(process.holds_lock, "adopts without the lock"),
             Action::Renew => return assert!(process.plugins),
             Action::End(outcome) => {
