@@ -106,8 +106,8 @@ impl ClaimManager {
         }
     }
 
-    /// Writes those specs of a prepared claim that differ from the current state. Returns true if the claim still has
-    /// its devices, and its containers get them.
+    /// Writes those specs of a prepared claim that differ from the current state. Returns true if the specs then give
+    /// containers the claim's devices.
     pub(super) async fn write_if_intact(&self, checkpoint: &Checkpoint, turn: &Turn) -> bool {
         if checkpoint.has_mig() {
             self.await_mig().await;

@@ -81,7 +81,7 @@ enum Move {
     TakesClaims(usize),
     /// The process has finished the calls for claims that it had begun.
     EndsClaims(usize),
-    Sees,
+    LooksForGpus,
     /// The owner's driver fails, or works again.
     OwnersDriver,
     Connects,
@@ -228,7 +228,7 @@ impl World {
         let (owner, standby) = (&self.processes[OWNER], &self.processes[STANDBY]);
         if standby.lives && standby.machine.stage() == Stage::StandingBy {
             if standby.machine.sees_gpus() != Some(!self.is_blind) {
-                moves.push(Move::Sees);
+                moves.push(Move::LooksForGpus);
             }
             // The owner answers a new connection only after the end of the previous one.
             let is_owned = owner.lives && owner.machine.stage() != Stage::Retired;
@@ -271,7 +271,7 @@ impl World {
                 self.check();
             }
             Move::EndsClaims(who) => self.processes[who].has_claims = false,
-            Move::Sees => self.feed(STANDBY, Input::SeesGpus(!self.is_blind)),
+            Move::LooksForGpus => self.feed(STANDBY, Input::SeesGpus(!self.is_blind)),
             Move::OwnersDriver => self.lacks_driver = !self.lacks_driver,
             Move::Connects => {
                 self.open = [true; 2];
@@ -404,7 +404,7 @@ fn side_that_hangs_leaves_one_owner_that_serves() {
 fn process_that_handed_over_waits_for_the_lock() {
     let mut world = World::new();
     world.processes[STANDBY].machine = TakeoverMachine::standby(false);
-    world.make(Move::Sees);
+    world.make(Move::LooksForGpus);
     world.make(Move::Connects);
     world = world.settle();
     assert_eq!(world.processes[STANDBY].machine.stage(), Stage::StandingBy);
