@@ -62,7 +62,7 @@ pub enum ConfigError {
     /// The configuration is another kind of object of that API.
     #[error("opaque parameters: kind {} is not supported; use GpuConfig or MigDeviceConfig", quoted(.0))]
     Kind(String),
-    /// A field or value is unknown, or has another type.
+    /// A field or value is not valid.
     #[error("{0}: {why}", why = one_line(.1))]
     Field(&'static str, String),
     /// The configuration asks for time slices of another length than the default.

@@ -1,5 +1,5 @@
 //! The sockets and gRPC servers of one session, with what every plugin needs: dead sockets are removed before
-//! a bind, callers are checked, RPCs are observed, connections end and are cut.
+//! a bind, callers are checked, RPCs are observed, connections are asked to close, then cut.
 //!
 //! All of it ends when [`Servers`] is dropped: sockets are removed, streams end, connections break.
 

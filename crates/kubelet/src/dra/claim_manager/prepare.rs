@@ -235,7 +235,7 @@ impl ClaimManager {
                 devices?
             }
         };
-        // A container keeps the metadata with which it starts, so a process that has just begun waits for its slices.
+        // A container keeps the metadata with which it starts, so a process that has just begun waits for the slices.
         let mut published = self.settings.published.clone();
         let _ = timeout(PUBLISHED_TIMEOUT, published.wait_for(Option::is_some)).await;
         let spec = self.await_spec(&checkpoint).await?;
