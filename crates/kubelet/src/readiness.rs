@@ -76,7 +76,7 @@ pub struct Readiness {
 }
 
 impl Readiness {
-    /// Starts without parts. `idle` is the reason why the node is idle.
+    /// Starts without parts.
     pub fn new(idle: Idle) -> Self {
         let (parts, driver_is_away, takeover_failure) = Default::default();
         Self { parts, idle: watch::Sender::new(idle), driver_is_away, takeover_failure }

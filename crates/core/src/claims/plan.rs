@@ -28,7 +28,7 @@ const MAX_CONFIGS: usize = 64;
 /// The longest DNS label, in bytes.
 const MAX_LABEL: usize = 63;
 
-/// The facts that a plan is made from, apart from the claim.
+/// The inputs of a plan besides the claim.
 #[derive(Clone, Copy, Debug)]
 pub struct PlanInputs<'a> {
     /// The name of this node's pool.

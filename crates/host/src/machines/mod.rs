@@ -30,7 +30,7 @@ macro_rules! built_in {
     ($($name:literal),+ $(,)?) => { [$(($name, include_str!(concat!($name, ".yaml")))),+] };
 }
 
-/// The machines that are built in: name and text.
+/// The built-in machines: name and text.
 const BUILT_IN: [(&str, &str); 15] = built_in![
     "dgx1-v100",
     "dgx2-v100",
@@ -103,7 +103,7 @@ const MODELS: [(&str, &str); 22] = [
 pub struct UnknownModel(String);
 
 impl Machine {
-    /// Gives this model to the GPUs without a model, and its compute capability where theirs is unknown.
+    /// Gives this model, and its compute capability if unknown, to the GPUs without a model.
     pub fn set_model(&mut self, model: &str) -> Result<(), UnknownModel> {
         let known = MODELS.iter().find(|(part, _)| model.contains(part));
         let capability = known.and_then(|(_, capability)| ComputeCapability::try_from((*capability).to_owned()).ok());

@@ -22,9 +22,9 @@ const BAR_HEIGHT: i64 = 22;
 const LEVEL_HEIGHT: i64 = BAR_HEIGHT + 16;
 /// The space between two rows of packages that face a plane: its bar, and counts on both sides.
 const ROW_GAP: i64 = 122;
-/// The widest text for which the box of a GPU or NIC grows, apart from a GPU's first line.
+/// The widest text for which a GPU or NIC grows; in a file, a GPU's first line always fits.
 const MAX_CARD_TEXT: i64 = 170;
-/// The widest text for which a package or NUMA node grows, apart from its first line.
+/// The widest text for which a package or NUMA node grows; its first line always fits.
 const MAX_FRAME_TEXT: i64 = 260;
 /// The least width of the packages: the title of a machine with one GPU needs room too.
 const MIN_WIDTH: i64 = 560;
@@ -255,7 +255,7 @@ impl Layout {
         let rect = Rect { x, y, width: block.width(), height };
         let lines = match block.lines.join(" ") {
             _ if is_frame || is_leaf => block.lines.clone(),
-            // A bar shows all lines in one if they fit, otherwise the first.
+            // A bar shows all lines if they fit, otherwise the first.
             whole if width(&whole, Style::Plain) <= rect.width - 8 => vec![whole],
             _ => block.lines.iter().take(1).cloned().collect(),
         };
@@ -281,7 +281,7 @@ impl Layout {
         }
     }
 
-    /// Places the title, if any, and the models of the GPUs; returns the top of the packages.
+    /// Places the title and the models of the GPUs; returns the top of the packages.
     fn title(&mut self, picture: &Picture, room: i64) -> i64 {
         let Some(title) = &picture.title else { return MARGIN };
         let mut y = MARGIN;

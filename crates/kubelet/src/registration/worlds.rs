@@ -330,7 +330,7 @@ impl<N: Neighbour> World<N> {
         assert!(self.machine.is_over() && !self.binding);
     }
 
-    /// Checks that no second of the whole story had more than 24 actions of a kind: those of every plugin, and `own`.
+    /// Checks that no second of the story had more than 24 actions of a kind: those of every plugin, and `own`.
     pub fn check_no_storm(&self, own: &[<N::Handshake as Handshake>::Action]) {
         let kinds = [Action::Bind, Action::End, Action::Cut].into_iter();
         for kind in kinds.chain(own.iter().cloned().map(Action::Own)) {

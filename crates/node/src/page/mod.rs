@@ -105,7 +105,7 @@ impl askama::filters::Escaper for Escaper {
     }
 }
 
-/// The template, and the values that it needs.
+/// The template's values.
 #[derive(Template)]
 #[template(path = "page.html")]
 struct Document<'a> {

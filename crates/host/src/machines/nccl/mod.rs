@@ -28,7 +28,7 @@ const VERSION: &str = "1";
 /// dumps stay below 12. NCCL itself stops at a few thousand elements.
 const LIMITS: Limits = Limits { depth: 28, elements: 1 << 14, can_have_text: false };
 
-/// The devices found on the way through the PCI tree.
+/// The devices found in the PCI tree.
 struct Found<'d> {
     notes: Notes,
     gpus: Vec<Candidate<'d>>,
