@@ -1,7 +1,7 @@
 //! [`ClaimReader`]: reads ResourceClaims for the DRA plugin, which prepares their devices.
 //!
-//! Each read is a GET, with up to two retries after transient errors. Up to 16 reads run at once. A read ends
-//! within 10 s, so that the kubelet, which would wait for 45 s, can try again sooner.
+//! Each read is a GET, with up to two retries after transient errors. Up to 16 reads run at once, and each
+//! ends within 10 s, so that the kubelet, which would wait for 45 s, can try again sooner.
 
 use std::sync::Mutex;
 use std::time::Duration;

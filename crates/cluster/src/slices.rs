@@ -84,7 +84,7 @@ pub struct SliceWriter {
     /// Set once the whole pool was written, or was found to be correct.
     had_slices: bool,
     /// The part of the report that this writer finds out: the release, the trouble, and each kind of field that the
-    /// server dropped since this process began.
+    /// server dropped since this writer began.
     known: StoredPool,
     /// The number of lists of slices when the release was read.
     version_read: Option<u64>,
@@ -349,8 +349,8 @@ impl SliceWriter {
         }
     }
 
-    /// Returns false if the server dropped a taint, or has a release that drops taints. Without the
-    /// release, unhealthy GPUs would be offered after each start, until the first answer that lacks taints.
+    /// Returns false if the server dropped a taint, or has a release that drops taints. If the release
+    /// did not count, unhealthy GPUs would be offered after each start, until the first answer that lacks taints.
     fn keeps_taints(&self) -> bool {
         !self.known.drops_taints && self.known.version.is_none_or(ServerVersion::has_taints_and_counters)
     }
