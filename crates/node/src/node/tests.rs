@@ -196,7 +196,7 @@ async fn withdrawn_resource_gets_a_new_plugin_when_back() {
     // No device of the resource is left: the session closes and nothing else ends.
     node.show(NodeState::default());
     wait_for_readyz(&node, |answer| answer.unwrap_err()[0].contains("not been discovered")).await;
-    // The resource comes back before its plugin has ended: the next plugin waits for that.
+    // The resource comes back before its plugin has ended: the next plugin waits for this end.
     node.show(offering.clone());
     assert_eq!(node.plugins.len(), 1);
     assert!(await_withdrawal(&mut node).await);
@@ -232,15 +232,15 @@ async fn one_of_two_waiting_claims_gets_the_hardware() {
         })
     };
     let polls = async {
-        let made = |state: &NodeState| state.ledger().claims().next().map(|(claim, _)| claim.uid.clone());
-        let (seen, see) = tokio::sync::oneshot::channel();
+        let holder = |state: &NodeState| state.ledger().claims().next().map(|(claim, _)| claim.uid.clone());
+        let (holder_sender, seen) = tokio::sync::oneshot::channel();
         ledger
             .change(move |state| {
-                drop(seen.send(made(state)));
+                drop(holder_sender.send(holder(state)));
                 Event::Tick
             })
             .await;
-        assert_eq!(see.await, Ok(None), "the first list waits for a poll");
+        assert_eq!(seen.await, Ok(None), "a claim got hardware before the first list");
         events.send(Event::Polled([(gpu, Default::default())].into())).await.unwrap();
     };
     let answers = tokio::select! {

@@ -87,33 +87,33 @@ fn observed(scan: &NodeScan) -> (NodeObservation, Answer<String>) {
 fn failed_call_keeps_last_answer_null_replaces_it() {
     let before = node(vec![gpu(0, 0, &[1]), gpu(1, 1, &[])]);
     let message = serde_json::to_value(&before).unwrap();
-    let mut places = Vec::new();
-    answers(&message, "", &mut places);
+    let mut pointers = Vec::new();
+    answers(&message, "", &mut pointers);
     // The node has 3 answers. Each GPU has 14 facts, 4 links (each with two facts), MIG with its profiles, and the
     // list of MIG devices with one device and its 3 facts. The two GPUs have one common ancestor.
-    assert_eq!(places.len(), 3 + 2 * (14 + 4 * 3 + 2 + 5) + 1, "{places:#?}");
+    assert_eq!(pointers.len(), 3 + 2 * (14 + 4 * 3 + 2 + 5) + 1, "{pointers:#?}");
     let failed = json!({"Err": {"call": "nvmlTest", "reason": {"code": 999}}});
-    for place in places {
+    for pointer in pointers {
         let scanned = |answer: &Value| {
             let mut message = message.clone();
-            *message.pointer_mut(&place).unwrap() = answer.clone();
+            *message.pointer_mut(&pointer).unwrap() = answer.clone();
             serde_json::from_value::<NodeScan>(message).unwrap()
         };
         let kept = scanned(&failed).after(Some(&before));
-        assert_eq!(observed(&kept), observed(&before), "{place}");
-        assert_eq!(kept.failures.len(), 1, "{place}");
-        assert_eq!(kept.clone().after(Some(&kept)).failures, kept.failures, "{place}");
-        if message.pointer(&place) != Some(&json!({"Ok": null})) {
+        assert_eq!(observed(&kept), observed(&before), "{pointer}");
+        assert_eq!(kept.failures.len(), 1, "{pointer}");
+        assert_eq!(kept.clone().after(Some(&kept)).failures, kept.failures, "{pointer}");
+        if message.pointer(&pointer) != Some(&json!({"Ok": null})) {
             let lost = scanned(&json!({"Ok": null})).after(Some(&before));
-            assert_ne!(observed(&lost), observed(&before), "{place}");
-            assert_eq!(lost.failures, [], "{place}");
+            assert_ne!(observed(&lost), observed(&before), "{pointer}");
+            assert_eq!(lost.failures, [], "{pointer}");
         }
         // Another GPU at the same index inherits nothing.
         let mut other = scanned(&failed);
         other.gpus.iter_mut().for_each(|gpu| gpu.uuid = format!("{}-other", gpu.uuid).parse().unwrap());
-        if place.starts_with("/gpus") && !place.contains("ancestors") {
+        if pointer.starts_with("/gpus") && !pointer.contains("ancestors") {
             let alone = other.clone().after(None);
-            assert_eq!(other.after(Some(&before)).gpus, alone.gpus, "{place}");
+            assert_eq!(other.after(Some(&before)).gpus, alone.gpus, "{pointer}");
         }
     }
 }

@@ -54,9 +54,9 @@ fn whole_gpus_get_one_daemon_with_the_claims_limits() {
     }
     let text = serde_json::to_string(&limited).unwrap();
     assert_eq!(serde_json::from_str::<Prepared>(&text).unwrap(), limited);
-    let without = plan_on(&state, both(), &[(&["a"], &mps(""))]).unwrap();
-    assert_eq!(order(&without).0, [("GPU-0", None)]);
-    let contents = contents(&state, &HostDevices::default(), &without);
+    let only_a = plan_on(&state, both(), &[(&["a"], &mps(""))]).unwrap();
+    assert_eq!(order(&only_a).0, [("GPU-0", None)]);
+    let contents = contents(&state, &HostDevices::default(), &only_a);
     let is_client = ["a", "b"].map(|request| !contents[request].own.mounts.is_empty());
     assert_eq!(is_client, [true, false], "the other request's containers are not clients");
 }
