@@ -219,7 +219,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         fs::write(&path, "").unwrap();
-        // There is no file, a file where a folder should be, or a folder that cannot be written to.
+        // The file is missing, its folder is a file, or its folder cannot be written to.
         let missing = [folder.path().join("other"), path.join("in a file"), "/proc/self/linkwise".into()];
         assert_eq!(missing.map(|path| remove(&path).unwrap()), [false; 3]);
         assert!(remove(folder.path()).is_err(), "a folder was removed");
