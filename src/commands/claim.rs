@@ -97,9 +97,9 @@ impl Devices {
     }
 
     fn have_alternatives(&self) -> bool {
-        let lists =
+        let has_list =
             |part: &Part| matches!(part, Part::Map(entries) if entries.iter().any(|(key, _)| *key == ALTERNATIVES));
-        self.requests.iter().any(lists)
+        self.requests.iter().any(has_list)
     }
 
     /// The specification of a claim.

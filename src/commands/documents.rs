@@ -22,8 +22,8 @@ fn text(shell: Shell, machines: &str) -> String {
     let mut bytes = Vec::new();
     clap_complete::generate(shell, &mut completable(), NAME, &mut bytes);
     let text = String::from_utf8_lossy(&bytes);
-    // A machine is a built-in name or a file, so its values are no fixed list. bash looks for files by itself if no
-    // name fits.
+    // A machine is a built-in name or a file, so a fixed list lacks values. bash looks for files by itself if no name
+    // fits.
     match shell {
         Shell::Zsh => text.replace(
             &format!("({PLACEHOLDER})"),

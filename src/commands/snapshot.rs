@@ -17,7 +17,7 @@ use linkwise_system::files;
 const MODE: u32 = 0o666;
 /// The file in which Linux has the host's name.
 const HOST_NAME: &str = "/proc/sys/kernel/hostname";
-/// The name of a machine in a redacted snapshot, and of one whose host has no name.
+/// The name of a machine without --name in a redacted snapshot, or if its host has no name.
 const NO_NAME: &str = "node";
 /// The cluster UUID of a machine that is an NVLink fabric by itself: it identifies no machine.
 const OWN_FABRIC: &str = "00000000-0000-0000-0000-000000000000";
@@ -179,12 +179,12 @@ mod tests {
         assert!(!text.contains(&cluster) && !text.contains("MIG-5ec7e7"));
         assert!(!text.contains("Guid(13316851"), "{text}");
         assert!(before.gpus.iter().all(|gpu| !text.contains(gpu.uuid.as_str())));
-        let matrix = |observed: &NodeObservation| {
+        let kept = |observed: &NodeObservation| {
             let topology = NodeTopology::assemble(observed).0;
             let all = topology.gpus().iter().map(|gpu| (gpu.pci, gpu.numa, gpu.rail)).collect::<Vec<_>>();
             (all, format!("{:?}", (0..8).map(|b| topology.bandwidth(0, b)).collect::<Vec<_>>()))
         };
-        assert_eq!(matrix(&observed), matrix(&before));
+        assert_eq!(kept(&observed), kept(&before));
         let once = observed.clone();
         redact(&mut observed);
         assert_eq!(observed, once, "made-up names stay");

@@ -124,7 +124,7 @@ fn gpus(view: &NodeView, now: Timestamp) -> String {
             gpu.door.as_deref().unwrap_or_default().to_owned(),
             gpu.health().to_owned(),
             held_by,
-            share(held().filter_map(|held| percent(held.collective, held.best)).min()),
+            percent_text(held().filter_map(|held| percent(held.collective, held.best)).min()),
         ]
     });
     let reasons = |gpu: &GpuView| {
@@ -148,8 +148,8 @@ fn pods(view: &NodeView) -> String {
             indices(view, held.gpus.iter().map(GpuUuid::as_str)),
             held.gone.iter().cloned().collect::<Vec<_>>().join(", "),
             number(held.collective),
-            share(percent(held.collective, held.best)),
-            share(percent(held.collective, held.best_at_admission)),
+            percent_text(percent(held.collective, held.best)),
+            percent_text(percent(held.collective, held.best_at_admission)),
             held.why.iter().map(|why| why.to_string()).collect::<Vec<_>>().join(", "),
         ]
     });
@@ -163,7 +163,7 @@ fn outlook(view: &NodeView) -> String {
             "" => ("nothing".to_owned(), None),
             gpus => (format!("GPU {gpus}"), percent(outlook.collective, outlook.best)),
         };
-        [outlook.size.to_string(), gpus, number(outlook.collective), share(of_best)]
+        [outlook.size.to_string(), gpus, number(outlook.collective), percent_text(of_best)]
     });
     dense_table(["A REQUEST FOR", "WOULD GET NOW", "MB/s", "OF BEST"], rows)
 }
@@ -204,6 +204,6 @@ fn number(value: Option<u64>) -> String {
     value.map(|value| value.to_string()).unwrap_or_default()
 }
 
-fn share(percent: Option<u64>) -> String {
+fn percent_text(percent: Option<u64>) -> String {
     percent.map(|percent| format!("{percent} %")).unwrap_or_default()
 }

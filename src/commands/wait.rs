@@ -41,7 +41,7 @@ pub async fn wait(args: &WaitArgs) -> Result<()> {
     }
 }
 
-/// A line for each resource that linkwise serves to this kubelet, and for claims; otherwise why there is none.
+/// A line for each resource that linkwise serves to this kubelet, and one for claims; otherwise why there is none.
 async fn served(args: &WaitArgs) -> Result<Vec<String>, String> {
     let folder = args.kubelet_socket.parent().unwrap_or(Path::new("/"));
     let files = files(folder).map_err(|error| {
@@ -86,7 +86,7 @@ async fn served(args: &WaitArgs) -> Result<Vec<String>, String> {
     }
 }
 
-/// A line about the DRA driver, if a registration socket of linkwise answers.
+/// A line about the DRA driver, if a registration socket of linkwise takes a connection.
 async fn claims(folder: &Path) -> Vec<String> {
     let files = files(folder).unwrap_or_default().into_iter();
     for (_, path) in files.filter(|(name, _)| is_registration_socket(name)) {

@@ -182,7 +182,7 @@ pub struct ConfigArgs {
 /// The subcommands of `linkwise config`.
 #[derive(Clone, Debug, Subcommand)]
 pub enum ConfigCommand {
-    /// Report all errors of a configuration file, unknown keys included; exits with 1 if there is one
+    /// Report all problems of a configuration file, unknown keys included; exits with 1 if there is one
     Check {
         /// The configuration file
         #[arg(value_name = "FILE")]

@@ -26,7 +26,7 @@ const KUBELET_ROOT: &str = "/var/lib/kubelet";
 const ADMIN_SOCKET: &str = "/run/linkwise/admin.sock";
 
 /// Gives flags two dashes, and inserts the missing subcommand: the one that the program's name implies, or else `run`
-/// if the first argument is a flag other than help and version. `linkwise` alone gets none, and shows its help. If the
+/// if the first argument is a flag other than help and version. `linkwise` alone and `--version` get none. If the
 /// name is [`DRA_DRIVER`], the subcommand comes with the flags that the variables of NVIDIA's DRA driver imply.
 pub(super) fn words(
     words: impl IntoIterator<Item = OsString>,

@@ -1,9 +1,9 @@
 //! `linkwise config-manager`: links the configuration that the node's label names, and signals the program that reads
 //! it.
 //!
-//! This module owns two tasks: one follows the node, the other serves metrics. As an init container, config-manager
-//! selects once and ends. As a sidecar, it follows the label and the folder. If it cannot select a configuration, it
-//! reports that, and the previous one stays.
+//! This module owns two tasks: one follows the node, the other serves metrics if an address is set. As an init
+//! container, config-manager selects once and ends. As a sidecar, it follows the label and the folder. If it cannot
+//! select a configuration, it reports that, and the previous one stays.
 
 mod choose;
 
@@ -120,7 +120,7 @@ struct Manager {
     problem: Arc<Mutex<Option<String>>>,
     /// The problem that was logged last.
     problems: Reported<String>,
-    /// The configuration that was logged last.
+    /// The configuration that was logged last; the inner `None` is the empty one.
     selected: Option<Option<String>>,
 }
 
