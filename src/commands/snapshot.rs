@@ -17,7 +17,7 @@ use linkwise_system::files;
 const MODE: u32 = 0o666;
 /// The file in which Linux has the host's name.
 const HOST_NAME: &str = "/proc/sys/kernel/hostname";
-/// The name of a machine without --name in a redacted snapshot, or if its host has no name.
+/// The default name in a redacted snapshot, and of a machine whose host has none.
 const NO_NAME: &str = "node";
 /// The cluster UUID of a machine that is an NVLink fabric by itself: it identifies no machine.
 const OWN_FABRIC: &str = "00000000-0000-0000-0000-000000000000";

@@ -23,7 +23,7 @@ use linkwise_system::output::{print_styled, table};
 /// Moves the cursor to the first column of the first line, and clears the terminal.
 const CLEAR: &str = "\x1b[H\x1b[J";
 
-/// Runs the command once, or until a signal ends it.
+/// Prints the state once, or again and again.
 pub async fn top(args: &TopArgs) -> Result<()> {
     if args.once || !io::stdout().is_terminal() {
         return Ok(print(&state_text(&args.socket).await?)?);

@@ -86,7 +86,7 @@ async fn served(args: &WaitArgs) -> Result<Vec<String>, String> {
     }
 }
 
-/// A line about the DRA driver, if a registration socket of linkwise takes a connection.
+/// A line about the DRA driver, if its registration socket takes a connection.
 async fn claims(folder: &Path) -> Vec<String> {
     let files = files(folder).unwrap_or_default().into_iter();
     for (_, path) in files.filter(|(name, _)| is_registration_socket(name)) {

@@ -130,7 +130,7 @@ pub struct SnapshotArgs {
     /// Replace the file if there is one
     #[arg(long, requires = "output")]
     pub force: bool,
-    /// The machine's name; by default the host's name, with --node the file's, with --redact node
+    /// The machine's name; by default the host's, with --node the file's, with --redact node
     #[arg(long, value_name = "NAME")]
     pub name: Option<String>,
     /// Replace the values that identify this machine by made-up ones: the UUIDs of GPUs, MIG devices and the NVLink

@@ -240,8 +240,8 @@ impl Access {
                 let token = service_account.join("token");
                 std::fs::metadata(&token).map_err(|source| AccessError::Token(token.clone(), source))?;
                 let mut config = Config::new(address);
-                // Only the cluster's CA counts, and kube reads it again every minute. If `root_cert` were
-                // `None`, kube would begin with the system's certificates, and fail if there are none, as in the image.
+                // Only the cluster's CA counts, and kube reads it again every minute. With `root_cert: None`
+                // kube begins with the system's certificates, and fails if there are none, as in the image.
                 config.root_cert_file = Some(service_account.join("ca.crt"));
                 config.root_cert = Some(Vec::new());
                 config.auth_info =

@@ -349,8 +349,8 @@ impl SliceWriter {
         }
     }
 
-    /// Returns false if the server dropped a taint, or has a release that drops taints. If the release
-    /// did not count, unhealthy GPUs would be offered after each start, until the first answer that lacks taints.
+    /// Returns false if the server dropped a taint, or has a release that drops taints. Ignoring the
+    /// release would offer unhealthy GPUs after each start, until the first answer that lacks taints.
     fn keeps_taints(&self) -> bool {
         !self.known.drops_taints && self.known.version.is_none_or(ServerVersion::has_taints_and_counters)
     }

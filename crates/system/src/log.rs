@@ -67,8 +67,8 @@ pub fn log_to_stderr(filter: &str, quiet: &str, format: LogFormat) -> Result<Log
     Ok(Log(sender))
 }
 
-/// Refuses an item that is neither a level nor one of our targets nor TARGET=LEVEL. The filter would take it for the
-/// name of a target, and the log would show no line at all.
+/// Refuses an item other than a level, one of our targets and TARGET=LEVEL. The filter would take it for the name of a
+/// target, and the log would show no line at all.
 fn check(filter: &str) -> Result<()> {
     let is_level = |word: &str| word.parse::<LevelFilter>().is_ok();
     for item in filter.split(',').map(str::trim).filter(|item| !item.is_empty()) {

@@ -16,7 +16,7 @@ const FIRST_DELAY: Duration = Duration::from_secs(1);
 /// The time from one drawing to the next.
 const DRAW_INTERVAL: Duration = Duration::from_millis(250);
 
-/// The line about work in progress; it vanishes when this is dropped.
+/// The line about work in progress, until this is dropped.
 pub struct Progress {
     what: Arc<Mutex<String>>,
     /// Ends the thread when it is dropped; `None` if no line is drawn.

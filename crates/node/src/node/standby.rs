@@ -39,7 +39,7 @@ pub enum Order {
     Renew,
 }
 
-/// The state of the node's plugins, by which the takeover sees that an [`Order::Plugins`] is carried out.
+/// The plugins' state, by which the takeover sees that an [`Order::Plugins`] is carried out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PluginStatus {
     /// True if plugins have to run.

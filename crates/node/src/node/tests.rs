@@ -196,7 +196,7 @@ async fn withdrawn_resource_gets_a_new_plugin_when_back() {
     // No device of the resource is left: the session closes and nothing else ends.
     node.show(NodeState::default());
     wait_for_readyz(&node, |answer| answer.unwrap_err()[0].contains("not been discovered")).await;
-    // The resource comes back before its plugin has ended: the next plugin waits for this end.
+    // The resource comes back before its plugin has ended: the next plugin waits.
     node.show(offering.clone());
     assert_eq!(node.plugins.len(), 1);
     assert!(await_withdrawal(&mut node).await);

@@ -17,7 +17,7 @@ const MIN_GAP: Duration = Duration::from_millis(2);
 /// that starts makes a few, and a plugin that then checks its socket late would register twice.
 const MAX_RUSH: u32 = 8;
 
-/// Follows a folder: by inotify if it works, and at least every `poll`.
+/// Follows a folder: by inotify if it works, and by a timer of `poll`.
 pub struct Changes {
     folder: Option<FileId>,
     watch: FolderWatch,

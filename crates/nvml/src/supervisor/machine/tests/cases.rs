@@ -86,7 +86,7 @@ fn library_failure_is_not_absence_of_gpus() {
     }
 }
 
-/// A standby whose NVML lists no GPU of the bus goes on. It ends as soon as no other process can hand over to it.
+/// A standby goes on until no other process can hand over to it.
 #[test]
 fn standby_ends_for_unlisted_gpus_later() {
     let mut world = World::new(None);
