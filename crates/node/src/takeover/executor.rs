@@ -1,7 +1,7 @@
 //! Carries out what `takeover::machine` decides: holds the lock, speaks with the other process, gives the node's tasks
 //! their duties and takes them back, and keeps the time.
 //!
-//! A task of `linkwise run`. It decides nothing itself; `condition` knows when the condition of a stage is met.
+//! A task of `linkwise run`. It decides only that an owner with a driver keeps its place.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -62,7 +62,7 @@ pub enum Position {
 }
 
 impl Position {
-    /// Finds out whether another process serves this node. `pod`: the UID of this process's pod.
+    /// Takes the lock if no other process serves this node. `pod`: the UID of this process's pod.
     pub async fn at(folder: Option<&Path>, pod: &str) -> Self {
         let Some(path) = folder.map(Path::to_owned) else { return Self::Alone };
         let mut folder = StateFolder::new(path, pod);
@@ -168,7 +168,7 @@ struct Takeover {
     /// A token for each right to touch claims that this process took back; cancelled when the right has ended.
     claims_ends: Vec<CancellationToken>,
     files: watch::Sender<Option<Right>>,
-    /// True if the last order to the node was to start plugins.
+    /// True if the last [`Order::Plugins`] started plugins.
     has_plugins: bool,
     facts: Facts,
     records: watch::Receiver<Option<HealthRecord>>,
@@ -179,7 +179,7 @@ struct Takeover {
     begun_at: Instant,
     /// The moment at which this process became the owner.
     owner_since: Instant,
-    /// The moment at which this process asked the owner.
+    /// The moment at which this process last asked to take over.
     asked_at: Instant,
     /// The reason why the last takeover failed.
     failure: Option<String>,

@@ -4,14 +4,14 @@
 //! Pure: no I/O, no clock. The executor is its one caller: it feeds inputs, performs actions, and gives the node's
 //! tasks the duties of the stage. The standby keeps all deadlines but one: the owner goes on serving if a standby that
 //! has the lock does not serve in time, or if the connection ends. docs/life-cycle.md has the picture. The tests
-//! connect two machines, and end either at each step.
+//! connect two state machines, and end either at each step.
 
 use std::time::Duration;
 
 use super::wire::Message;
 use linkwise_core::backoff::Backoff;
 
-/// The longest time for the kubelet to register our DRA plugin beside the owner's. The takeover then goes on anyway.
+/// The longest time until the kubelet calls our DRA plugin instead of the owner's. The takeover then goes on anyway.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest time for the owner to finish its calls for claims, longer than the kubelet waits for a call.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(60);
@@ -66,10 +66,10 @@ pub struct Duties {
     pub plugins: bool,
 }
 
-/// An input of the machine.
+/// An input of the state machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Input {
-    /// The lock was free, and this process has it.
+    /// The lock was free, and this process has it; or no process can lock the folder.
     Free,
     /// Another process has the lock, and this process learns that late, because its disk hung or the folder could not
     /// be locked. With `can_take_over`, this process asks to take over.
@@ -78,9 +78,9 @@ pub enum Input {
     SeesGpus(bool),
     /// A connection to the owner exists.
     Connected,
-    /// The owner hands over, once our DRA plugin is registered.
+    /// The owner will hand over, and waits for [`Message::Joined`].
     Agreed,
-    /// The owner has the driver and keeps its place, or takes the node back.
+    /// The owner keeps its place, takes the node back, or sent a scan that this process cannot read.
     Refused,
     /// The owner handed over its record and the lock.
     Record,
@@ -181,7 +181,7 @@ impl TakeoverMachine {
         }
     }
 
-    /// Returns true if another process serves this node.
+    /// Returns true if this process is a standby without the lock.
     pub fn stands_by(&self) -> bool {
         matches!(self.stage, Stage::StandingBy | Stage::Joining | Stage::Receiving)
     }

@@ -26,7 +26,7 @@ pub enum Message {
     TakeOver(StandbyInfo),
     /// A standby that sees no GPU asks for the place of an owner that has no driver either.
     TakePlace(StandbyInfo),
-    /// The owner will hand over as soon as the standby's DRA plugin is registered.
+    /// The owner will hand over, and waits for [`Self::Joined`].
     Agreed,
     /// The owner keeps its place, because it has the driver. Version 0.1.0 also sends `refused`, when it refuses for
     /// the moment.
