@@ -1,7 +1,7 @@
 //! The ends of agents, and what the node does without NVML. Pure; moments are arguments.
 //!
 //! Called by `machine`. [`Outage`] counts the time without a working agent, so that a pause, a hanging start and a
-//! released driver count alike. [`without_nvml`] decides what the node does if NVML never answered.
+//! released driver count alike. [`without_nvml`] decides what the node does before NVML has shown a GPU.
 
 use std::time::Duration;
 
@@ -111,9 +111,9 @@ impl Outage {
     }
 }
 
-/// Decides what to do if NVML never answered, by `must_work` (--fail-on-init-error) or else by the GPUs on the PCI bus.
-/// An error ends the process, so that its container is made again: a container gets its libraries and device nodes when
-/// it is made. The tests beside `machine` have all cases as a table.
+/// Decides what to do before NVML has shown a GPU, by `must_work` (--fail-on-init-error) or else by the GPUs on the PCI
+/// bus. An error ends the process, so that its container is made again: a container gets its libraries and device nodes
+/// when it is made. The tests beside `machine` have all cases as a table.
 pub(super) fn without_nvml(
     reached: Reached,
     cause: &str,

@@ -33,7 +33,7 @@ struct Blamed {
     uuid: Option<GpuUuid>,
     strikes: u32,
     last: Duration,
-    /// The latest end of an agent by this GPU.
+    /// The reason for the last agent's end that this GPU caused.
     why: String,
     backoff: Backoff,
     skipped: Option<Skipped>,

@@ -18,7 +18,7 @@ use crate::gate::Gate;
 /// The time from one look at the node's order to the next if inotify does not report changes.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 
-/// The time from one look to the next if inotify reports changes: long, so that threads that read files can end.
+/// The time from one look to the next if inotify reports changes: long, so that the idle thread of a look can end.
 const INOTIFY_LOOK_INTERVAL: Duration = Duration::from_secs(30);
 
 /// The time from one look at the driver's users to the next, while an operator waits.

@@ -45,7 +45,7 @@ pub(super) struct View {
     is_scanning_host: bool,
     /// The events that wait for the pending scan.
     held: Vec<Event>,
-    /// The polls that wait for the probe of the PCI bus, and until when.
+    /// The polls that wait for the probe of the PCI bus, and the latest end of the wait.
     polls: Option<(Polls, Duration)>,
     /// GPUs that NVML has listed since linkwise started.
     once_listed: BTreeSet<PciAddress>,
