@@ -168,10 +168,10 @@ fn single_gpu_breaks_no_group_and_eight_fill_one() {
     // All switches are whole but switch 1 of the first package, of which one GPU is used.
     let twenty = tables(&large_node::twenty());
     assert_eq!(choice(&twenty, (0..20).filter(|gpu| *gpu != 5), 1), (vec![4], true));
-    // Any whole switch has four GPUs. One of the second package leaves the most pairs within a package.
+    // Any whole switch has four GPUs. A switch of the second package leaves the most pairs within a package.
     assert_eq!(choice(&twenty, 2..20, 4), (vec![12, 13, 14, 15], true));
-    // Eight GPUs of the first package leave one switch of it and the second package. The eight of the second leave the
-    // first package whole, with more pairs in it.
+    // Eight GPUs of the first package leave one switch of it and the second package. The eight of the second package
+    // leave the first whole, with more pairs in it.
     assert_eq!(choice(&twenty, 0..20, 8), ((12..20).collect(), true));
     // A single GPU comes from a broken pair, and eight fill a package.
     let thirty_two = tables(&large_node::thirty_two());

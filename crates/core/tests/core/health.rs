@@ -232,7 +232,7 @@ fn cordoned_gpu_is_healthy_and_gets_no_new_work() {
     world.apply(Event::Cleared(uuid(0)));
     assert_cordoned(&world);
 
-    // Another boot or another process does not end it either.
+    // Neither another boot nor another process ends the cordon.
     world.apply(Event::Identified(identity("a", "1"))).apply(Event::Identified(identity("b", "1"))).poll(&well());
     assert_cordoned(&world);
     let mut world = world.restart(identity("c", "2"));
@@ -271,7 +271,7 @@ fn clear_heals_at_once_and_accepts_lasting_faults() {
         world.apply(Event::Cleared(uuid(0)));
         assert!(world.healthy());
         assert!(world.polls(5, &bad).healthy(), "{bad:?} was accepted");
-        // It stays accepted until it ends. Then it counts when it begins again.
+        // A fault stays accepted until it ends, and counts when it begins again.
         let good = if bad.recovery_action.is_some() { well() } else { old() };
         let good = HealthPoll { fabric: bad.fabric.map(|_| FabricHealth::Joined), ..good };
         world.polls(2, &good).apply(scan([0, 1]));
@@ -320,6 +320,7 @@ fn single_bad_poll_is_not_a_failure() {
         world.polls(2, &bad).polls(3, &well).poll(&bad);
         assert_eq!(world.heals_after(&well, 20), Some(10), "120 s, of which 20 s had passed");
     }
+    // A GPU that is lost or needs a reset fails at the first such poll.
     for bad in [Reach::Lost { call: "f".into() }, Reach::ResetRequired { call: "f".into() }] {
         assert!(!World::new().poll(&well).poll(&HealthPoll { reach: bad, ..well.clone() }).healthy());
     }
@@ -465,7 +466,7 @@ fn reset_reasons_survive_restart_not_boot_or_driver() {
     assert_eq!(world.restart(NodeIdentity::default()).reason(), "XID 79", "unknown is no change");
     assert!(world.restart(identity("another", "580, load 7")).healthy());
     assert!(world.restart(identity("boot", "580, load 8")).healthy());
-    // The driver is loaded again during a scan. The next poll decides.
+    // The driver is loaded again while linkwise runs: the XID ends at the next poll.
     world.apply(Event::Identified(identity("boot", "580, load 8")));
     assert!(!world.healthy());
     assert!(world.poll(&old()).healthy());
@@ -566,7 +567,7 @@ fn silenced_xids_do_not_count() {
 }
 
 #[test]
-fn disabled_health_checks_leave_every_gpu_healthy() {
+fn disabled_checks_report_but_do_not_count_faults() {
     let lost = Reach::Lost { call: "f".into() };
     for poll in [
         wants(RecoveryAction::GpuReset),
@@ -606,7 +607,7 @@ fn gone_gpu_leaves_the_list_once_unheld() {
     };
     world.apply(scan([1])).apply(Event::Holders(None)).apply(Event::Holders(None));
     assert_eq!((listed(&world), world.reason().as_str()), (2, "the device is gone from the node"));
-    // The first list of holders may be older than the last pod, and one after a failure another kubelet's.
+    // The first list of holders may be older than the last pod, and the list after a failure may be a new kubelet's.
     world.apply(held(&[])).apply(held(&[0])).apply(held(&[1])).apply(Event::Holders(None)).apply(held(&[1]));
     assert_eq!(listed(&world), 2);
     world.effects.clear();

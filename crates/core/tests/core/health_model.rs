@@ -434,8 +434,8 @@ impl World {
         self
     }
 
-    /// Checks a world in which one source is silent for ever and all else is well. Only that source could end the
-    /// reasons that are left, except an operator's order, another boot or another driver.
+    /// Checks a world in which one source is silent for ever and all else is well. Only that source, an
+    /// operator's order, another boot or another driver could end the reasons that are left.
     fn assert_heals_without(&mut self, source: Source) {
         self.calm_down();
         let mut poll = good(self.has_action);

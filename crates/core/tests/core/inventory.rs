@@ -29,7 +29,7 @@ fn pci(slot: u32) -> String {
     format!("0000:0{slot}:00.0")
 }
 
-/// The same GPU with one fact changed.
+/// The GPU with one fact changed.
 fn with(mut gpu: Value, key: &str, value: Value) -> Value {
     gpu[key] = value;
     gpu
@@ -108,12 +108,12 @@ const MISSING: &str = "GPU 0000:02:00.0 (GPU-2): missing (NVIDIA H100 80GB HBM3)
 fn missing_gpu_is_named_until_it_is_back() {
     let mut world = World::new();
     assert_eq!(world.boots("1", without(2)), [format!("+ {MISSING}")]);
-    let stands = vec![(MISSING.to_owned(), world.now)];
+    let standing = vec![(MISSING.to_owned(), world.now)];
     assert_eq!(world.boots("2", without(2)), Vec::<String>::new(), "the record has the shortfall");
-    assert_eq!(world.shortfalls(), stands);
+    assert_eq!(world.shortfalls(), standing);
     // A clock that was set back changes nothing.
     world.now -= 1_000_000;
-    assert_eq!((world.scan(without(2)), world.shortfalls()), (Vec::new(), stands));
+    assert_eq!((world.scan(without(2)), world.shortfalls()), (Vec::new(), standing));
     assert_eq!(world.scan(whole()), [format!("- {MISSING}")]);
     assert_eq!(world.scan(Vec::new()).len(), 4, "a node without GPUs lacks them all");
 }
@@ -249,9 +249,9 @@ fn unmet_expectation_is_named_at_the_first_scan() {
     let expected = Expectation { gpus: Some(8), model: Some("NVIDIA-H100-80GB-HBM3".to_owned()), nvlinks: Some(18) };
     let mut gpus = vec![with(gpu(0, 0, &[]), "model", json!("Tesla T4")), gpu(1, 1, &[1, 2, 3, 4, 5, 6, 7])];
     let mut world = World::expecting(expected, gpus.clone());
-    let stands: Vec<String> = world.shortfalls().into_iter().map(|(line, _)| line).collect();
+    let standing: Vec<String> = world.shortfalls().into_iter().map(|(line, _)| line).collect();
     assert_eq!(
-        stands,
+        standing,
         [
             "GPU 0000:00:00.0 (GPU-0): 4 of 18 NVLinks are active",
             "GPU 0000:00:00.0 (GPU-0): it is a Tesla T4, a NVIDIA-H100-80GB-HBM3 is expected",

@@ -1,4 +1,4 @@
-//! Any plan on any machine: the resources, compared with what NVIDIA's rules make of plan and observation.
+//! Compares the resources of random plans on random machines with what NVIDIA's rules make of plan and observation.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -216,8 +216,8 @@ proptest! {
                 prop_assert_eq!(distinct.len(), size.min(gpus.len()), "on fewer GPUs than possible");
                 let allocated = snapshot.allocate(resource, &answer.devices);
                 let one_each = plan.sharing.as_ref().is_some_and(|sharing| sharing.fail_requests_greater_than_one);
-                let slots = answer.devices.iter().any(|id| devices[id].slot.is_some());
-                prop_assert_eq!(allocated.is_err(), one_each && slots && size > 1);
+                let has_slots = answer.devices.iter().any(|id| devices[id].slot.is_some());
+                prop_assert_eq!(allocated.is_err(), one_each && has_slots && size > 1);
             }
         }
     }

@@ -235,7 +235,7 @@ impl World {
         }
     }
 
-    /// The kubelet admits a pod with devices of its list of devices, which may be old.
+    /// The kubelet admits a pod with devices of its list, which may be old.
     fn admit(&mut self) -> Checked {
         let resources: Vec<String> = self.kubelet.healthy.keys().cloned().collect();
         let Some(at) = self.pick(resources.len()) else { return Ok(()) };
@@ -339,9 +339,9 @@ impl World {
         for pod in self.kubelet.restart() {
             self.books.release(&pod);
         }
-        // The kubelet kills the containers of pods that the API server does not have.
-        let unknown = |world: &Self, uid: &str, state| state == PodState::Running && !world.cluster.contains_key(uid);
-        while let Some(uid) = self.pick_claim(unknown) {
+        // The API server has no pod whose claim was deleted by force: the kubelet kills its containers.
+        let is_gone = |world: &Self, uid: &str, state| state == PodState::Running && !world.cluster.contains_key(uid);
+        while let Some(uid) = self.pick_claim(is_gone) {
             self.end_claim(uid);
         }
     }
@@ -370,7 +370,7 @@ impl World {
         }
     }
 
-    /// A GPU goes or comes back, or one that no pod has changes its MIG mode. The process applies this at once, because
+    /// A GPU goes or comes back, or a GPU without a pod changes its MIG mode. The process applies this at once, because
     /// otherwise pods could be given a MIG device that no longer exists, with which no container starts.
     fn change_gpu(&mut self) {
         let gpu = self.random.of(&[0, 1, 2, 3]);

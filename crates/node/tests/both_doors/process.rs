@@ -78,7 +78,7 @@ pub struct Process {
     pub published: Option<Vec<String>>,
     /// True if the process prepares claims that have no checkpoint.
     serves: bool,
-    /// The ids of the kubelet's last two lists; a plan, a scan or its silence clears them.
+    /// The ids of the kubelet's last two lists; a plan, a scan or the kubelet's silence clears them.
     listed: Vec<BTreeSet<ResourceDevice>>,
 }
 
