@@ -1,4 +1,4 @@
-//! The options of `linkwise config-manager`: linkwise's own, and those of NVIDIA's program of that name, read as there.
+//! The options of `linkwise config-manager`: linkwise's own, and those of NVIDIA's config-manager, read by its rules.
 //!
 //! The chart sets the variables of NVIDIA's options, some to an empty text, so these options accept one.
 
@@ -105,7 +105,7 @@ pub struct ConfigManagerSettings {
     pub fallbacks: Vec<Fallback>,
     /// The process to signal and the signal's number; `None` if no signal is sent.
     pub signal: Option<(String, i32)>,
-    /// The time that --oneshot waits for the API server if a configuration is in place.
+    /// The longest time that --oneshot waits for the API server if a configuration is in place.
     pub keep_after: Duration,
 }
 
