@@ -232,7 +232,6 @@ fn cordoned_gpu_is_healthy_and_gets_no_new_work() {
     world.apply(Event::Cleared(uuid(0)));
     assert_cordoned(&world);
 
-    // Neither another boot nor another process ends the cordon.
     world.apply(Event::Identified(identity("a", "1"))).apply(Event::Identified(identity("b", "1"))).poll(&well());
     assert_cordoned(&world);
     let mut world = world.restart(identity("c", "2"));
@@ -320,7 +319,7 @@ fn single_bad_poll_is_not_a_failure() {
         world.polls(2, &bad).polls(3, &well).poll(&bad);
         assert_eq!(world.heals_after(&well, 20), Some(10), "120 s, of which 20 s had passed");
     }
-    // A GPU that is lost or needs a reset fails at the first such poll.
+    // These fail a GPU at once.
     for bad in [Reach::Lost { call: "f".into() }, Reach::ResetRequired { call: "f".into() }] {
         assert!(!World::new().poll(&well).poll(&HealthPoll { reach: bad, ..well.clone() }).healthy());
     }

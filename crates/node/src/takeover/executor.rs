@@ -168,7 +168,7 @@ struct Takeover {
     /// A token for each right to touch claims that this process took back; cancelled when the right has ended.
     claims_ends: Vec<CancellationToken>,
     files: watch::Sender<Option<Right>>,
-    /// True if the last [`Order::Plugins`] started plugins.
+    /// True while the node's plugins have to serve.
     has_plugins: bool,
     facts: Facts,
     records: watch::Receiver<Option<HealthRecord>>,

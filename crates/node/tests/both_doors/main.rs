@@ -41,7 +41,7 @@ use random::Random;
 const DRIVER: &str = "gpu.nvidia.com";
 const POOL: &str = "n/gpu";
 
-/// The number of histories, and the steps of each: half a million steps in all.
+/// The number of histories, and the steps of each.
 const HISTORIES: u64 = 250;
 const STEPS: u32 = 2_000;
 

@@ -1,6 +1,5 @@
-//! One process of linkwise: the state with its one writer, the snapshot that the doors read, and the DRA plugin. State,
-//! ledger, doors and `claims::plan` are the real ones. A call of the DRA plugin is one step here, which no death
-//! interrupts: `tests/dra/door/crash.rs` tests deaths during calls.
+//! One process of linkwise: the state with its one writer, the snapshot that the doors read, and the DRA plugin. A call
+//! of the DRA plugin is one step here, which no death interrupts: `tests/dra/door/crash.rs` tests deaths during calls.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;

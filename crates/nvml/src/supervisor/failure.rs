@@ -1,7 +1,7 @@
 //! The ends of agents, and what the node does without NVML. Pure; moments are arguments.
 //!
 //! Called by `machine`. [`Outage`] counts the time without a working agent, so that a pause, a hanging start and a
-//! released driver count alike. [`without_nvml`] decides what the node does before NVML has shown a GPU.
+//! released driver count alike.
 
 use std::time::Duration;
 
