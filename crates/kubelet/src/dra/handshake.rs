@@ -11,14 +11,9 @@ use std::time::Duration;
 use super::Phase;
 use crate::registration::{self, Action, Handshake, LifePhase};
 
-/// An input of the DRA plugin's own.
-#[derive(Clone, Debug)]
-pub(super) enum OwnInput {
-    /// Claims can be prepared, there are claims to unprepare, or another process has the claims.
-    Ready,
-    /// This many connections to our services are open.
-    Connections(usize),
-}
+/// The number of open connections to our services.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Connections(pub usize);
 
 /// An input of the DRA plugin's state machine.
 pub(super) type Input = registration::Input<DraHandshake>;
@@ -60,20 +55,6 @@ impl DraHandshake {
     pub fn new(offer_timeout: Duration) -> Self {
         Self { offer_timeout, connections: 0 }
     }
-
-    /// Takes the number of open connections to our services. The kubelet keeps one, whose end is the first sign of a
-    /// restart.
-    fn connections(&mut self, attempts: &mut Attempts, open: usize, now: Duration) {
-        let before = std::mem::replace(&mut self.connections, open);
-        match attempts.phase() {
-            Phase::Registered if open == 0 && before > 0 => {
-                attempts.enter(Phase::Disconnected, Some(now + self.offer_timeout));
-            }
-            // The kubelet closes a connection that was idle for long, and opens it again when it needs one.
-            Phase::Accepted | Phase::Disconnected if open > 0 => attempts.enter(Phase::Registered, None),
-            _ => {}
-        }
-    }
 }
 
 impl Handshake for DraHandshake {
@@ -83,7 +64,7 @@ impl Handshake for DraHandshake {
     type Kubelet = ();
     type Others = ();
     type Bound = ();
-    type Input = OwnInput;
+    type Input = Connections;
     type Action = Infallible;
 
     const SOCKETS_GONE: &str = "our sockets are gone or were replaced";
@@ -112,11 +93,16 @@ impl Handshake for DraHandshake {
         }
     }
 
-    fn happened(&mut self, attempts: &mut Attempts, input: OwnInput, now: Duration) {
-        match input {
-            OwnInput::Ready if attempts.phase() == Phase::WaitingForGpus => attempts.attempt_or_wait(now),
-            OwnInput::Ready => {}
-            OwnInput::Connections(open) => self.connections(attempts, open, now),
+    /// Takes the number of open connections. The kubelet keeps one, whose end is the first sign of a restart.
+    fn happened(&mut self, attempts: &mut Attempts, Connections(open): Connections, now: Duration) {
+        let before = std::mem::replace(&mut self.connections, open);
+        match attempts.phase() {
+            Phase::Registered if open == 0 && before > 0 => {
+                attempts.enter(Phase::Disconnected, Some(now + self.offer_timeout));
+            }
+            // The kubelet closes a connection that was idle for long, and opens it again when it needs one.
+            Phase::Accepted | Phase::Disconnected if open > 0 => attempts.enter(Phase::Registered, None),
+            _ => {}
         }
     }
 

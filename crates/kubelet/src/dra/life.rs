@@ -9,7 +9,7 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 
-use super::handshake::{DraHandshake, Input, OwnInput};
+use super::handshake::{Connections, DraHandshake, Input};
 use super::session::PluginSession;
 use super::{Phase, Settings, Shared, checkpoint};
 use crate::registration::{
@@ -64,22 +64,26 @@ impl Registering {
         let settings = &shared.settings;
         let limits = Limits { close: CLOSE_TIMEOUT, longest_pause: settings.longest_pause };
         let handshake = DraHandshake::new(settings.offer_timeout);
-        let machine = RegistrationMachine::new(limits, Phase::WaitingForGpus, handshake, random());
+        let machine = RegistrationMachine::new(limits, Phase::WaitingForKubelet, handshake, random());
         let watching = Watching { folder: settings.registry.clone(), poll: settings.poll, inotify: settings.inotify };
-        let ready: BoxedFuture<()> = if settings.serves {
-            let ready = await_gpus_or_claims(shared.clone());
+        let ready = async {
+            if !settings.serves {
+                return await_claims(shared.clone(), turn.clone()).await;
+            }
             let mut turn = turn.clone();
-            Box::pin(async move {
-                tokio::select! {
-                    () = ready => {}
-                    // Another process has the claims and has written their specs. The kubelet's calls wait here.
-                    Ok(_) = turn.wait_for(Option::is_none) => {}
-                }
-            })
-        } else {
-            Box::pin(await_claims(shared.clone(), turn.clone()))
+            tokio::select! {
+                () = await_gpus_or_claims(shared.clone()) => {}
+                // Another process has the claims and has written their specs. The kubelet's calls wait here.
+                Ok(_) = turn.wait_for(Option::is_none) => {}
+            }
         };
-        let registrant = DraPlugin { shared: shared.clone(), ready: Some(ready) };
+        // Without anything to serve, nothing watches the kubelet's folder, which need not be mounted then.
+        phase.send_replace(Phase::WaitingForGpus);
+        shared.reporter.report(&Life::Phase(Phase::WaitingForGpus));
+        if end.run_until_cancelled(ready).await.is_none() {
+            return;
+        }
+        let registrant = DraPlugin { shared: shared.clone() };
         Executor::new(registrant, machine, phase.clone(), watching).run(end).await;
     }
 }
@@ -87,8 +91,6 @@ impl Registering {
 /// The plugin, as its executor drives it.
 struct DraPlugin {
     shared: Shared,
-    /// Completes when the sockets may be bound; `None` after that.
-    ready: Option<BoxedFuture<()>>,
 }
 
 impl Registrant for DraPlugin {
@@ -114,13 +116,8 @@ impl Registrant for DraPlugin {
         match action {}
     }
 
-    async fn next(&mut self) -> OwnInput {
-        match &mut self.ready {
-            Some(ready) => ready.await,
-            None => std::future::pending().await,
-        }
-        self.ready = None;
-        OwnInput::Ready
+    async fn next(&mut self) -> Connections {
+        std::future::pending().await
     }
 }
 

@@ -12,7 +12,7 @@ use tonic::{Request, Response};
 
 use super::Shared;
 use super::device_health::HealthService;
-use super::handshake::{DraHandshake, Input, OwnInput};
+use super::handshake::{Connections, DraHandshake, Input};
 use super::service::Service;
 use crate::Answer;
 use crate::registration::{BindError, Servers, Session, bind, is_number};
@@ -129,7 +129,7 @@ impl Session<DraHandshake> for PluginSession {
             ended = self.servers.next() => ended.map_or(Input::Closed, Input::ServerEnded),
             Some(verdict) = self.verdicts.recv() => Input::Registered(verdict),
             Ok(()) = self.connections.changed() => {
-                Input::Own(OwnInput::Connections(*self.connections.borrow_and_update()))
+                Input::Own(Connections(*self.connections.borrow_and_update()))
             }
         }
     }

@@ -17,8 +17,6 @@ type Happening = worlds::Happening<Own>;
 /// An event of the kubelet or of the GPUs.
 #[derive(Clone, Debug)]
 enum Own {
-    /// GPUs are known, and the host is scanned.
-    Ready,
     /// The kubelet finds the socket and registers the plugin, or refuses it.
     Registers(bool),
     Connects,
@@ -34,8 +32,6 @@ enum Own {
 /// A kubelet, and its records of our sockets.
 #[derive(Debug, Default)]
 struct Kubelet {
-    /// True once the plugin may bind.
-    ready: bool,
     /// The last verdict on these sockets.
     verdict: Option<bool>,
     connections: usize,
@@ -54,7 +50,7 @@ fn connections(world: &mut World, open: usize) {
     if world.socket.is_some_and(|socket| !socket.ended) && kubelet.connections != open {
         kubelet.away = kubelet.verdict == Some(true) && open == 0;
         kubelet.connections = open;
-        world.feed(Input::Own(OwnInput::Connections(open)));
+        world.feed(Input::Own(Connections(open)));
     }
 }
 
@@ -62,10 +58,9 @@ fn connections(world: &mut World, open: usize) {
 fn spurious(world: &mut World, which: u8) {
     let (before, open) = (world.phase(), world.neighbour.connections);
     let input = match which % 3 {
-        0 if world.neighbour.ready => Input::Own(OwnInput::Ready),
-        1 if world.socket.is_none() => Input::Registered(Ok(())),
-        2 if world.socket.is_none() => Input::Registered(Err("late".to_owned())),
-        _ => Input::Own(OwnInput::Connections(open)),
+        0 if world.socket.is_none() => Input::Registered(Ok(())),
+        1 if world.socket.is_none() => Input::Registered(Err("late".to_owned())),
+        _ => Input::Own(Connections(open)),
     };
     world.feed(input);
     assert_eq!(world.phase(), before);
@@ -81,7 +76,7 @@ impl Neighbour for Kubelet {
     const MAX_WAIT: Duration = OFFER;
 
     fn machine(seed: u64) -> RegistrationMachine<DraHandshake> {
-        RegistrationMachine::new(LIMITS, Phase::WaitingForGpus, DraHandshake::new(OFFER), seed)
+        RegistrationMachine::new(LIMITS, Phase::WaitingForKubelet, DraHandshake::new(OFFER), seed)
     }
 
     fn kubelet(_: u64) {}
@@ -96,7 +91,7 @@ impl Neighbour for Kubelet {
     }
 
     fn bound(&mut self) {
-        *self = Self { ready: self.ready, ..Self::default() };
+        *self = Self::default();
     }
 
     fn ended(&mut self) {}
@@ -107,7 +102,6 @@ impl Neighbour for Kubelet {
 
     fn check(world: &World) {
         let (phase, kubelet) = (world.phase(), &world.neighbour);
-        assert!(kubelet.ready || !world.binding, "binds before GPUs are known");
         assert!(!phase.is_open() || kubelet.verdict != Some(false), "{phase:?}, and the kubelet refused these sockets");
         match phase {
             Phase::Offered => assert!(kubelet.verdict.is_none(), "waits for a verdict that the kubelet gave"),
@@ -124,10 +118,6 @@ impl Neighbour for Kubelet {
         let socket = world.socket.filter(|socket| socket.stands && socket.served);
         let (open, can_find) = (world.neighbour.connections, socket.is_some() && world.kubelet.is_some());
         match happening {
-            Own::Ready => {
-                world.neighbour.ready = true;
-                world.feed(Input::Own(OwnInput::Ready));
-            }
             Own::Registers(ok) if can_find => {
                 world.neighbour.verdict = Some(ok);
                 world.neighbour.away = false;
@@ -137,7 +127,6 @@ impl Neighbour for Kubelet {
             Own::Connects => connections(world, open + 1),
             Own::Disconnects => connections(world, open.saturating_sub(1)),
             Own::AllWell => {
-                does(world, Own::Ready);
                 world.happens(Happening::BindEnds(true));
                 does(world, Own::Registers(true));
                 does(world, Own::Connects);
@@ -162,9 +151,6 @@ impl Neighbour for Kubelet {
 
     /// Answers everything well. If `lost`, the kubelet misses the socket or does not come back.
     fn works(world: &mut World, lost: bool) {
-        if !world.neighbour.ready {
-            does(world, Own::Ready);
-        }
         if !lost && world.phase().is_open() {
             if world.neighbour.verdict.is_none() {
                 does(world, Own::Registers(true));
@@ -177,7 +163,6 @@ impl Neighbour for Kubelet {
 
     fn happening() -> BoxedStrategy<Own> {
         prop_oneof![
-            2 => Just(Own::Ready),
             6 => prop::bool::weighted(0.8).prop_map(Own::Registers),
             6 => Just(Own::Connects),
             4 => Just(Own::Disconnects),
@@ -217,7 +202,6 @@ proptest! {
     ) {
         let mut world = World::new(seed);
         world.happens(Happening::KubeletNew);
-        does(&mut world, Own::Ready);
         for round in 0..1000 {
             let fail = match fails[round % fails.len()] {
                 0 => Happening::KubeletGone,
@@ -246,16 +230,10 @@ proptest! {
     }
 }
 
-/// The kubelet's folder exists, and no GPU is known.
-fn new() -> World {
+fn offered() -> World {
     let mut world = World::new(0);
     world.happens(Happening::KubeletNew);
-    world
-}
-
-fn offered() -> World {
-    let mut world = new();
-    assert_eq!(does(&mut world, Own::Ready), [Action::Bind]);
+    assert!(matches!(world.done.last(), Some((_, Action::Bind))), "{:?}", world.done);
     world.happens(Happening::BindEnds(true));
     assert_eq!(world.phase(), Phase::Offered);
     world
@@ -279,9 +257,12 @@ fn disconnected() -> World {
 #[test]
 fn missing_folder_is_waited_for_and_reported_once() {
     let mut world = World::new(0);
-    assert_eq!(does(&mut world, Own::Ready), [Action::ReportWaiting("there is none".to_owned())]);
-    world.happens(Happening::KubeletTouched);
-    assert_eq!((world.phase(), world.done.len()), (Phase::WaitingForKubelet, 1));
+    for _ in 0..2 {
+        world.happens(Happening::KubeletTouched);
+        let reported: Vec<_> = world.done.iter().map(|(_, action)| action.clone()).collect();
+        assert_eq!(reported, [Action::ReportWaiting("there is none".to_owned())]);
+    }
+    assert_eq!(world.phase(), Phase::WaitingForKubelet);
     world.happens(Happening::KubeletNew);
     assert!(world.binding);
 }
