@@ -34,7 +34,7 @@ const KUBELET_RESTARTED: &str = "kubelet.sock is gone or new: the kubelet restar
 /// The deadlines.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Limits {
-    /// Register, from the call to its answer.
+    /// The time from Register to its answer; also the time for a detachment.
     pub register: Duration,
     /// The time between that answer and an open ListAndWatch.
     pub stream: Duration,
@@ -116,7 +116,7 @@ pub(super) struct DevicePluginHandshake {
     is_doubted: bool,
     /// The number of streams that the kubelet holds in this session.
     streams: usize,
-    /// True while another plugin of this resource is left that existed when our socket was bound.
+    /// True while a plugin of this resource that is older than our socket still runs.
     has_predecessor: bool,
     /// True if the kubelet may see the end of that plugin after our registration, which the end must not affect.
     must_detach: bool,
@@ -177,8 +177,8 @@ impl DevicePluginHandshake {
         self.ask = Some(now + if self.is_doubted { ASK_AGAIN_DELAY } else { ASK_INTERVAL });
     }
 
-    /// Detaches or serves: PodResources lists our devices. The plugin before us may still have a stream, whose end must
-    /// not end our registration.
+    /// Detaches or serves: PodResources lists our devices, or does not answer. The plugin before us may still have a
+    /// stream, whose end must not end our registration.
     fn confirmed(&mut self, attempts: &mut Attempts, now: Duration) {
         if std::mem::take(&mut self.must_detach) {
             self.enter(attempts, Phase::Detaching, Some(now + self.limits.register));
@@ -211,8 +211,8 @@ impl DevicePluginHandshake {
         }
     }
 
-    /// Prepares another registration, after a plugin that registered after us has ended: the kubelet may have no client
-    /// under the name.
+    /// Prepares another registration in the phase Serving, and otherwise ends the session: a plugin that registered
+    /// after us has ended, and the kubelet may have no client under the name.
     fn overtaken(&mut self, attempts: &mut Attempts, now: Duration) {
         if attempts.phase() != Phase::Serving {
             return attempts.end_if_open("another plugin of the resource registered after ours and ended", now);
@@ -229,7 +229,7 @@ impl DevicePluginHandshake {
 impl Handshake for DevicePluginHandshake {
     type Phase = Phase;
     type Kubelet = FileId;
-    /// True while another plugin of this resource is left that existed when our socket was bound.
+    /// True while a plugin of this resource that is older than our socket still runs.
     type Others = bool;
     /// True if another plugin of this resource exists.
     type Bound = bool;

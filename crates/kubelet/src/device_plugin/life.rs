@@ -73,7 +73,7 @@ impl Plugin {
     }
 }
 
-/// The plugin, and what its calls need.
+/// A running plugin.
 struct DevicePlugin {
     shared: Shared,
     renew: watch::Receiver<u64>,

@@ -1,9 +1,10 @@
 //! [`Narrowing`]: detects that the kubelet offered fewer devices than are free.
 //!
-//! Called by `service` for each request. Pure. The kubelet does not say which devices are in use, but a device that it
-//! once offered stays free until Allocate names the device: the only way into a container. A kubelet without a
-//! Topology Manager offers every free device each time. So the kubelet held back a healthy device that is
-//! known to be free and is missing in a request. Devices that the answer must include were chosen by the kubelet too.
+//! Called by `service` for each GetPreferredAllocation and Allocate. Pure. The kubelet does not say which devices are
+//! in use, but a device that it once offered stays free until Allocate names the device: the only way into a container.
+//! A kubelet without a Topology Manager offers every free device each time. So the kubelet held back a healthy device
+//! that is known to be free and is missing in a request. Devices that the answer must include narrow a request too: the
+//! kubelet chose them.
 
 use std::collections::BTreeSet;
 

@@ -42,9 +42,9 @@ const IDLE_ASK_INTERVAL: Duration = Duration::from_secs(30);
 /// The holders of devices, as the kubelet lists them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Holders {
-    /// The holders; `None` if the kubelet could not be asked.
+    /// The holders; `None` without an answer.
     pub held: Option<Holdings>,
-    /// The cause where the devices of init containers are missing.
+    /// The reason why the devices of init containers are missing, if they are.
     pub without_init_containers: Option<String>,
 }
 
@@ -177,9 +177,9 @@ async fn holders_after(sources: &HolderSources, containers: &mut ListedContainer
 /// Polls the holders until `shutdown`.
 ///
 /// While `often` is true, because the state waits for an answer, pauses grow from a second as long as the answers are
-/// the same; else a pause is 30 s. A change of `often` resets the pauses, and two questions are at least a second
-/// apart. `new_state` resets the pauses too, and a question follows at once: a state that was just made has seen no
-/// answer.
+/// the same; else a pause is 30 s. A change of `often` resets the pauses, and the next question comes at least a
+/// second after the last. `new_state` resets the pauses too, and a question follows at once: a state that was just made
+/// has seen no answer.
 ///
 /// After a failure the holders are unknown until the next answer. Every answer is published, even one that equals the
 /// last, because an orphan leaves the device list when two lists of holders in a row lack it.
@@ -259,7 +259,7 @@ pub struct Stock {
     pub held: usize,
 }
 
-/// Reads the stock of each resource that has a healthy device; `None` if the kubelet cannot be asked.
+/// Reads the stock of each resource that has a healthy device; `None` without an answer.
 pub async fn stock(socket: &Path) -> Option<BTreeMap<String, Stock>> {
     let (allocatable, held) = (allocatable(socket).await?, listed(socket).await?);
     let held: Devices =

@@ -64,7 +64,7 @@ fn is_alive(path: &Path) -> bool {
     FileId::of_socket(path).is_some() && !uds::is_dead(path)
 }
 
-/// The path of a socket of ours for this resource, with this random number in its name.
+/// The path and the file name of a socket of ours for this resource, with this random number in the name.
 pub(super) fn socket_path(settings: &Settings, resource: &ResourceName, random: u64) -> (PathBuf, String) {
     let folder = files::folder(&settings.kubelet_socket);
     // The number is new each time: a kubelet may still hold a connection to an earlier socket.
@@ -111,7 +111,7 @@ impl PluginSession {
         Ok(name)
     }
 
-    /// Returns true while another plugin of this resource is left that existed when our socket was bound.
+    /// Returns true while a plugin of this resource that is older than our socket still runs.
     pub fn has_predecessor(&mut self) -> bool {
         self.predecessors.retain(|path| is_alive(path));
         !self.predecessors.is_empty()
