@@ -34,8 +34,8 @@ pub fn nvlink(capability: Option<ComputeCapability>) -> u32 {
 const MAX_NVLS_HEADS: u64 = 32;
 
 /// The bus bandwidth of an all-reduce with NVLink SHARP over `gpus` GPUs behind one NVSwitch plane, MB/s, by NCCL's
-/// model (docs/bandwidth.md). `port` is their smallest port, `capability` their lowest capability. `None` before
-/// Hopper, for fewer than two GPUs and for a port of 0.
+/// model (docs/bandwidth.md). `port` is the bandwidth of their narrowest port, MB/s, `capability` their lowest
+/// capability. `None` before Hopper, for fewer than two GPUs and for a port of 0.
 ///
 /// The formula is 2 × e × `port` × (h - 1) / (h + 1), where h is `gpus`, at most 32. Each of h GPUs pulls a part of
 /// the sum from the switches. A port carries all these parts, that of its own GPU twice: h + 1 parts

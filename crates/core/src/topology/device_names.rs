@@ -54,7 +54,7 @@ pub(crate) fn names(gpus: &[Gpu], mig_devices: &[MigDevice]) -> BTreeMap<String,
     }
     for (place, mig) in mig_devices.iter().enumerate() {
         let Some(Some(gpu)) = gpu_names.get(mig.parent) else { continue };
-        // NVIDIA names a GPU instance, so a device that is one of several compute instances in it has no such name.
+        // NVIDIA names a GPU instance, so a device with only a part of it has no such name.
         let slot = mig.slot().filter(|_| mig.profile.compute_slices == mig.profile.gpu_slices);
         let by_placement = slot.map(|slot| slot_name(gpu, mig.profile, slot));
         let MigDevice { gpu_instance, compute_instance, .. } = mig;
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_or_repeated_minor_is_named_by_address() {
+    fn gpu_without_own_minor_is_named_by_address() {
         let topology = node(
             "[{\"index\": 0, \"uuid\": \"GPU-0\", \"pci\": \"0000:3b:00.0\", \"minor\": 1}, \
               {\"index\": 1, \"uuid\": \"GPU-1\", \"pci\": \"0000:5e:00.0\", \"minor\": 1}, \

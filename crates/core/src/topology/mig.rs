@@ -283,7 +283,7 @@ impl MigProfile {
 ///
 /// It is not the device's memory but its share of the GPU's memory, in eighths (go-nvlib,
 /// pkg/nvlib/device/mig_profile.go): e × G / 8, rounded, where e is 8 × `memory_mib` / `gpu_memory_mib`, rounded up,
-/// and G is the GPU's memory in GiB, rounded up. If G is unknown, it is the device's memory in GiB, rounded up.
+/// and G is the GPU's memory in GiB, rounded up. If G is unknown, the name has the device's memory in GiB, rounded up.
 fn name_gb(memory_mib: u64, gpu_memory_mib: Option<u64>) -> u64 {
     match gpu_memory_mib {
         Some(total @ 1..) => {
@@ -330,8 +330,8 @@ impl FromStr for MigProfile {
 /// The most memory slices of a GPU.
 const MAX_SLICES: u32 = 8;
 
-/// The most slots of one GPU that linkwise considers. An H200 has some 40; NVML could report any number.
-const MAX_SLOTS: usize = 128;
+/// The most [`MigSlot`]s of one GPU that linkwise considers. An H200 has some 40; NVML could report any number.
+const MAX_MIG_SLOTS: usize = 128;
 
 /// The longest name, in bytes: a DNS label.
 const MAX_NAME: usize = 63;
@@ -380,7 +380,7 @@ pub fn possible_mig(topology: &NodeTopology) -> Vec<PossibleMig<'_>> {
                 let name = slot_name(&gpu_name, profile, slot);
                 let ends = placement.start.saturating_add(placement.size);
                 let is_sane = placement.size > 0 && ends <= MAX_SLICES && name.len() <= MAX_NAME;
-                if is_sane && own.len() < MAX_SLOTS && names.insert(name.clone()) {
+                if is_sane && own.len() < MAX_MIG_SLOTS && names.insert(name.clone()) {
                     own.push(PossibleMig { name, gpu: place, kind, profile, slot });
                 }
             }

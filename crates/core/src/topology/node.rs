@@ -67,7 +67,7 @@ pub struct Gpu {
     /// The bandwidth of its port on the NVSwitch plane, MB/s; 0 without a port.
     #[serde(skip)]
     pub nvswitch_port: u32,
-    /// The observation of this GPU, without the parts that are in the graph: its NVLinks, peers and MIG devices.
+    /// The observation of this GPU, without its NVLinks, its MIG devices and the facts about pairs of GPUs.
     #[serde(skip)]
     pub facts: Arc<GpuObservation>,
     /// The PCIe root above it, by the kernel's name, such as `pci0000:17`.
@@ -85,18 +85,18 @@ pub struct Gpu {
     pub class: Option<DisplayClass>,
 }
 
-/// One network card: a PCI function with its interfaces.
+/// One NIC: a PCI function with its network interfaces.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Nic {
     /// The interfaces' names, RDMA devices first.
     pub names: Vec<String>,
     /// RDMA if any of its interfaces is.
     pub kind: NicKind,
-    /// The card's PCI address.
+    /// Its PCI address.
     pub pci: Option<PciAddress>,
     /// The rate of its RDMA ports together, or of its Ethernet ports if it has no RDMA port, Mbit/s.
     pub mbps: Option<u32>,
-    /// The card's GUID, if it has RDMA.
+    /// The GUID of its card, if it has RDMA.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub system_guid: Option<Guid>,
     /// The GUIDs of its InfiniBand ports.
@@ -188,7 +188,7 @@ impl NodeTopology {
         self.pairs.get(a, b).rank
     }
 
-    /// The number of NVLinks between two GPUs; behind NVSwitches, that of the narrower port.
+    /// The number of direct NVLinks between two GPUs; on one NVSwitch plane, plus that of the narrower port.
     pub fn nvlink_count(&self, a: usize, b: usize) -> u32 {
         self.pairs.get(a, b).nvlinks.count
     }
@@ -244,7 +244,7 @@ impl NodeTopology {
         &self.mig_devices
     }
 
-    /// The network cards.
+    /// The NICs.
     pub fn nics(&self) -> &[Nic] {
         &self.nics
     }
@@ -415,7 +415,7 @@ fn narrower(a: Option<PcieLink>, b: Option<PcieLink>) -> u32 {
     carries(a).min(carries(b))
 }
 
-/// The network cards with their ranks to the GPUs: interfaces of one PCI function are one card.
+/// The NICs with their ranks to the GPUs: the interfaces of one PCI function are one NIC.
 fn nics(tree: &PciTree<'_>, gpus: &[Place]) -> Vec<Nic> {
     let mut nics = Vec::new();
     for Function { seen, place, .. } in &tree.functions {

@@ -12,7 +12,7 @@ use super::warning::TopologyWarning;
 /// The NVLinks between two GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct NvLinks {
-    /// The number of links; for two GPUs on one plane, that of the narrower port.
+    /// The number of direct links; for two GPUs on one plane, plus that of the narrower port.
     pub count: u32,
     /// Their bandwidth, MB/s.
     pub mbps: u32,

@@ -468,7 +468,7 @@ pub enum PciKind {
     Switch,
     /// A GPU.
     Gpu,
-    /// A network card; its interfaces are in `nics`.
+    /// A NIC; its interfaces are in `nics`.
     Nic,
 }
 

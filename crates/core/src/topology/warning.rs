@@ -31,7 +31,7 @@ pub enum TopologyWarning {
         pci: PciAddress,
         /// The GPU kept.
         other: PciAddress,
-        /// Their common name.
+        /// The UUID of both.
         uuid: GpuUuid,
     },
     /// Two MIG devices have one UUID, which is one device id: the second one cannot be offered.
@@ -193,7 +193,7 @@ impl Oddity {
 }
 
 /// The fewest GPUs of a model among which one can be odd: of two, neither is.
-const MIN_EQUALS: usize = 3;
+const MIN_OF_MODEL: usize = 3;
 
 /// Finds the GPUs of unknown NVLinks, and for each kind of difference the one GPU that differs from all others of its
 /// model.
@@ -223,7 +223,7 @@ pub(super) fn odd_gpus(
         let (one, two) = (observed(a)?, observed(b)?);
         Some(one.p2p_refused.contains_key(&two.index) || two.p2p_refused.contains_key(&one.index))
     };
-    for places in models.into_values().filter(|places| places.len() >= MIN_EQUALS) {
+    for places in models.into_values().filter(|places| places.len() >= MIN_OF_MODEL) {
         let has_p2p = |place: usize| {
             let mut others = places.iter().filter(|other| **other != place);
             Some(u32::from(!others.all(|other| is_refused(place, *other) == Some(true))))
