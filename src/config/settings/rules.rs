@@ -1,4 +1,5 @@
-//! The rules between settings. Each setting is valid on its own, and may come from any source.
+//! The checks of settings that are valid on their own: conflicts between settings or between items of a list, refused
+//! strategies, and values without effect.
 
 use super::file::{Finding, Severity};
 use super::lists::{Item, Lists};

@@ -71,7 +71,7 @@ impl<T: 'static> Row<T> {
         let flag = self.flag.and_then(|(flag, _)| Some((sources.flags.get(flag)?, Origin::Flag(flag))));
         let variables = self.variables.iter().filter_map(|variable| {
             let text = sources.environment.get(variable)?;
-            // An empty variable is false where the NVIDIA plugin expects a boolean.
+            // An empty variable of a boolean is false, as for the NVIDIA plugin.
             let text = if text.is_empty() && self.takes("BOOL") { "false" } else { text };
             Some((text.to_owned(), Origin::Environment(variable)))
         });
@@ -79,7 +79,8 @@ impl<T: 'static> Row<T> {
         let file = sources.file.at(self.key).map(|node| (node.value.clone(), Origin::File(node.line)));
         let mut chosen = None;
         for (value, origin) in words.chain(file) {
-            // Other empty texts count as unset: Helm charts set flags and variables to empty texts.
+            // Except for OUTPUT and BOOL, an empty text counts as unset: Helm charts set flags and variables to empty
+            // texts.
             if value.text() == Some("") && !self.takes("OUTPUT") && !self.takes("BOOL") {
                 continue;
             }
@@ -135,7 +136,7 @@ impl Args for Flags {
 /// The prefix of linkwise's own variables.
 const PREFIX: &str = "LINKWISE_";
 
-/// The settings' variables and their texts.
+/// The variables that settings have or had, and their texts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Environment(BTreeMap<String, String>);
 
@@ -162,13 +163,13 @@ impl Environment {
         self.0.get(variable).map(String::as_str)
     }
 
-    /// The variables of this process with linkwise's prefix that no setting and no command reads. `known` has those
-    /// that commands read. Leaves out the variables that the kubelet sets for a Service called linkwise.
-    pub fn unknown(known: &BTreeSet<String>) -> Vec<String> {
+    /// The variables of this process with linkwise's prefix that no setting and no command reads. `of_commands` has
+    /// those that commands read. Leaves out the variables that the kubelet sets for a Service called linkwise.
+    pub fn unknown(of_commands: &BTreeSet<String>) -> Vec<String> {
         #[expect(clippy::disallowed_methods, reason = "config may read argv and the environment")]
         let set = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
         let of_service = |name: &str| name.contains("_SERVICE_") || name.contains("_PORT");
-        let is_known = |name: &str| known.contains(name) || Self::known().any(|other| other == name);
+        let is_known = |name: &str| of_commands.contains(name) || Self::known().any(|other| other == name);
         set.filter(|name| name.starts_with(PREFIX) && !of_service(name) && !is_known(name)).collect()
     }
 

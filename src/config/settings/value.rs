@@ -24,7 +24,7 @@ const MAX_DEVICES: u32 = 1024;
 /// A value as it was written.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Value {
-    /// A text of the command line or of a variable.
+    /// A text that may stand for a number or a boolean, such as one of the command line or of a variable.
     Word(String),
     Null,
     Bool(bool),
@@ -80,7 +80,7 @@ impl Value {
     }
 }
 
-/// True or false; as a text, by [`go_boolean`].
+/// True or false; a [`Value::Word`] is read by [`go_boolean`].
 pub(super) fn boolean(value: &Value) -> Result<bool, String> {
     let read = match value {
         Value::Bool(value) => Some(*value),
@@ -179,7 +179,7 @@ pub(super) fn path(value: &Value) -> Result<PathBuf, String> {
     value.or_refused(text.map(PathBuf::from), "a path")
 }
 
-/// A path, or nothing.
+/// A path, or an empty text.
 pub(super) fn path_or_empty(value: &Value) -> Result<PathBuf, String> {
     if value.text() == Some("") { Ok(PathBuf::new()) } else { path(value) }
 }

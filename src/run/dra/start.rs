@@ -63,7 +63,7 @@ impl Start {
     }
 }
 
-/// Reads which rights DRA needs and lacks.
+/// Reads which of the rights that DRA needs are missing.
 #[derive(Clone, Debug)]
 pub(in crate::run) struct RightsReader {
     has_node_name: bool,

@@ -1,7 +1,7 @@
 //! The facts of the host for a node's labels, and the file by which NFD gets the labels.
 //!
 //! `host` reads the machine's type, and NVIDIA's capability in a PCI configuration space; [`LabelsFile`] writes NFD's
-//! file. Called by the program, which owns the tasks, and by `linkwise labels`. `publish::labels` decides which labels
+//! file. Called by `src/run`, which owns the tasks, and by `src/commands`. `publish::labels` decides which labels
 //! there are; nothing here speaks to NVML or to an API server.
 //!
 //! NFD reads every file of its folder whose name does not begin with a dot, and removes the labels from the node when
