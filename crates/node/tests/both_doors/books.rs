@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-/// The MIG devices of the machine while their GPU is in MIG mode: GPU, number, GPU instance, compute instance.
+/// The MIG devices of the machine while their GPU is in MIG mode: GPU, index, GPU instance, compute instance.
 const MIG: [(u8, u8, u8, u8); 6] = [(2, 0, 1, 0), (2, 1, 2, 0), (2, 2, 2, 1), (3, 0, 7, 0), (3, 1, 8, 0), (3, 4, 3, 0)];
 
 /// The number of GPUs of the machine; the last two have MIG devices.
@@ -65,8 +65,8 @@ pub struct Books {
 }
 
 impl Books {
-    /// Gives parts to a pod's container; the flag of a part is true for a slot. Fails if another pod has one of them,
-    /// unless both have it as slots of the device plugin.
+    /// Gives parts to a pod's container; the flag of a part is true for a slot. Fails if one overlaps a part of
+    /// another pod, unless both are slots.
     pub fn take(&mut self, pod: &str, parts: Vec<(Part, bool)>) -> Result<(), String> {
         for (part, slot) in &parts {
             for (other, held) in self.held.iter().filter(|(other, _)| *other != pod) {

@@ -1,6 +1,6 @@
 //! A model of the kubelet: its records and its lists. Its device manager chooses from a list that may be old, and
-//! records a pod a moment after the device plugin has answered. A new kubelet at first lists no container, only its
-//! checkpoint.
+//! records a pod a moment after the device plugin has answered. The first list of a new kubelet has no container: only
+//! its checkpoint has the devices.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -10,8 +10,9 @@ use linkwise_core::state::{ClaimedDevice, Health, Holdings, NodeState};
 
 use super::books::Part;
 
-/// The longest time from the answer to Allocate until the device is in the kubelet's records. linkwise asks
-/// at most once a second (`MIN_ASK_INTERVAL` of `device_plugin::pod_resources`), so the second list has the device.
+/// The longest time from the answer to Allocate until the device is in the kubelet's records. linkwise asks at most
+/// once a second (`MIN_ASK_INTERVAL` of `device_plugin::pod_resources`), so the second list after the answer has the
+/// device.
 pub const BOOKED_WITHIN: Duration = Duration::from_millis(900);
 
 /// The devices that a pod got from the device plugin.
