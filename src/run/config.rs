@@ -12,7 +12,7 @@ use tokio::sync::mpsc;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 
-use super::dra::start::{MissingRight, RightsReader};
+use super::dra::start::{MissingRequirement, RequirementsReader};
 use crate::config::settings::{ConfigError, Finding, Loaded, Severity, load_text};
 use crate::config::{Environment, FileWatch, Flags, Settings};
 use linkwise_core::errors::chain;
@@ -20,8 +20,8 @@ use linkwise_core::state::{Door, Event};
 use linkwise_node::readiness::{Part, Readiness};
 use linkwise_system::metrics::new;
 
-/// The time between two checks of the rights that DRA lacks.
-const RIGHTS_INTERVAL: Duration = Duration::from_secs(10);
+/// The time between two checks of the requirements that DRA lacks.
+const LACKS_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Makes and registers the metric that reports whether the configuration that was read last is in use. A process starts
 /// with a valid one.
@@ -52,10 +52,10 @@ pub(super) struct Reloader {
     pub settings: Settings,
     pub valid: Gauge,
     pub events: mpsc::Sender<Event>,
-    pub rights: RightsReader,
-    /// The rights for DRA that were missing at the last check. Without them the GPUs stay with the device plugin, and
-    /// the node is not ready.
-    pub lacks: Vec<MissingRight>,
+    pub requirements: RequirementsReader,
+    /// The requirements of DRA that were missing at the last check. Without them the GPUs stay with the device plugin,
+    /// and the node is not ready.
+    pub lacks: Vec<MissingRequirement>,
     pub readiness: Readiness,
     /// Cancelled before `shutdown` if the node is to be served again, through the other door.
     pub serve_again: CancellationToken,
@@ -63,10 +63,10 @@ pub(super) struct Reloader {
 }
 
 impl Reloader {
-    /// Records the missing rights because of which GPUs that are to go through DRA stay with the device plugin. Logs
-    /// the same rights once.
-    pub fn record_lacks(&mut self, lacks: Vec<MissingRight>) {
-        let why: Vec<String> = lacks.iter().map(MissingRight::to_string).collect();
+    /// Records the missing requirements because of which GPUs that are to go through DRA stay with the device plugin.
+    /// Logs the same requirements once.
+    pub fn record_lacks(&mut self, lacks: Vec<MissingRequirement>) {
+        let why: Vec<String> = lacks.iter().map(MissingRequirement::to_string).collect();
         let why = why.join("; ");
         self.readiness.add(Part::Dra, "GPUs stay with the device plugin");
         self.readiness.trouble(&Part::Dra, why.clone());
@@ -77,12 +77,12 @@ impl Reloader {
     }
 
     /// If the wanted door is not the present one, ends this start, so that the node is served again, and returns true.
-    /// If the device plugin serves and DRA lacks a right, sets `wanted` to the device plugin.
+    /// If the device plugin serves and DRA lacks a requirement, sets `wanted` to the device plugin.
     async fn change_door(&mut self, wanted: &mut Door, reason: &str) -> bool {
         let now = self.settings.dra_gpus.value;
-        let lacks = if *wanted == Door::Dra { self.rights.lacks().await } else { Vec::new() };
+        let lacks = if *wanted == Door::Dra { self.requirements.lacks().await } else { Vec::new() };
         if !lacks.is_empty() {
-            // If DRA serves and has lost a right, the part that needs the right reports it.
+            // If DRA serves and has lost a requirement, the part that needs it reports the loss.
             if now == Door::Plugin {
                 self.record_lacks(lacks);
                 *wanted = now;
@@ -111,7 +111,7 @@ impl Reloader {
             (reason, text) = tokio::select! {
                 text = file.changed() => ("the file changed", text),
                 _ = hangup.recv() => ("SIGHUP", file.read().await),
-                () = sleep(RIGHTS_INTERVAL), if !self.lacks.is_empty() => ("DRA lacked rights", file.read().await),
+                () = sleep(LACKS_INTERVAL), if !self.lacks.is_empty() => ("DRA lacked requirements", file.read().await),
             };
         }
     }

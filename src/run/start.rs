@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use super::cdi_sync::{self, CdiSync, PreparedInjection};
 use super::config::{self, Reloader, valid_metric};
 use super::dra;
-use super::dra::start::{MissingRight, RightsReader};
+use super::dra::start::{MissingRequirement, RequirementsReader};
 use super::driver::{driver_of, gate};
 use super::operators::{answer_probes, bind_admin, serve_operators};
 use super::{condition, events, labels, mps};
@@ -44,8 +44,8 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     config::log(&findings);
     refuse_wsl(args, &settings)?;
     let state_dir = args.state_dir.clone().or_else(|| keeper::default_folder(&settings.kubelet_socket.value));
-    let rights = RightsReader::new(&settings, args.node_name.as_deref(), &args.api);
-    let dra = dra::start::start(settings.dra_gpus.value, state_dir.as_deref(), &rights).await;
+    let requirements = RequirementsReader::new(&settings, args.node_name.as_deref(), &args.api);
+    let dra = dra::start::start(settings.dra_gpus.value, state_dir.as_deref(), &requirements).await;
     if !dra.serves {
         settings.dra_gpus.value = Door::Plugin;
     }
@@ -84,7 +84,7 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     let away = driver.away.subscribe();
     node.spawn("NVML driver", driver.run());
     node.spawn("release", operator::show_driver(release.follow(), away, node.readiness.clone()));
-    let serve_again = follow_configuration(&mut node, args, settings, (rights, dra.lacks), hangup);
+    let serve_again = follow_configuration(&mut node, args, settings, (requirements, dra.lacks), hangup);
     if let Some(path) = admin_path {
         let orders = operator::orders(&node, &release);
         node.spawn("admin socket", serve_operators(path, admin, orders));
@@ -218,7 +218,7 @@ fn follow_configuration(
     node: &mut Node,
     args: &RunArgs,
     settings: Settings,
-    (rights, lacks): (RightsReader, Vec<MissingRight>),
+    (requirements, lacks): (RequirementsReader, Vec<MissingRequirement>),
     hangup: Signal,
 ) -> CancellationToken {
     let serve_again = CancellationToken::new();
@@ -227,7 +227,7 @@ fn follow_configuration(
         settings,
         valid: node.metrics().register(valid_metric),
         events: node.events(),
-        rights,
+        requirements,
         lacks: Vec::new(),
         readiness: node.readiness.clone(),
         serve_again: serve_again.clone(),

@@ -1,8 +1,8 @@
 //! The decision, at the start of a process, about its part in DRA.
 //!
-//! With the door DRA and all rights, the process publishes GPUs, and prepares and unprepares claims. Otherwise its GPUs
-//! go through the device plugin. The process then prepares no claim, and unprepares those that are left, with the
-//! rights that exist. If no claim is left, the DRA plugin does nothing.
+//! If the door is DRA and no requirement is missing, the process publishes GPUs, and prepares and unprepares claims.
+//! Otherwise its GPUs go through the device plugin. The process then prepares no claim, and unprepares those that are
+//! left, as far as the requirements are met. If no claim is left, the DRA plugin does nothing.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -20,9 +20,9 @@ use linkwise_kubelet::dra::has_checkpoints;
 /// The longest time that a start waits for one answer of the disk.
 const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A right or a value that a process lacks, and without which no GPU goes through DRA.
+/// A requirement that a process lacks, and without which no GPU goes through DRA.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(in crate::run) enum MissingRight {
+pub(in crate::run) enum MissingRequirement {
     #[error("DRA needs the node's name: set NODE_NAME (--node-name)")]
     NodeName,
     #[error("DRA needs the API server: KUBERNETES_SERVICE_HOST is not set (no pod?), and no --kubeconfig is given")]
@@ -44,15 +44,15 @@ pub(in crate::run) struct Start {
     pub has_api_server: bool,
     /// True if CDI specs are written for claims.
     pub has_cdi: bool,
-    /// The missing rights because of which GPUs that are to go through DRA stay with the device plugin.
-    pub lacks: Vec<MissingRight>,
+    /// The missing requirements because of which GPUs that are to go through DRA stay with the device plugin.
+    pub lacks: Vec<MissingRequirement>,
 }
 
 impl Start {
-    /// Decides by the configured door, the checkpoints of claims that are left, and the rights that are missing.
-    fn of(wanted: Door, has_claims: bool, lacks: Vec<MissingRight>) -> Self {
+    /// Decides by the configured door, the checkpoints of claims that are left, and the missing requirements.
+    fn of(wanted: Door, has_claims: bool, lacks: Vec<MissingRequirement>) -> Self {
         let serves = wanted == Door::Dra && lacks.is_empty();
-        let is_cdi = |lack: &MissingRight| matches!(lack, MissingRight::Cdi(_));
+        let is_cdi = |lack: &MissingRequirement| matches!(lack, MissingRequirement::Cdi(_));
         Self {
             serves,
             has_claims,
@@ -63,48 +63,48 @@ impl Start {
     }
 }
 
-/// Reads which of the rights that DRA needs are missing.
+/// Reads which requirements of DRA are missing.
 #[derive(Clone, Debug)]
-pub(in crate::run) struct RightsReader {
+pub(in crate::run) struct RequirementsReader {
     has_node_name: bool,
     api: ApiServerArgs,
     cdi: PathBuf,
 }
 
-impl RightsReader {
+impl RequirementsReader {
     pub fn new(settings: &Settings, node_name: Option<&str>, api: &ApiServerArgs) -> Self {
         let has_node_name = node_name.is_some_and(|name| !name.is_empty());
         Self { has_node_name, api: api.clone(), cdi: settings.cdi_dir.value.clone() }
     }
 
-    /// The missing rights. Waits at most a second for the disk.
-    pub async fn lacks(&self) -> Vec<MissingRight> {
+    /// The missing requirements. Waits at most a second for the disk.
+    pub async fn lacks(&self) -> Vec<MissingRequirement> {
         let (api, cdi) = (self.api.clone(), self.cdi.clone());
         let read = spawn_blocking(move || (api.has_credentials(), cdi::prepare(&cdi).map_err(|error| chain(&error))));
         let late = || (false, Err(format!("{} does not answer", self.cdi.display())));
         let read = timeout(READ_TIMEOUT, read).await.ok().and_then(Result::ok);
         let (has_credentials, cdi) = read.unwrap_or_else(late);
         let api = match (self.api.is_given(), has_credentials) {
-            (false, _) => Some(MissingRight::ApiServer),
-            (true, false) => Some(MissingRight::Token),
+            (false, _) => Some(MissingRequirement::ApiServer),
+            (true, false) => Some(MissingRequirement::Token),
             (true, true) => None,
         };
-        let name = (!self.has_node_name).then_some(MissingRight::NodeName);
-        name.into_iter().chain(api).chain(cdi.err().map(MissingRight::Cdi)).collect()
+        let name = (!self.has_node_name).then_some(MissingRequirement::NodeName);
+        name.into_iter().chain(api).chain(cdi.err().map(MissingRequirement::Cdi)).collect()
     }
 }
 
 /// Decides about the part of this process in DRA. A disk that hangs counts as if no claim were left.
-pub(in crate::run) async fn start(wanted: Door, state_dir: Option<&Path>, rights: &RightsReader) -> Start {
+pub(in crate::run) async fn start(wanted: Door, state_dir: Option<&Path>, requirements: &RequirementsReader) -> Start {
     let folder = state_dir.map(|folder| folder.join(CLAIMS));
     let has_claims = match folder {
         Some(folder) => timeout(READ_TIMEOUT, spawn_blocking(move || has_checkpoints(&folder))).await,
         None => Ok(Ok(false)),
     };
     let has_claims = matches!(has_claims, Ok(Ok(true)));
-    // Reading the rights makes the folder for CDI specs, which a node without DRA should not get.
-    let needs_rights = wanted == Door::Dra || has_claims;
-    Start::of(wanted, has_claims, if needs_rights { rights.lacks().await } else { Vec::new() })
+    // Reading the requirements makes the folder for CDI specs, which a node without DRA should not get.
+    let reads_requirements = wanted == Door::Dra || has_claims;
+    Start::of(wanted, has_claims, if reads_requirements { requirements.lacks().await } else { Vec::new() })
 }
 
 #[cfg(test)]
@@ -112,17 +112,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gpus_go_through_dra_only_with_all_rights() {
-        let cdi = || MissingRight::Cdi("read-only".to_owned());
+    fn gpus_go_through_dra_only_if_nothing_is_missing() {
+        use MissingRequirement::{ApiServer, Cdi, NodeName, Token};
+        let cdi = || Cdi("read-only".to_owned());
         let cases = [
             (Door::Dra, false, vec![], (true, true, true)),
             (Door::Dra, false, vec![cdi()], (false, false, false)),
             (Door::Dra, true, vec![cdi()], (false, true, false)),
-            (Door::Dra, true, vec![MissingRight::NodeName, MissingRight::Token, cdi()], (false, false, false)),
+            (Door::Dra, true, vec![NodeName, Token, cdi()], (false, false, false)),
             (Door::Plugin, false, vec![], (false, false, false)),
-            // Claims that are left are unprepared with the rights that exist.
+            // Claims that are left are unprepared as far as the requirements are met.
             (Door::Plugin, true, vec![], (false, true, true)),
-            (Door::Plugin, true, vec![MissingRight::ApiServer], (false, false, true)),
+            (Door::Plugin, true, vec![ApiServer], (false, false, true)),
         ];
         for (wanted, has_claims, lacks, (serves, has_api_server, has_cdi)) in cases {
             let start = Start::of(wanted, has_claims, lacks.clone());
