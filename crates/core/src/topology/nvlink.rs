@@ -1,4 +1,4 @@
-//! NVLinks: direct links by pair, and ports of GPUs behind NVSwitches by plane.
+//! NVLinks: direct links by pair, and ports by plane. A GPU's port is its active links to NVSwitches.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};

@@ -68,7 +68,7 @@ pub struct Settings {
     pub register_timeout: Duration,
     /// The kubelet's time to open ListAndWatch after Register.
     pub stream_timeout: Duration,
-    /// The time between two checks of the sockets where inotify reports nothing.
+    /// The longest time between two checks of the sockets.
     pub poll: Duration,
     /// True if inotify is used. Without inotify, polling remains.
     pub inotify: bool,
