@@ -1,5 +1,4 @@
-//! The checks of settings that are valid on their own: conflicts between settings or between items of a list, refused
-//! strategies, and values without effect.
+//! The checks of valid values: conflicts between settings or list items, refused strategies, values without effect.
 
 use super::file::{Finding, Severity};
 use super::lists::{Item, Lists};

@@ -79,8 +79,7 @@ impl<T: 'static> Row<T> {
         let file = sources.file.at(self.key).map(|node| (node.value.clone(), Origin::File(node.line)));
         let mut chosen = None;
         for (value, origin) in words.chain(file) {
-            // Except for OUTPUT and BOOL, an empty text counts as unset: Helm charts set flags and variables to empty
-            // texts.
+            // Empty texts count as unset, except for OUTPUT and BOOL: Helm charts set empty flags and variables.
             if value.text() == Some("") && !self.takes("OUTPUT") && !self.takes("BOOL") {
                 continue;
             }

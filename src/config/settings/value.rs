@@ -24,7 +24,7 @@ const MAX_DEVICES: u32 = 1024;
 /// A value as it was written.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Value {
-    /// A text that may stand for a number or a boolean, such as one of the command line or of a variable.
+    /// A text of a flag or variable, which may stand for a number or a boolean.
     Word(String),
     Null,
     Bool(bool),

@@ -64,10 +64,6 @@ impl ProbeError {
 
 /// Calls GetDevicePluginOptions, which changes nothing. ListAndWatch could take the kubelet's stream away, because many
 /// plugins feed only one.
-///
-/// # Errors
-///
-/// See [`ProbeError`].
 pub async fn probe(socket: &Path, limit: Duration) -> Result<(), ProbeError> {
     let ask = async {
         let (channel, _) = connect(socket).await.map_err(|error| match error {

@@ -34,7 +34,7 @@ const KUBELET_RESTARTED: &str = "kubelet.sock is gone or new: the kubelet restar
 /// The deadlines.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Limits {
-    /// The time from Register to its answer; also the time for a detachment.
+    /// The time from Register to its answer.
     pub register: Duration,
     /// The time between that answer and an open ListAndWatch.
     pub stream: Duration,
@@ -211,8 +211,8 @@ impl DevicePluginHandshake {
         }
     }
 
-    /// Prepares another registration in the phase Serving, and otherwise ends the session: a plugin that registered
-    /// after us has ended, and the kubelet may have no client under the name.
+    /// Prepares another registration in the phase Serving, otherwise ends the session: a plugin that registered after
+    /// us has ended, and the kubelet may have no client under the name.
     fn overtaken(&mut self, attempts: &mut Attempts, now: Duration) {
         if attempts.phase() != Phase::Serving {
             return attempts.end_if_open("another plugin of the resource registered after ours and ended", now);

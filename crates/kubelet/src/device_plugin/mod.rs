@@ -40,7 +40,7 @@ pub use life::{NoFolder, Plugin};
 pub use metrics::PluginMetrics;
 use reporter::Reporter;
 
-/// The resource, the settings, the snapshot and the reporter, which the parts of a running plugin share.
+/// The data that the parts of a running plugin share.
 #[derive(Clone)]
 struct Shared {
     resource: ResourceName,

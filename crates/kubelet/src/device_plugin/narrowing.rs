@@ -1,10 +1,9 @@
 //! [`Narrowing`]: detects that the kubelet offered fewer devices than are free.
 //!
-//! Called by `service` for each GetPreferredAllocation and Allocate. Pure. The kubelet does not say which devices are
-//! in use, but a device that it once offered stays free until Allocate names the device: the only way into a container.
-//! A kubelet without a Topology Manager offers every free device each time. So the kubelet held back a healthy device
-//! that is known to be free and is missing in a request. Devices that the answer must include narrow a request too: the
-//! kubelet chose them.
+//! Called by `service` for GetPreferredAllocation and Allocate. Pure. The kubelet does not say which devices are in
+//! use, but a device that it once offered stays free until Allocate names the device: the only way into a container. A
+//! kubelet without a Topology Manager offers every free device. So the kubelet held back a healthy device that is known
+//! to be free and is missing in a request. Devices that the answer must include also narrow it: the kubelet chose them.
 
 use std::collections::BTreeSet;
 

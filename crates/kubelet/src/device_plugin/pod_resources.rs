@@ -44,7 +44,7 @@ const IDLE_ASK_INTERVAL: Duration = Duration::from_secs(30);
 pub struct Holders {
     /// The holders; `None` without an answer.
     pub held: Option<Holdings>,
-    /// The reason why the devices of init containers are missing, if they are.
+    /// The reason why the devices of init containers are missing.
     pub without_init_containers: Option<String>,
 }
 

@@ -73,9 +73,9 @@ impl DevicePlugin for Service {
         Ok(Response::new(convert::options()))
     }
 
-    /// Sends the whole list at once, and then whenever it differs from the last one sent. Also sends it when a device
-    /// gets a holder that only the kubelet's checkpoint has: if that pod has ended, the kubelet removes it from the
-    /// file with the next list (`writeCheckpoint` in pkg/kubelet/cm/devicemanager/manager.go).
+    /// Sends the whole list at once, and again whenever it changes or a device gets a holder that only the kubelet's
+    /// checkpoint has: if that pod has ended, the kubelet removes it from the checkpoint with the next list
+    /// (`writeCheckpoint` in pkg/kubelet/cm/devicemanager/manager.go).
     async fn list_and_watch(&self, request: Request<wire::Empty>) -> Answer<Self::ListAndWatchStream> {
         let resource = self.shared.resource.clone();
         let open = self.may_be_kubelet(&request).then(|| Counted::new(&self.streams));

@@ -64,7 +64,7 @@ fn is_alive(path: &Path) -> bool {
     FileId::of_socket(path).is_some() && !uds::is_dead(path)
 }
 
-/// The path and the file name of a socket of ours for this resource, with this random number in the name.
+/// The path and the name of a socket of ours for this resource, with this random number in the name.
 pub(super) fn socket_path(settings: &Settings, resource: &ResourceName, random: u64) -> (PathBuf, String) {
     let folder = files::folder(&settings.kubelet_socket);
     // The number is new each time: a kubelet may still hold a connection to an earlier socket.

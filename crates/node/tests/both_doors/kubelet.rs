@@ -10,9 +10,8 @@ use linkwise_core::state::{ClaimedDevice, Health, Holdings, NodeState};
 
 use super::books::Part;
 
-/// The longest time from the answer to Allocate until the device is in the kubelet's records. linkwise asks at most
-/// once a second (`MIN_ASK_INTERVAL` of `device_plugin::pod_resources`), so the second list after the answer has the
-/// device.
+/// The longest time from the answer to Allocate until the kubelet's records have the device. linkwise asks at most once
+/// a second (`MIN_ASK_INTERVAL` of `device_plugin::pod_resources`), so the second list after the answer has it.
 pub const BOOKED_WITHIN: Duration = Duration::from_millis(900);
 
 /// The devices that a pod got from the device plugin.
