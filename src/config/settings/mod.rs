@@ -50,12 +50,11 @@ pub(super) const POD_RESOURCES_SOCKET: &str = "/var/lib/kubelet/pod-resources/ku
 /// The kubelet's usual folder in which DRA drivers register.
 pub(super) const DRA_REGISTRY: &str = "/var/lib/kubelet/plugins_registry";
 
-/// The default percentage of the machine's best below which an event is due. The bandwidths of NVLinks and PCIe paths
-/// mostly differ by a factor of two or more (docs/bandwidth.md), so the percentage lies between the best and half of
-/// it.
+/// The default percentage of the machine's best bandwidth below which an event is due. Bandwidths of NVLinks and PCIe
+/// paths mostly differ by a factor of two or more (docs/bandwidth.md), so it lies between the best and half of it.
 const EVENTS_BELOW: u8 = 75;
 
-/// A setting's effective value, and the source that it comes from.
+/// A setting's effective value and its origin.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Setting<T> {
     /// The effective value.

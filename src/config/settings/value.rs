@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn durations_are_read_as_go_reads_them() {
+    fn go_durations_without_minus_are_read() {
         let read = |text| match interval(&word(text)) {
             Ok(Interval::Every(time)) => Some(time),
             _ => None,
