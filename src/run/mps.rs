@@ -164,7 +164,7 @@ impl Demand {
     }
 }
 
-/// Locks the root against other daemon processes, as long as this one runs.
+/// Locks the root against another `mps-control-daemon`, as long as this one runs.
 fn lock(layout: &Layout) -> Result<File> {
     let root = layout.root();
     ensure!(

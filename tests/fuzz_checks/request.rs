@@ -108,7 +108,7 @@ fn request_in_numbers(bytes: &mut Bytes<'_>) -> RequestInNumbers {
 }
 
 impl RequestInNumbers {
-    /// The request on a machine: numbers below 252 become GPUs, if it has any; the rest, ids of no built-in machine.
+    /// The request on a machine: numbers below 252 become GPUs, if it has any; others, ids that built-in machines lack.
     fn on(&self, topology: &NodeTopology) -> AllocationRequest {
         let gpus = topology.gpus();
         let id = |&number: &usize| match gpus.get(number % gpus.len().max(1)) {

@@ -1,6 +1,6 @@
 //! A load of pods that start and end: admissions at a steady rate, one at a time, as in a kubelet.
 //!
-//! Started by `KubeletBox::load`. It admits and removes pods and keeps no books. Its result is the [`Tally`].
+//! Started by `KubeletBox::load`. It keeps no record of devices. Its result is the [`Tally`].
 
 use std::collections::VecDeque;
 use std::future::Future;

@@ -24,7 +24,7 @@ impl Quantity {
         }
         let number: i128 = format!("0{whole}{fraction:0<9}").parse().ok()?;
         let times = |base: i128, power: usize| number.checked_mul(base.checked_pow(u32::try_from(power).ok()?)?);
-        let value = match (binary(suffix), DECIMAL.iter().position(|one| *one == suffix)) {
+        let value = match (binary_power(suffix), DECIMAL.iter().position(|one| *one == suffix)) {
             (Some(power), _) => times(1024, power)?,
             // The first decimal suffix is one billionth, so that the power counts from billionths.
             (None, power) => (times(1000, power?)? + 999_999_999) / 1_000_000_000,
@@ -37,7 +37,7 @@ impl Quantity {
     pub fn canonical(text: &str) -> Option<String> {
         let quantity = Self::parse(text)?;
         let suffix = text.trim_start_matches(|c: char| !c.is_ascii_alphabetic());
-        Some(if binary(suffix).is_some() { quantity.binary() } else { shortest(quantity.0, 1000, &DECIMAL) })
+        Some(if binary_power(suffix).is_some() { quantity.binary() } else { shortest(quantity.0, 1000, &DECIMAL) })
     }
 
     /// Converts a whole number.
@@ -58,7 +58,7 @@ impl Quantity {
 }
 
 /// The power of 1024 that a suffix stands for; `None` for a decimal suffix.
-fn binary(suffix: &str) -> Option<usize> {
+fn binary_power(suffix: &str) -> Option<usize> {
     BINARY.iter().position(|one| *one == suffix).filter(|power| *power > 0)
 }
 

@@ -1,9 +1,9 @@
 //! The effective configuration: each setting with its value and the origin of that value.
 //!
 //! A flag wins over a variable, a variable over the file, the file over the default. Only the table in this file lists
-//! each single setting's key, reader, flag, variables and default, and whether a change applies at once.
-//! Plain data: `src/run` and `src/commands` build live objects from it, and `linkwise config show` prints it. Only
-//! [`load`], [`check`] and `read` touch the file system.
+//! a setting's key, reader, flag, variables and default, and whether a change applies at once (mappings and lists:
+//! `lists`). Plain data: `src/run` and `src/commands` build live objects from it, and `linkwise config show` prints it.
+//! Only [`load`], [`check`] and `read` touch the file system.
 
 mod file;
 mod lists;
@@ -134,7 +134,7 @@ pub fn plain(value: &Json) -> String {
     }
 }
 
-/// Makes [`Settings`], and all functions about single settings, from the table below.
+/// Makes [`Settings`], and all functions about the settings, from the table below.
 macro_rules! settings {
     (@flag) => { None };
     (@flag $flag:literal $takes:literal) => { Some(($flag, $takes)) };
@@ -222,7 +222,7 @@ macro_rules! settings {
         #[cfg(test)]
         const FLAGS: &[Option<(&str, &str)>] = &[$(rows::$field.flag,)+];
 
-        /// The keys of the single settings in a file: all but `configFile`.
+        /// The keys of the table's settings in a file: all but `configFile`.
         fn keys() -> impl Iterator<Item = &'static str> {
             [$($key,)+].into_iter().filter(|key| key.contains('.'))
         }

@@ -226,7 +226,7 @@ impl DeviceSelector {
     pub fn is(&self, gpu: &Gpu, mig: Option<&MigDevice>) -> bool {
         match (self, mig) {
             (Self::Index(index), None) => gpu.index == *index,
-            (Self::MigIndex(index, of), Some(mig)) => gpu.index == *index && mig.index == *of,
+            (Self::MigIndex(of, index), Some(mig)) => gpu.index == *of && mig.index == *index,
             (Self::Uuid(uuid), None) => gpu.uuid.as_str() == uuid,
             (Self::Uuid(uuid), Some(mig)) => mig.uuid.as_str() == uuid,
             (Self::Index(_), Some(_)) | (Self::MigIndex(..), None) => false,

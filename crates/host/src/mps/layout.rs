@@ -59,12 +59,12 @@ impl Layout {
         self.resource(resource).join(".started")
     }
 
-    /// The folder with a file for each GPU whose compute mode the daemon process set; see [`super::set_exclusive`].
+    /// The folder with a file for each GPU whose compute mode `mps-control-daemon` set; see [`super::set_exclusive`].
     pub fn exclusive(&self) -> PathBuf {
         self.root.join(".exclusive")
     }
 
-    /// The file that a daemon process locks to keep another one from the root.
+    /// The file that `mps-control-daemon` locks to keep another one from the root.
     pub fn lock(&self) -> PathBuf {
         self.root.join(".lock")
     }

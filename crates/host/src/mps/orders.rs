@@ -127,7 +127,7 @@ impl Layout {
     }
 }
 
-/// The GPUs that the daemon process set to EXCLUSIVE_PROCESS, by its records.
+/// The GPUs that `mps-control-daemon` set to EXCLUSIVE_PROCESS, by its records.
 pub fn exclusive_gpus(layout: &Layout) -> io::Result<BTreeSet<GpuUuid>> {
     let entries = match Path::read_dir(&layout.exclusive()) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeSet::new()),

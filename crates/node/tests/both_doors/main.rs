@@ -339,7 +339,7 @@ impl World {
         for pod in self.kubelet.restart() {
             self.books.release(&pod);
         }
-        // The API server has no pod whose claim was deleted by force: the kubelet kills its containers.
+        // A claim that was deleted by force has no pod in the API server, so the kubelet kills the pod's containers.
         let is_gone = |world: &Self, uid: &str, state| state == PodState::Running && !world.cluster.contains_key(uid);
         while let Some(uid) = self.pick_claim(is_gone) {
             self.end_claim(uid);

@@ -1,7 +1,7 @@
 //! Reads the host without NVML: the PCI bus and the driver's version.
 //!
-//! The executor (`mod.rs`) calls [`HostProbe`] on a thread of its own, before each start of an agent, after each poll,
-//! and every `bus_look` on a node without GPUs: a file of a device in trouble may never answer.
+//! The executor (`mod.rs`) calls [`HostProbe`] before each start of an agent, after each poll, and every `bus_look` on
+//! a node without GPUs; on a thread of its own, because a file of a device in trouble may never answer.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -57,7 +57,7 @@ impl HostProbe {
         Self { sysfs, bus: PciBus::default() }
     }
 
-    /// Reads the host; `None` if the driver's version is empty, as after a read that hung.
+    /// Reads the host; `None` if the driver's version is empty: a read that hung may end so.
     pub fn look(&mut self) -> Option<HostFingerprint> {
         let version = version(&self.sysfs);
         if version.as_ref().is_some_and(String::is_empty) {

@@ -158,7 +158,7 @@ impl Draft<'_> {
         self.device.capacity.insert(name.to_owned(), capacity);
     }
 
-    /// Adds the facts of a GPU that its MIG devices share.
+    /// Adds the facts of a GPU that its MIG devices share. An unknown addressing mode is an empty text.
     fn of_gpu(&mut self, gpu: &Gpu) {
         let versions = self.facts.versions;
         self.text("productName", gpu.model.as_ref());

@@ -1,6 +1,6 @@
 //! The `pci` elements: GPUs, NICs and switches, recognised by their content or else by their PCI class.
 //!
-//! On its way up, NCCL writes only every second port, so that one element stands for a whole switch.
+//! NCCL writes every second bridge between a device and its CPU, so that one element stands for both ports of a switch.
 
 use super::Candidate;
 use super::{Found, Notes};
