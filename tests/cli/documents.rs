@@ -1,5 +1,5 @@
-//! `linkwise completions` and `linkwise man`, read by the shells and by `man`. Without its program, a test is ignored,
-//! except bash's.
+//! `linkwise completions` and `linkwise man`, read by the shells and by `man`. A test whose program is missing is
+//! ignored, except bash's.
 
 use std::fs;
 use std::path::{Path, PathBuf};

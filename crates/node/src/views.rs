@@ -96,8 +96,8 @@ impl Views {
         self.facts.hides_pods.store(true, Ordering::Relaxed);
     }
 
-    /// Sets whether another linkwise serves this node. A standby exports no series of pods: with the owner's, each pod
-    /// would count twice.
+    /// Sets whether another linkwise serves this node. A standby exports no placements, and of the sums only devices
+    /// and doors: each pod would count twice.
     pub fn stand_by(&self, stands_by: bool) {
         self.facts.stands_by.store(stands_by, Ordering::Relaxed);
     }

@@ -142,9 +142,9 @@ pub fn position(device: nvmlDevice_t) -> Answer<usize> {
 /// Begins a call about the GPUs that `which` finds. Answers an error, blocks or aborts if a fault applies.
 pub fn enter_with(function: &str, which: impl Fn(&State) -> Answer<Vec<usize>>) -> Answer<MutexGuard<'static, State>> {
     let mut state = lock();
-    for (which, layout) in control::layouts() {
+    for (selector, layout) in control::layouts() {
         // The process that received the command has reported its errors.
-        for gpu in state.each(&which).unwrap_or_default() {
+        for gpu in state.each(&selector).unwrap_or_default() {
             let _ = state.carry_out(gpu, &layout);
         }
     }

@@ -1,4 +1,4 @@
-//! Single values: [`Value`], as a source has it, and the functions that read what a setting takes from it.
+//! Single values: [`Value`], as a source has it, and the functions that make a setting's value of it.
 //!
 //! Each function returns the value, or a problem in words: the expected value and the found one.
 

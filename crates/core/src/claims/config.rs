@@ -124,7 +124,7 @@ impl Configs {
         Ok(Self(read))
     }
 
-    /// The number and the MPS settings of a device's configuration, if that requests MPS. `request` may have an
+    /// The index and the MPS settings of a device's configuration, if that requests MPS. `request` may have an
     /// alternative, `gpus/quad`; a configuration for `gpus` applies to it too. A configuration that names no request is
     /// for all devices of its kind.
     ///

@@ -19,7 +19,7 @@ use crate::state::{
 use crate::topology::{GpuUuid, NumaNodeId, TopologyWarning};
 use crate::words::{gigabytes, ranges};
 
-/// A text that is constant in one version. Another version may have other texts.
+/// A constant text of this version, or an owned one of another.
 type Word = Cow<'static, str>;
 
 /// The view of a node. docs/operations.md documents its JSON.
@@ -281,7 +281,7 @@ impl Sums {
 }
 
 impl GpuView {
-    /// Its health in a word: `healthy`, `cordoned`, `partly` or `unhealthy`.
+    /// Its health in a word: `healthy`, `cordoned`, `partly` (healthy with a fault) or `unhealthy`.
     pub fn health(&self) -> &'static str {
         match (self.healthy, self.reasons.iter().all(|reason| reason.kind == CORDONED), self.reasons.is_empty()) {
             (true, _, true) => "healthy",

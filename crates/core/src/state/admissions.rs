@@ -114,7 +114,7 @@ impl Admissions {
         (given.collect(), claims.collect())
     }
 
-    /// Takes over the record of our last process.
+    /// Applies the record of our last process.
     pub fn restore(&mut self, given: &[AdmissionRecord], claims: &BTreeMap<String, FreeThen>) {
         for record in given {
             if let Ok(resource) = record.resource.parse() {

@@ -140,7 +140,7 @@ impl Hardware {
         })
     }
 
-    /// Takes over an operator's order to accept these shortfalls.
+    /// Applies an operator's order to accept these shortfalls.
     pub(super) fn accepted(&mut self, shortfalls: &[Shortfall]) -> Vec<Effect> {
         self.inventory.accept(shortfalls).into_iter().map(|shortfall| Effect::Shortfall(shortfall, false)).collect()
     }
@@ -177,7 +177,7 @@ impl Hardware {
         self.mig_orders
     }
 
-    /// Takes over a scan of the whole node.
+    /// Applies a scan of the whole node.
     pub(super) fn scanned(&mut self, observed: &NodeObservation, now: Timestamp) -> Vec<Effect> {
         let (topology, warnings) = NodeTopology::assemble(observed);
         let news = warnings.iter().filter(|warning| !self.warnings.contains(warning));
@@ -221,7 +221,7 @@ impl Hardware {
         effects
     }
 
-    /// Takes over an XID. Its class decides whether the GPU fails or the XID is only logged.
+    /// Applies an XID. Its class decides whether the GPU fails or the XID is only logged.
     pub(super) fn xid(
         &mut self,
         gpu: GpuUuid,
@@ -252,7 +252,7 @@ impl Hardware {
         !is_quiet
     }
 
-    /// Takes over the driver's event of a double-bit ECC error.
+    /// Applies the driver's event of a double-bit ECC error.
     pub(super) fn double_bit_ecc(&mut self, gpu: &GpuUuid, now: Timestamp) {
         if self.xids.class(DOUBLE_BIT_ECC).fails() {
             self.change(gpu, |health| health.fail(UnhealthyReason::DoubleBitEcc, now));
@@ -276,7 +276,7 @@ impl Hardware {
         self.health.values_mut().for_each(GpuHealth::driver_back);
     }
 
-    /// Takes over one poll of the GPUs.
+    /// Applies one poll of the GPUs.
     pub(super) fn polled(&mut self, polls: &BTreeMap<GpuUuid, HealthPoll>, now: Timestamp) -> Vec<Effect> {
         let is_node_wide = self.is_node_wide(polls);
         let unreachable: BTreeSet<GpuUuid> =
@@ -316,7 +316,7 @@ impl Hardware {
         known().nth(1).is_some() && (all(silent) || all(fabric) || all(GpuHealth::loses_links))
     }
 
-    /// Takes over the identity of the boot and of the driver's load.
+    /// Applies the identity of the boot and of the driver's load.
     pub(super) fn identified(&mut self, identity: &NodeIdentity) {
         if identity.differs_from(&self.identity) {
             self.health.values_mut().for_each(GpuHealth::renewed);
@@ -332,7 +332,7 @@ impl Hardware {
         };
     }
 
-    /// Takes over the record of our last process. A record of another version is refused.
+    /// Applies the record of our last process. A record of another version is refused.
     pub(super) fn restored(&mut self, record: &HealthRecord) -> Option<Effect> {
         if record.version != HealthRecord::VERSION {
             return Some(Effect::RecordIgnored(record.version));
@@ -357,9 +357,9 @@ impl Hardware {
         None
     }
 
-    /// Reports each GPU whose health changed as a whole, and each MIG device whose health changed alone. `listed` are
-    /// all devices on the kubelet's lists and of DRA, each with true if its hardware is gone or no longer offered. A
-    /// GPU that no scan finds is gone once all of its devices are.
+    /// Reports each GPU and each MIG device whose own health changed. `listed` are all devices on the kubelet's lists
+    /// and of DRA, each with true if it is gone or no longer offered. If none of a GPU's devices is offered, the first
+    /// one's health is reported, or the GPU's own if it only lost that MIG device.
     pub(super) fn report<'a>(&mut self, listed: impl Iterator<Item = (&'a Device, bool)> + Clone) -> Vec<Effect> {
         let mut instances: BTreeMap<&GpuUuid, BTreeSet<MigInstance>> = BTreeMap::new();
         let offered = || listed.clone().filter(|(_, is_orphan)| !is_orphan).map(|(device, _)| device);

@@ -228,7 +228,7 @@ impl GpuHealth {
         (self.record.flaps, self.well) = (None, Duration::ZERO);
     }
 
-    /// Takes over the result of one poll. With `is_node_wide`, every GPU shows the same trouble. A link that ends at an
+    /// Applies the result of one poll. With `is_node_wide`, every GPU shows the same trouble. A link that ends at an
     /// `unreachable` GPU is not a fault of this GPU. `first_hold` is the hold time of a GPU that does not flap.
     pub fn poll(
         &mut self,
@@ -352,7 +352,7 @@ impl GpuHealth {
         fewer || remapped || answers || back
     }
 
-    /// Takes over the facts of a poll. An unknown fact leaves the last known value.
+    /// Applies the facts of a poll. An unknown fact leaves the last known value.
     fn learn(&mut self, poll: &HealthPoll, unreachable: &BTreeSet<GpuUuid>) {
         let GpuRecord { seen, accepted, links, far_ends, .. } = &mut self.record;
         seen.action = poll.recovery_action.or(seen.action);

@@ -260,7 +260,7 @@ fn product(model: &str) -> String {
 }
 
 impl Inventory {
-    /// Takes over a scan. `renewed` is true if the node booted, or the driver was loaded, since the last scan.
+    /// Applies a scan. `renewed` is true if the node booted, or the driver was loaded, since the last scan.
     /// `is_skipped` is true for a GPU that scans leave out. Returns the shortfalls that began and those that ended.
     pub(super) fn scanned(
         &mut self,

@@ -79,7 +79,7 @@ impl Holder<'_> {
 }
 
 impl Ledger {
-    /// Takes over the kubelet's present list; `None` if the kubelet cannot be asked. Returns true if anything changed.
+    /// Applies the kubelet's present list; `None` if the kubelet cannot be asked. Returns true if anything changed.
     pub(super) fn update(&mut self, holdings: Option<Holdings>, now: Timestamp) -> bool {
         let is_current = holdings.is_some();
         let mut changed = is_current != self.is_current;
@@ -159,7 +159,7 @@ impl Ledger {
         taken.map(|(place, mig)| (place, mig.is_none())).collect()
     }
 
-    /// Takes over the claims that our DRA plugin has prepared. Returns true if anything changed.
+    /// Applies the claims that our DRA plugin has prepared. Returns true if anything changed.
     pub(super) fn prepare(&mut self, claims: Vec<PreparedClaim>) -> bool {
         let claims: BTreeMap<_, _> = claims.into_iter().map(|claim| (claim.claim.uid.clone(), claim)).collect();
         let is_news = !core::mem::replace(&mut self.has_read_claims, true);

@@ -24,13 +24,13 @@ const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The consequence for pods whose claims are left, if the kubelet cannot reach a DRA plugin.
 const NOT_UNPREPARED: &str = ": without DRA's folders the kubelet cannot unprepare the claims that are left, and their \
-    pods stay in Terminating; mount DRA's folders again (dra.gpus: none is enough), or delete the pods with --force";
+    pods stay in Terminating; mount DRA's folders again (dra.gpus may stay none), or delete the pods with --force";
 
 /// The plugin's life with the kubelet, whenever this process offers the plugin.
 pub(super) struct Registering {
     pub shared: Shared,
     pub phase: watch::Sender<Phase>,
-    /// True while the plugin has its sockets.
+    /// True while the plugin may have its sockets.
     pub offers: watch::Receiver<bool>,
     /// The right to touch claims, while this process has it.
     pub turn: watch::Receiver<Option<Right>>,

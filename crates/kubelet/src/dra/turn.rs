@@ -30,7 +30,7 @@ const LATE_CALLS: Duration = Duration::from_millis(100);
 /// The duties of a process's DRA plugin among the linkwise processes of a node.
 #[derive(Clone, Debug)]
 pub struct Handover {
-    /// True while the plugin has its sockets.
+    /// True while the plugin may have its sockets.
     pub offers: watch::Receiver<bool>,
     /// The right to touch the node's claims, while this process has it. Without it, calls wait.
     pub claims: watch::Receiver<Option<Right>>,

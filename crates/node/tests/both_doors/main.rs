@@ -145,7 +145,7 @@ impl World {
     }
 
     fn start_process(&mut self) {
-        // The new process may offer other resources. By then the kubelet has recorded what the previous one granted.
+        // By now the kubelet has recorded what the previous process granted.
         self.kubelet.pods.values_mut().for_each(|pod| pod.granted = None);
         let mut events = vec![self.planned(), self.observed()];
         let at = usize::try_from(self.random.within(0..3)).unwrap();

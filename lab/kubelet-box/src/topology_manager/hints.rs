@@ -39,7 +39,7 @@ pub struct ResourceHints {
 pub(crate) struct DeviceMasks {
     /// All devices, healthy or not, used or not.
     pub(crate) all: Vec<NumaMask>,
-    /// The devices that the containers hold already, or else the healthy and free ones.
+    /// The devices that the requesting containers hold, or else the healthy and free ones.
     pub(crate) available: Vec<NumaMask>,
 }
 
