@@ -388,6 +388,8 @@ mod tests {
     fn level_counts_where_the_other_row_has_nvlinks() {
         for (one, other) in [("NV2", "SYS"), ("SYS", "NV2")] {
             let text = format!("\tGPU0\tGPU1\nGPU0\tX\t{one}\nGPU1\t{other}\tX\n");
+            let gpus = parse("x", &text).unwrap().observed.gpus;
+            assert!(gpus.iter().all(|gpu| gpu.nvlinks.as_ref().is_none_or(Vec::is_empty)), "{text}");
             assert_eq!(matrix(&text).0, "X SYS\nSYS X", "{text}");
         }
     }
