@@ -12,7 +12,7 @@ use tokio::net::UnixStream;
 use tokio::time::timeout;
 
 use crate::run::kubelet::InProcessPlugin;
-use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, limit, sockets_in, until, wait_registered};
+use crate::run::node::{GPU, LIMIT, Node, Setup, kubelet_in, limit, sockets_in, until, wait_registered};
 
 #[tokio::test]
 async fn kubelet_found_after_any_file_at_its_socket() {
@@ -118,16 +118,28 @@ async fn exhausted_descriptors_recover() {
     assert!(again["repeated"].as_u64().unwrap() <= 10 * LIMIT.as_secs(), "{again}");
 }
 
+/// The number of linkwise's inotify watches on a folder, found by its inode.
+fn watches(node: &Node, folder: &str) -> usize {
+    let folder = format!(" ino:{:x} ", std::fs::metadata(node.setup.at(folder)).unwrap().ino());
+    let files = std::fs::read_dir(format!("/proc/{}/fdinfo", node.process.id())).unwrap().flatten();
+    let texts = files.filter_map(|file| std::fs::read_to_string(file.path()).ok());
+    texts.filter(|text| text.contains(&folder)).count()
+}
+
+/// A node without DRA does not mount DRA's folder, and a folder that is missing is looked for each second.
+#[tokio::test]
+async fn folder_of_dra_is_not_watched_without_dra() {
+    let setup = Setup::on("dgx1-v100");
+    std::fs::create_dir(setup.at("registry")).unwrap();
+    let registry = setup.at("registry");
+    let (node, _kubelet) = setup.arg("--dra-registry-dir").arg(registry).serve(8).await;
+    assert_eq!((watches(&node, "k"), watches(&node, "registry")), (1, 0));
+}
+
 #[tokio::test]
 async fn failed_inotify_watch_is_retried() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
-    // The number of watches on the kubelet's folder, found by its inode.
-    let watches = || {
-        let folder = format!(" ino:{:x} ", std::fs::metadata(node.setup.at("k")).unwrap().ino());
-        let files = std::fs::read_dir(format!("/proc/{}/fdinfo", node.process.id())).unwrap().flatten();
-        let texts = files.filter_map(|file| std::fs::read_to_string(file.path()).ok());
-        texts.filter(|text| text.contains(&folder)).count()
-    };
+    let watches = || watches(&node, "k");
     assert_eq!(watches(), 1);
     limit(node.process.id(), "nofile=3:");
     // A new folder, which cannot be watched and in which no socket can be bound.
